@@ -1,0 +1,54 @@
+# Everything runs in .venv, which is made from pyproject.toml on first use and again when that changes.
+# Another Python:   make test PYTHON=python3.12
+# Options for pip:  make test PIP_FLAGS="--find-links wheels"
+
+# The first Python on PATH that the project supports; python3 if it is one.
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && exit; done; echo python3)
+endif
+PIP_FLAGS ?=
+PY := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "The first of these makes .venv. On Linux pip's default torch brings several GB of CUDA packages;"
+	@echo "without a GPU, point PIP_FLAGS at PyTorch's CPU wheels first (--index-url or --find-links)."
+
+demo: .venv/stamp  ## run the demonstration; needs no GPU
+	$(PY) -m interlace demo
+
+test: .venv/stamp  ## run the tests; those that need a GPU are skipped without one
+	$(PY) -m pytest -q
+
+lint: .venv/stamp  ## ruff, its formatter in check mode, and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: .venv/stamp  ## apply ruff's fixes and formatting
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: .venv/stamp  ## run the benchmarks
+	$(PY) benchmarks/run.py
+
+clean:  ## remove .venv and everything that tools leave behind
+	rm -rf .venv build dist python/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is written last, so an install that failed is tried again.
+.venv/stamp: pyproject.toml
+	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
+		echo "interlace needs Python 3.10 to 3.13. '$(PYTHON)' says:" \
+			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \
+		echo "Name one that will do: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
+	@rm -f $@
+	"$(PYTHON)" -m venv .venv
+	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -e ".[test,plot]"
+	@touch $@

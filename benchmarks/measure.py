@@ -1,0 +1,81 @@
+"""How the benchmarks measure: one protocol for all ops, on all ranks of a group of processes.
+
+Candidates of a case are timed in turn within every repetition, so that noise of the machine meets all of
+them. A repetition of a candidate takes as long as its slowest rank, from a common barrier to the end of
+the op on that rank. Results are medians over repetitions; ratios are of medians of the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+import interlace
+
+
+@dataclass
+class Case:
+    """One shape of one op: what to time, by name, and the name that ratios are taken against."""
+
+    op: str
+    shape: dict[str, int | str]
+    baseline: str
+    candidates: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+
+@dataclass
+class Measurement:
+    """Medians in microseconds by candidate."""
+
+    op: str
+    world_size: int
+    shape: dict[str, int | str]
+    baseline: str
+    microseconds: dict[str, float]
+    repetitions: int
+
+    def ratio(self, candidate: str) -> float:
+        """How many times as fast as the baseline."""
+        return self.microseconds[self.baseline] / self.microseconds[candidate]
+
+
+def gloo(port: int) -> None:
+    """Join torch's gloo group next to interlace's, over a store on ``port`` of this host."""
+    if not dist.is_initialized():
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+
+
+def measure(case: Case, repetitions: int) -> Measurement:
+    """Time every candidate of ``case``; the same result on every rank."""
+    times: dict[str, list[float]] = {name: [] for name in case.candidates}
+    for repetition in range(-2, repetitions):
+        for name, candidate in case.candidates.items():
+            interlace.barrier()
+            start = time.perf_counter()
+            candidate()
+            elapsed = time.perf_counter() - start
+            slowest = torch.tensor([elapsed], dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if repetition >= 0:  # the first two warm caches up
+                times[name].append(float(slowest) * 1e6)
+    return Measurement(
+        case.op,
+        interlace.get_world_size(),
+        case.shape,
+        case.baseline,
+        {name: median(values) for name, values in times.items()},
+        repetitions,
+    )

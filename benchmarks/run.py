@@ -1,0 +1,147 @@
+"""One runner for all benchmarks on a CPU host: ``python benchmarks/run.py [--ranks 2,4] [--op NAME]``.
+
+Prints medians and ratios against a baseline of the same run, and writes them as JSON into
+``benchmarks/results/`` with commit, machine and protocol. Traps that the protocol answers:
+
+- a machine that others use: candidates alternate within a repetition, medians, no best-of;
+- a barrier inside the timed region flatters slow starts: the barrier is before it, and the slowest
+  rank counts;
+- more threads than cores: every rank gets cores / ranks threads, baselines too;
+- a baseline that allocates while ours does not, or the other way round: matmuls allocate their result
+  on both sides; buffers that torch.distributed wants from its caller are made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from measure import Measurement, gloo, measure
+from rich.console import Console
+from rich.table import Table
+
+import interlace
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "collectives")
+RESULTS = Path(__file__).parent / "results"
+
+
+def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
+    """All cases of one module, on one rank."""
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
+    gloo(port)
+    try:
+        module = importlib.import_module(op)
+        return [measure(case, repetitions) for case in module.cases()]
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def circumstances() -> dict[str, object]:
+    """What a reader needs to judge the numbers."""
+
+    def git(*arguments: str) -> str:
+        answer = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
+        )
+        return answer.stdout.strip()
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    import triton
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!benchmarks/results")),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
+    }
+
+
+def show(console: Console, measurements: list[Measurement]) -> None:
+    """A table: median microseconds, and in brackets how many times as fast as the baseline."""
+    for op in dict.fromkeys(m.op for m in measurements):
+        rows = [m for m in measurements if m.op == op]
+        names = list(rows[0].microseconds)
+        table = Table(title=f"{op}: median us (times as fast as {rows[0].baseline})")
+        table.add_column("ranks", justify="right")
+        table.add_column("shape")
+        for name in names:
+            table.add_column(name, justify="right")
+        for row in rows:
+            cells = [
+                f"{row.microseconds[name]:,.0f}"
+                + ("" if name == row.baseline else f" ({row.ratio(name):.2f})")
+                for name in names
+            ]
+            shape = " ".join(f"{k}={v}" for k, v in row.shape.items())
+            table.add_row(str(row.world_size), shape, *cells)
+        console.print(table)
+
+
+def main() -> int:
+    """Parse the arguments, run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
+    parser.add_argument("--op", choices=OPS, action="append", help="only this module; repeatable")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
+    options = parser.parse_args()
+    console = Console()
+    measurements: list[Measurement] = []
+    for world_size in [int(part) for part in options.ranks.split(",")]:
+        for op in options.op or OPS:
+            with console.status(f"{op} on {world_size} ranks ..."):
+                ranks = interlace.run(
+                    on_rank,
+                    world_size,
+                    op,
+                    free_port(),
+                    options.repetitions,
+                    place="shm",
+                    timeout=600.0,
+                )
+            measurements += ranks[0]
+    show(console, measurements)
+    facts = circumstances()
+    out = options.out or RESULTS / f"cpu-{facts['date']}-{str(facts['commit'])[:8]}.json"
+    out.parent.mkdir(exist_ok=True)
+    document = {**facts, "measurements": [asdict(m) for m in measurements]}
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    console.print(f"written to {os.path.relpath(out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

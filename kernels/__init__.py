@@ -1,0 +1,1 @@
+"""Device code: Triton kernels on symmetric memory. Imports triton and nothing else."""

@@ -1,0 +1,171 @@
+"""Sums over ranks: fp32, in rank order, whoever arrives first. Plain reduce-scatter and all-reduce.
+
+The part that a rank owns collects W contributions in its workspace, one region per source rank, and a
+slot per (source, block). The owner adds source 0, 1, ... W-1, waiting for each in turn: the result does
+not depend on timing, and where several ranks compute the same sum they get the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.tiling import first_tile
+from interlace.kernels.transfer import aligned_pointer, copy_elements, data_pointer
+
+SEGMENT_COLUMNS = 4
+_SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
+
+
+@triton.jit
+def wait_contributions(peers_ptr, rank, world_size, slot_byte, slots_per_source, epoch):
+    """Wait until a block has arrived from every source.
+
+    ``slot_byte`` is its slot from source 0; source s has it ``slots_per_source`` later.
+    """
+    for source in range(world_size):
+        slot = slot_byte + source * slots_per_source * 8
+        wait(peers_ptr, rank, world_size, source, slot, epoch)
+
+
+@triton.jit
+def sum_contributions(world_size, contribution_ptr, elements_per_source, offsets, mask,
+                      AVERAGE: tl.constexpr, SHAPE: tl.constexpr):  # fmt: skip
+    """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32."""
+    total = tl.zeros(SHAPE, dtype=tl.float32)
+    for source in range(world_size):
+        part_ptr = contribution_ptr + source * elements_per_source
+        total += tl.load(part_ptr + offsets, mask=mask).to(tl.float32)
+    if AVERAGE:
+        total = total / world_size
+    return total
+
+
+@triton.jit
+def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
+              AVERAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sum one block of ``[W, elements]`` contributions: by 16 bytes where all of it is aligned."""
+    VECTOR: tl.constexpr = 128 // output_ptr.dtype.element_ty.primitive_bitwidth
+    addresses = output_ptr.to(tl.int64) | contribution_ptr.to(tl.int64)
+    first = block.to(tl.int64) * BLOCK
+    aligned = ((addresses & 15) == 0) & (elements % VECTOR == 0)
+    if aligned & (first + BLOCK <= elements):
+        offsets = first + tl.arange(0, BLOCK)
+        total = sum_contributions(
+            world_size,
+            aligned_pointer(contribution_ptr),
+            elements // VECTOR * VECTOR,
+            offsets,
+            None,
+            AVERAGE,
+            (BLOCK,),
+        )
+        tl.store(aligned_pointer(output_ptr) + offsets, total.to(output_ptr.dtype.element_ty))
+    else:
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < elements
+        total = sum_contributions(
+            world_size, contribution_ptr, elements, offsets, mask, AVERAGE, (BLOCK,)
+        )
+        tl.store(output_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "own_elements", "slot_offset"])
+def reduce_scatter_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    segments_ptr,
+    own_elements,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    BLOCK: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):
+    """Reduce-scatter of a flat tensor: each rank ends with the sum over ranks of its own segment.
+
+    Legend: ``input`` is ``[sum of segments]``, ``output`` is ``[own_elements]``. ``segments``: a line
+    per owner in ``tiling.owner_order``: owner, first element, elements, number of the first block.
+
+    Ordering: every program first stores its blocks into the owners' workspaces (after the owner's
+    credit) and publishes a slot per block; then it sums its share of the own segment, waiting for
+    source after source. Producing never waits for a sum of this op, so any program order progresses.
+
+    Example: W = 2, 10 elements, BLOCK = 4: segments of 5. Rank 0 stores elements 5-9 as its
+    contribution to rank 1 in blocks of 4 and 1, slots 0 and 1 there; rank 1 adds rank 0's and its own.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    for line in range(world_size):
+        segment = segments_ptr + line * _SEGMENT
+        owner = tl.load(segment)
+        first_element = tl.load(segment + 1)
+        elements = tl.load(segment + 2)
+        start = tl.load(segment + 3).to(tl.int32)
+        blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
+        first = first_tile(start, program, programs)
+        if first < start + blocks:
+            wait_credit(peers_ptr, rank, world_size, owner, epoch)
+            to_ptr = data_pointer(peers_ptr, owner, data_offset, input_ptr) + rank * elements
+            for number in range(first, start + blocks, programs):
+                block = number - start
+                element = block.to(tl.int64) * BLOCK
+                count = min(elements - element, BLOCK)
+                from_ptr = input_ptr + first_element + element
+                copy_elements(to_ptr + element, from_ptr, count, BLOCK)
+                slot_byte = slot_offset + (rank * blocks + block) * 8
+                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
+    for block in range(program, own_blocks, programs):
+        slot_byte = slot_offset + block * 8
+        wait_contributions(peers_ptr, rank, world_size, slot_byte, own_blocks, epoch)
+        sum_block(output_ptr, world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "elements", "slot_offset"])
+def all_reduce_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    elements,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    BLOCK: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):
+    """One-shot all-reduce of a flat tensor: every rank sends all to all and sums everything itself.
+
+    Legend: ``input`` and ``output`` are ``[elements]`` and may be the same tensor: a program has sent
+    a block to all before it stores its sum, and no other program touches that block.
+
+    Ordering: as reduce_scatter_kernel, with every rank the owner of everything. All ranks add the
+    same numbers in the same order, so results are bitwise equal.
+
+    Example: W = 2, 6 elements, BLOCK = 4, one program per rank: blocks 0-3 and 4-5 go into region
+    [rank] of both workspaces, slots 2 * rank and 2 * rank + 1; then each rank adds regions 0 and 1.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
+    region = rank * (elements + tl.zeros((), tl.int64))
+    for block in range(program, blocks, programs):
+        element = block.to(tl.int64) * BLOCK
+        count = min(elements - element, BLOCK)
+        slot_byte = slot_offset + (rank * blocks + block) * 8
+        for step in range(world_size):
+            peer = (rank + 1 + step) % world_size
+            wait_credit(peers_ptr, rank, world_size, peer, epoch)
+            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + region
+            copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
+            publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    for block in range(program, blocks, programs):
+        slot_byte = slot_offset + block * 8
+        wait_contributions(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
+        sum_block(output_ptr, world_size, own_ptr, elements, block, AVERAGE, BLOCK)

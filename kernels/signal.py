@@ -1,0 +1,184 @@
+"""Publish and wait: every memory ordering of interlace's kernels is in this file.
+
+A *signal slot* is an int64 in symmetric memory that only grows. Whoever has written data for a peer
+*publishes*: it sets a slot in the peer's memory to the op's *epoch*. The peer *waits* until its slot
+is at least that epoch, and may then read the data. There are no resets and no phases, so a captured
+graph may replay an op any number of times.
+
+Guarantees
+----------
+``publish(slot, epoch)``
+    Everything that any thread of this program stored before is visible to whoever waits for
+    ``slot >= epoch``. The barrier in it is not decoration: without it one thread releases, and the
+    stores of all other threads of the program stay unordered.
+``wait(...)``
+    Loads after it see what was published. It returns the value it saw: a load that has to come after
+    should use it in its address, or be in a loop nested inside, because the pipeliner may otherwise
+    move the load up. Bounded: after ``SPIN_LIMIT`` polls, or once the group is aborted, it returns a
+    smaller value, and the first to give up has written into the header for whom it waited.
+
+Preconditions
+-------------
+Data that is published was stored with ``tl.store``. A descriptor (TMA) store is complete only after
+the kernel, or after a wait that Triton does not emit. Data that is loaded through a descriptor after a
+wait needs ``fence_descriptor_loads`` in between.
+
+Header of a channel, in int64 words; every rank has its own::
+
+    0 EPOCH       ops finished on this channel; the op that runs now has epoch + 1
+    1 ABORT       not 0: all waits return at once
+    2 SPIN_LIMIT  polls per wait
+    3 CLAIMED     1 once a wait has given up; 4-8 then say
+    4 SOURCE      which rank it waited for           5 SLOT      byte offset of the slot
+    6 EXPECTED    the epoch it waited for            7 SEEN      what it saw last
+    8 PROGRAM     program id
+    64 + r CREDIT rank r has finished this many ops on this channel
+"""
+
+import triton
+import triton.language as tl
+
+EPOCH_WORD = 0
+ABORT_WORD = 1
+SPIN_LIMIT_WORD = 2
+CLAIMED_WORD = 3
+CREDIT_WORDS = 64
+MAX_WORLD_SIZE = 64
+HEADER_WORDS = CREDIT_WORDS + MAX_WORLD_SIZE
+
+_EPOCH = tl.constexpr(EPOCH_WORD)
+_ABORT = tl.constexpr(ABORT_WORD)
+_SPIN_LIMIT = tl.constexpr(SPIN_LIMIT_WORD)
+_CLAIMED = tl.constexpr(CLAIMED_WORD)
+_CREDIT = tl.constexpr(CREDIT_WORDS)
+_POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
+
+
+@triton.jit
+def peer_pointer(peers_ptr, peer, byte_offset):
+    """The int64 at ``byte_offset`` of ``peer``'s buffer. ``peers_ptr``: table of base addresses."""
+    return (tl.load(peers_ptr + peer) + byte_offset).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def current_epoch(peers_ptr, rank):
+    """The epoch of the op that runs now; constant during the op."""
+    return tl.load(peer_pointer(peers_ptr, rank, 0) + _EPOCH) + 1
+
+
+@triton.jit
+def publish(slot_ptr, epoch):
+    """Set a slot, after all earlier stores of the whole program."""
+    tl.debug_barrier()
+    tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen):
+    header = peer_pointer(peers_ptr, rank, 0)
+    unclaimed = tl.zeros((), tl.int64)
+    claim = unclaimed + 1
+    if tl.atomic_cas(header + _CLAIMED, unclaimed, claim, sem="acq_rel", scope="sys") == 0:
+        if tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") == 0:
+            tl.store(header + _CLAIMED + 1, source)
+            tl.store(header + _CLAIMED + 2, slot_byte)
+            tl.store(header + _CLAIMED + 3, epoch)
+            tl.store(header + _CLAIMED + 4, seen)
+            tl.store(header + _CLAIMED + 5, tl.program_id(0))
+            for peer in range(world_size):
+                publish(peer_pointer(peers_ptr, peer, 0) + _ABORT, epoch)
+
+
+@triton.jit
+def wait(peers_ptr, rank, world_size, source, slot_byte, epoch):
+    """Poll the own slot at ``slot_byte`` until it is at least ``epoch``; ``source`` publishes it.
+
+    Returns the value seen, smaller than ``epoch`` only when the wait was given up.
+    """
+    slot_ptr = peer_pointer(peers_ptr, rank, slot_byte)
+    seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
+    if seen < epoch:
+        header = peer_pointer(peers_ptr, rank, 0)
+        polls_left = tl.load(header + _SPIN_LIMIT)
+        while (seen < epoch) & (polls_left > 0):
+            seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
+            polls_left -= 1
+            if polls_left % _POLLS_BETWEEN_ABORT_CHECKS == 0:
+                if tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") != 0:
+                    polls_left = polls_left * 0
+        if seen < epoch:
+            _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen)
+    return seen
+
+
+@triton.jit
+def wait_credit(peers_ptr, rank, world_size, peer, epoch):
+    """Wait until ``peer`` has finished the op before this one, so its buffer may be written again."""
+    return wait(peers_ptr, rank, world_size, peer, (_CREDIT + peer) * 8, epoch - 1)
+
+
+@triton.jit
+def fence_descriptor_loads(COMPILED: tl.constexpr):
+    """Order descriptor (TMA) loads of this program after a preceding wait.
+
+    A wait orders generic loads; TMA reads through another proxy. The interpreter has one proxy.
+    """
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["rank", "peer", "slot_byte"])
+def publish_kernel(peers_ptr, rank, peer, slot_byte):
+    """Publish one slot of ``peer`` from the host's point of view: a stream item after a copy.
+
+    Ordering: runs after the copies that precede it on its stream, so the kernel boundary has already
+    made them visible; the release carries them to ``peer``.
+
+    Example: rank 2 has copied its chunk 1 to rank 0 and runs ``publish_kernel[(1,)](table, 2, 0, 1064)``:
+    the int64 at byte 1064 of rank 0's buffer becomes the current epoch, say 7.
+    """
+    publish(peer_pointer(peers_ptr, peer, slot_byte), current_epoch(peers_ptr, rank))
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "source", "slot_byte"])
+def wait_kernel(peers_ptr, rank, world_size, source, slot_byte):
+    """Hold a stream until an own slot has the current epoch.
+
+    Ordering: one program, alone; the end of the kernel orders everything later on the stream after it.
+
+    Example: with epoch word 6, ``wait_kernel[(1,)](table, 0, 4, 2, 1064)`` ends once the int64 at byte
+    1064 of rank 0's buffer is at least 7; rank 2 is named if it never is.
+    """
+    wait(peers_ptr, rank, world_size, source, slot_byte, current_epoch(peers_ptr, rank))
+
+
+@triton.jit(do_not_specialize=["rank", "world_size"])
+def wait_credits_kernel(peers_ptr, rank, world_size):
+    """Hold a stream until every peer has finished the previous op on this channel.
+
+    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write
+    for this op's producers.
+
+    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    for peer in range(world_size):
+        wait_credit(peers_ptr, rank, world_size, peer, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size"])
+def finish_kernel(peers_ptr, rank, world_size):
+    """End an op on this rank: credit to every peer, then the epoch advances in device memory.
+
+    Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
+    peers may write into it. The epoch word is read only by this rank's later ops, which are ordered
+    after by the stream or an event.
+
+    Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    for peer in range(world_size):
+        publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), epoch)
+    tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)

@@ -1,0 +1,174 @@
+"""Moving data: chunks pushed to peers, and the plain all-gather.
+
+A matrix is ``rows x columns``; a flat tensor of n elements is ``n x 1``. What to send is a table that
+the host computes from ``tiling.send_order``, one line of int64 per send::
+
+    destination, first row in the shard, rows, first row in the gathered matrix, slot
+
+What arrives is a table of the same form with the source in place of the destination. A chunk has the
+same slot on every rank: its number among all chunks in rank order.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+
+TRANSFER_COLUMNS = 5
+_COLUMNS = tl.constexpr(TRANSFER_COLUMNS)
+
+
+@triton.jit
+def data_pointer(peers_ptr, peer, data_offset, like_ptr):
+    """``peer``'s data region from byte ``data_offset`` on, typed as ``like_ptr`` is."""
+    address = tl.load(peers_ptr + peer) + data_offset
+    # Both are multiples of 256; unsaid, every access to symmetric memory is split into single elements.
+    return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+
+
+@triton.jit
+def aligned_pointer(ptr):
+    """``ptr`` rounded down to 16 bytes, which the compiler then knows: where it is aligned, itself.
+
+    A bare ``tl.multiple_of(ptr, 16)`` would mark the operation that made ``ptr``, and so hold where
+    the caller has not checked the alignment too.
+    """
+    return tl.multiple_of(((ptr.to(tl.int64) >> 4) << 4).to(ptr.dtype), 16)
+
+
+@triton.jit
+def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr):
+    """Copy ``elements``, both sides contiguous: whole blocks by 16 bytes where both are aligned."""
+    whole = elements - elements
+    if ((to_ptr.to(tl.int64) | from_ptr.to(tl.int64)) & 15) == 0:
+        whole = elements // BLOCK * BLOCK
+        aligned_to_ptr = aligned_pointer(to_ptr)
+        aligned_from_ptr = aligned_pointer(from_ptr)
+        for first in range(0, whole, BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
+            tl.store(aligned_to_ptr + offsets, tl.load(aligned_from_ptr + offsets))
+    for first in range(whole, elements, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < elements
+        tl.store(to_ptr + offsets, tl.load(from_ptr + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
+              BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
+    """Copy ``rows x columns`` elements, both sides contiguous along columns."""
+    for row in range(0, rows, BLOCK_ROWS):
+        offs_m = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        mask_m = (offs_m < rows)[:, None]
+        for column in range(0, columns, BLOCK_COLUMNS):
+            offs_n = column + tl.arange(0, BLOCK_COLUMNS)
+            mask = mask_m & (offs_n < columns)[None, :]
+            block = tl.load(from_ptr + offs_m[:, None] * from_stride + offs_n[None, :], mask=mask)
+            tl.store(to_ptr + offs_m[:, None] * to_stride + offs_n[None, :], block, mask=mask)
+
+
+@triton.jit
+def push_chunks(
+    peers_ptr,
+    input_ptr,
+    input_stride,
+    sends_ptr,
+    num_sends,
+    columns,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    epoch,
+    program,
+    programs,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Do every ``programs``-th send of the table: wait for the peer's credit, copy, publish.
+
+    ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time.
+    """
+    for send in range(program, num_sends, programs):
+        line = sends_ptr + send * _COLUMNS
+        peer = tl.load(line)
+        first_row = tl.load(line + 1)
+        rows = tl.load(line + 2)
+        gathered_row = tl.load(line + 3)
+        slot = tl.load(line + 4)
+        wait_credit(peers_ptr, rank, world_size, peer, epoch)
+        to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row * columns
+        from_ptr = input_ptr + first_row * input_stride
+        if BLOCK_ROWS == 0:
+            copy_elements(to_ptr, from_ptr, rows, BLOCK_COLUMNS)
+        else:
+            copy_rows(
+                to_ptr, columns, from_ptr, input_stride, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS
+            )
+        publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "num_sends", "num_arrivals"])
+def all_gather_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    sends_ptr,
+    num_sends,
+    arrivals_ptr,
+    num_arrivals,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    COPIERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All-gather: programs below ``COPIERS`` push the shard, the others collect the output.
+
+    Legend: the shard is ``[n_r]``, the output ``[sum of n]``, flat; a "row" is one element here.
+    ``sends_ptr``, ``arrivals_ptr``: tables as the module describes; the own chunks are arrivals too.
+
+    Ordering: a copier waits for the receiver's credit (it has finished the previous op here), copies,
+    publishes the chunk's slot. A collector waits for the slot, then reads the workspace. The
+    workspace is reused only after finish_kernel has given this rank's credit. Copiers have the lower
+    program ids and never wait for collectors.
+
+    Example: 2 ranks, 3 elements each, chunks of 2. Rank 0 sends elements 0-1 to slot 0 and element 2
+    to slot 1 of rank 1; rank 1 collects its own elements 3-5 from its input, then 0-1 once slot 0 is
+    at the epoch, then 2 once slot 1 is.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    if program < COPIERS:
+        push_chunks(
+            peers_ptr,
+            input_ptr,
+            1,
+            sends_ptr,
+            num_sends,
+            1,
+            rank,
+            world_size,
+            slot_offset,
+            data_offset,
+            epoch,
+            program,
+            COPIERS,
+            0,
+            BLOCK,
+        )
+    else:
+        gathered_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+        for arrival in range(program - COPIERS, num_arrivals, tl.num_programs(0) - COPIERS):
+            line = arrivals_ptr + arrival * _COLUMNS
+            source = tl.load(line)
+            first_row = tl.load(line + 1)
+            rows = tl.load(line + 2)
+            gathered_row = tl.load(line + 3)
+            slot = tl.load(line + 4)
+            from_ptr = input_ptr + first_row
+            if source != rank:
+                wait(peers_ptr, rank, world_size, source, slot_offset + slot * 8, epoch)
+                from_ptr = gathered_ptr + gathered_row
+            copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK)

@@ -1,0 +1,16 @@
+"""``python -m interlace``: demo, doctor, check, build."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    from interlace.cli.main import run
+
+    return run(sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

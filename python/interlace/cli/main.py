@@ -1,0 +1,138 @@
+"""Arguments of the command line, and which command they go to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from typing import Any
+
+from interlace import __version__
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m interlace``."""
+    top = argparse.ArgumentParser(
+        prog="python -m interlace",
+        description="Collectives that run inside the matmuls they feed.",
+    )
+    top.add_argument("--version", action="version", version=f"interlace {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="run the fused ops on real input and draw what happened"
+    )
+    demo.add_argument("--ranks", type=_positive, default=None, help="world size (default 4)")
+    demo.add_argument("--place", choices=("sim", "shm", "cuda"), default="sim")
+    for name, meaning in (
+        ("m", "rows of the whole activations (tokens)"),
+        ("n", "hidden features of the MLP"),
+        ("k", "features of the activations"),
+    ):
+        demo.add_argument(f"--{name}", type=_positive, default=None, help=meaning)
+    demo.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    demo.add_argument("--seed", type=int, default=0, help="schedule, embedding and weights")
+    source = demo.add_mutually_exclusive_group()
+    source.add_argument("--text", metavar="FILE", help="text to take the tokens from")
+    source.add_argument("--input", metavar="FILE", help="activations and weights, .npy or .pt")
+    demo.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
+    demo.add_argument("--plot", metavar="FILE", help="write the timeline as PNG")
+
+    doctor = commands.add_parser("doctor", help="what this machine offers and which places work")
+    doctor.add_argument("--json", action="store_true")
+
+    check = commands.add_parser("check", help="run every kernel against float64 references")
+    check.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--json", action="store_true")
+
+    build = commands.add_parser("build", help="compile every kernel offline and show its resources")
+    build.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
+    build.add_argument("--json", action="store_true")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value
+
+
+def _arches(text: str) -> list[int]:
+    try:
+        arches = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 80,90,100, got {text!r}") from None
+    unknown = [arch for arch in arches if arch not in (80, 90, 100)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"known are 80, 90 and 100, got {unknown[0]}")
+    return arches
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
+    from rich.console import Console
+
+    from interlace.runtime.errors import InterlaceError
+
+    options = parser().parse_args(arguments)
+    console = Console()
+    try:
+        return int(_dispatch(options, console, arguments))
+    except (InterlaceError, OSError, ValueError, TypeError) as error:
+        if os.environ.get("INTERLACE_TRACEBACK"):
+            raise
+        first, *rest = str(error).splitlines() or [""]
+        Console(stderr=True).print(f"[red]error:[/red] {first}", highlight=False)
+        for line in rest[:20]:
+            print(line, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -> int:
+    if options.command == "doctor":
+        from interlace.cli.doctor import doctor
+
+        return doctor(console, as_json=options.json)
+    if options.command == "build":
+        from interlace.cli.build import build
+
+        return build(console, options.arch, as_json=options.json)
+    if options.command == "check":
+        from interlace.cli.check import check
+
+        device = options.device or _default_device()
+        need_interpreter(device == "cpu", arguments)
+        return check(console, device, seed=options.seed, as_json=options.json)
+    from interlace.cli.demo import DemoOptions, demo
+
+    need_interpreter(options.place != "cuda", arguments)
+    known = {field.name for field in fields(DemoOptions)}
+    given = {k: v for k, v in vars(options).items() if k in known and v is not None}
+    return demo(console, DemoOptions(**given))
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def need_interpreter(wanted: bool, arguments: list[str]) -> None:
+    """Start this command again if kernels were loaded for the other way of running them.
+
+    The choice falls when triton is imported, which was before the arguments were read.
+    """
+    import triton
+
+    if bool(triton.knobs.runtime.interpret) == wanted:
+        return
+    environment = dict(os.environ, TRITON_INTERPRET="1" if wanted else "0")
+    if os.environ.get("INTERLACE_RESTARTED"):
+        raise RuntimeError("TRITON_INTERPRET has no effect on this installation of triton")
+    environment["INTERLACE_RESTARTED"] = "1"
+    os.execve(sys.executable, [sys.executable, "-m", "interlace", *arguments], environment)

@@ -1,0 +1,294 @@
+"""The fused op before a matmul: all-gather + matmul.
+
+A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
+rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
+``runtime/fused_algorithms.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks
+from interlace.groups import resolve
+from interlace.kernels.tiling import prefix_sums
+from interlace.runtime import collective_algorithms, configuration
+from interlace.runtime import fused_algorithms as algorithms
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.cost import choose_algorithm
+from interlace.runtime.fused_algorithms import Linear
+from interlace.runtime.work import Outcome
+from interlace.shapes import rows_of, unrows
+
+
+def all_gather_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Any = None,
+    return_gathered: bool = False,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
+
+    Parameters
+    ----------
+    input : this rank's shard, ``[..., k]``, 2-D or more. Shards may differ in length along
+        ``gather_dim``; all other lengths agree. Any strides.
+    weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
+        sequence of weights that share the gather. ``n`` may differ between ranks.
+    gather_dim : dimension of ``input`` that is sharded; the last one too.
+    bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
+    return_gathered : also return the gathered input, contiguous along ``gather_dim``.
+    algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
+    out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
+
+    Returns
+    -------
+    The output ``[..., n]`` (a list for several weights), or ``(gathered, output)`` with
+    ``return_gathered``; with ``async_op`` a :class:`Work` whose ``wait()`` returns it. For
+    ``gather_dim`` other than 0 the output is a permuted view, as in torch's fused ops.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
+    [tensor(128.), tensor(128.)]
+    """
+    op = "all_gather_matmul"
+    communicator = resolve(group)
+    rank = communicator.rank
+    input = checks.tensor("input", input, communicator)
+    checks.float_dtype("input", input.dtype, rank)
+    if input.dim() < 2:
+        raise ValueError(
+            f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
+        )
+    dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
+    along_k = dim == input.dim() - 1
+    algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
+    result_dtype = checks.output_dtype(out_dtype, input, rank)
+    checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
+    several = not isinstance(weight, torch.Tensor)
+    weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
+
+    def host() -> Outcome:
+        lengths = _agree_on_shards(
+            communicator,
+            op,
+            input,
+            dim,
+            (algorithm, result_dtype, len(weights), bool(return_gathered)),
+        )
+        inner = sum(lengths) if along_k else input.shape[-1]
+        for number, each in enumerate(weights):
+            if each.shape[0] != inner:
+                raise ValueError(
+                    f"weight{f'[{number}]' if several else ''} has {each.shape[0]} rows, the gathered "
+                    f"input has k = {inner} ({input.shape[-1]} on rank {rank})"
+                )
+        run = _gather_inner if along_k else _gather_rows
+        gathered, outputs, event = run(
+            communicator,
+            input,
+            dim,
+            list(zip(weights, biases, strict=True)),
+            lengths,
+            algorithm,
+            result_dtype,
+            return_gathered,
+        )
+        result = outputs if several else outputs[0]
+        return Outcome((gathered, result) if return_gathered else result, event)
+
+    return communicator.run(op, host, async_op=async_op)
+
+
+def _weights_and_biases(
+    weight: Any, bias: Any, input: torch.Tensor, along_k: bool, communicator: Communicator
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Both as lists of equal length, checked; k itself only where the own shard has all of it."""
+    rank, inner = communicator.rank, None if along_k else input.shape[-1]
+    if isinstance(weight, torch.Tensor):
+        matrix = checks.matrix("weight", weight, input, inner, communicator)
+        return [matrix], [checks.bias_vector("bias", bias, matrix.shape[1], input, communicator)]
+    if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
+        raise TypeError(
+            f"weight must be a tensor or a non-empty sequence of tensors, got {type(weight).__name__} "
+            f"on rank {rank}"
+        )
+    matrices = [
+        checks.matrix(f"weight[{i}]", each, input, inner, communicator)
+        for i, each in enumerate(weight)
+    ]
+    vectors = [None] * len(matrices) if bias is None else bias
+    if isinstance(vectors, torch.Tensor) or not isinstance(vectors, Sequence):
+        raise TypeError(
+            f"bias must be a sequence like weight, got {type(bias).__name__} on rank {rank}"
+        )
+    if len(vectors) != len(matrices):
+        raise ValueError(
+            f"bias has {len(vectors)} entries, weight has {len(matrices)}, on rank {rank}"
+        )
+    return matrices, [
+        checks.bias_vector(f"bias[{i}]", each, matrix.shape[1], input, communicator)
+        for i, (each, matrix) in enumerate(zip(vectors, matrices, strict=True))
+    ]
+
+
+def _agree_on_shards(
+    communicator: Communicator, op: str, input: torch.Tensor, dim: int, options: tuple[Any, ...]
+) -> list[int]:
+    """Length of every rank's shard along ``dim``; raises unless all else agrees."""
+    rank = communicator.rank
+    others = tuple(input.shape[:dim] + input.shape[dim + 1 :])
+    mine = (input.dim(), dim, others, input.dtype, options, input.shape[dim])
+    answers = communicator.agree(op, mine)
+    names = ("the number of dimensions of input", "gather_dim", "the shape of input off gather_dim")
+    for index, name in enumerate(names):
+        checks.equal_on_all(op, name, [answer[index] for answer in answers], rank)
+    checks.equal_on_all(op, "dtype of input", [a[3] for a in answers], rank, kind=TypeError)
+    for index, name in enumerate(
+        ("algorithm", "out_dtype", "number of weights", "return_gathered")
+    ):
+        checks.equal_on_all(op, name, [a[4][index] for a in answers], rank)
+    return [answer[5] for answer in answers]
+
+
+def _gather_rows(
+    communicator: Communicator,
+    input: torch.Tensor,
+    dim: int,
+    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    lengths: list[int],
+    algorithm: str,
+    dtype: torch.dtype,
+    return_gathered: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
+    """Shards are rows of the matmul: ``gather_dim`` is not the contracted one."""
+    shard = rows_of(input, dim)
+    others = [length for i, length in enumerate(input.shape[:-1]) if i != dim]
+    per_index = 1
+    for length in others:
+        per_index *= length
+    rows = [length * per_index for length in lengths]
+    inner, total = shard.shape[1], sum(rows)
+    targets = [
+        Linear(w, b, torch.empty(total, w.shape[1], dtype=dtype, device=input.device))
+        for w, b in linears
+    ]
+    gathered = None
+    if return_gathered:
+        gathered = torch.empty(total, inner, dtype=input.dtype, device=input.device)
+    config = configuration.choose(
+        communicator.place,
+        input.dtype,
+        max(rows),
+        max(w.shape[1] for w, _ in linears),
+        inner,
+    )
+    empty = not total * inner
+    if algorithm == "auto" or empty:
+        bytes_moved = (total - min(rows)) * inner * input.element_size()
+        wide = torch.float64 if dtype == torch.float64 else input.dtype
+        algorithm = choose_algorithm(communicator.place, wide, total, bytes_moved, empty=empty)
+    if algorithm == "fused":
+        event = algorithms.all_gather_matmul_fused(
+            communicator, shard, targets, rows, gathered, config
+        )
+    elif algorithm == "pipelined":
+        event = algorithms.all_gather_matmul_pipelined(
+            communicator, shard, targets, rows, gathered, config
+        )
+    else:
+        whole = gathered
+        if whole is None:
+            whole = torch.empty(total, inner, dtype=input.dtype, device=input.device)
+        event = _all_gather_then_matmul(communicator, shard, whole, targets, rows)
+    shape = [sum(lengths), *others]
+    outputs = [unrows(target.output, shape, dim) for target in targets]
+    return None if gathered is None else unrows(gathered, shape, dim), outputs, event
+
+
+def _all_gather_then_matmul(
+    communicator: Communicator,
+    shard: torch.Tensor,
+    whole: torch.Tensor,
+    targets: list[Linear],
+    rows: list[int],
+) -> Any:
+    """The unfused algorithm: gather everything, then one torch matmul per weight."""
+    firsts = prefix_sums(rows)
+    parts = [
+        whole[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
+    ]
+    collective_algorithms.all_gather_copy(communicator, shard.contiguous().view(-1), parts)
+    for target in targets:
+        communicator.compute.call(
+            lambda target=target: algorithms.multiply(  # type: ignore[misc]
+                target.output, whole, target.weight, target.bias
+            ),
+            "matmul",
+        )
+    return communicator.compute.record()
+
+
+def _gather_inner(
+    communicator: Communicator,
+    input: torch.Tensor,
+    dim: int,
+    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    lengths: list[int],
+    algorithm: str,
+    dtype: torch.dtype,
+    return_gathered: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
+    """Shards are slices of the contracted dimension: every output needs every shard.
+
+    Gathered as rows of the transposed input; "auto" and "unfused" only.
+    """
+    rank = communicator.rank
+    if algorithm not in ("auto", "unfused"):
+        raise ValueError(
+            f"algorithm={algorithm!r} cannot gather along the contracted dimension, gather_dim={dim} "
+            f'of {input.dim()} dimensions, on rank {rank}; use "unfused" or "auto"'
+        )
+    shard = input.movedim(-1, 0).contiguous()
+    others = shard.shape[1:]
+    per_index = shard[0].numel() if shard.shape[0] else 1
+    for length in others if not shard.shape[0] else ():
+        per_index *= length
+    inner = sum(lengths)
+    transposed = torch.empty(inner, *others, dtype=input.dtype, device=input.device)
+    whole = transposed.movedim(0, -1)
+    rows = [length * per_index for length in lengths]
+    firsts = prefix_sums(rows)
+    flat = transposed.view(-1)
+    parts = [flat[first : first + count] for first, count in zip(firsts, rows, strict=False)]
+    collective_algorithms.all_gather_copy(communicator, shard.view(-1), parts)
+    total = flat.numel() // inner if inner else 1
+    if not inner:
+        for length in others:
+            total *= length
+    targets = [
+        Linear(w, b, torch.empty(total, w.shape[1], dtype=dtype, device=input.device))
+        for w, b in linears
+    ]
+    for target in targets:
+        communicator.compute.call(
+            lambda target=target: algorithms.multiply(  # type: ignore[misc]
+                target.output, whole.reshape(total, inner), target.weight, target.bias
+            ),
+            "matmul",
+        )
+    outputs = [target.output.view(*others, target.output.shape[1]) for target in targets]
+    return (whole if return_gathered else None), outputs, communicator.compute.record()

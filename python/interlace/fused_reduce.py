@@ -1,0 +1,264 @@
+"""The fused ops after a matmul: reduce-scatter and all-reduce of the product.
+
+A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
+rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
+``runtime/fused_algorithms.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace import checks
+from interlace.groups import resolve
+from interlace.kernels.tiling import split_rows
+from interlace.runtime import collective_algorithms, configuration
+from interlace.runtime import fused_algorithms as algorithms
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.cost import choose_algorithm
+from interlace.runtime.fused_algorithms import Linear
+from interlace.runtime.work import Outcome
+from interlace.shapes import rows_of, unrows
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
+
+    Parameters
+    ----------
+    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks.
+    weight : ``(k, n)`` with any strides.
+    reduce_op : "sum" or "avg" (sum divided by the world size).
+    scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
+        ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
+    bias : ``(n,)``, added once to the reduced output.
+    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
+
+    Returns
+    -------
+    The own part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
+    fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
+    the output is a permuted view, as in torch's fused ops.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.],
+            [16.]]), tensor([[16.],
+            [16.]])]
+    """
+    op = "matmul_reduce_scatter"
+    communicator = resolve(group)
+    rank, world_size = communicator.rank, communicator.world_size
+    request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+    dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
+
+    def host() -> Outcome:
+        request.agree(dim)
+        columns = request.weight.shape[1]
+        along_n = dim == request.input.dim() - 1
+        if along_n:
+            # rows of the transposed product: (input @ weight).T = weight.T @ input.T
+            flat = request.input.flatten(0, -2)
+            left, right = request.weight.T, flat.T
+            left = left if left.stride(1) == 1 else left.contiguous()
+            length, per_index = columns, 1
+        else:
+            left, right = rows_of(request.input, dim), request.weight
+            length = request.input.shape[dim]
+            per_index = 1
+            for i, extent in enumerate(request.input.shape[:-1]):
+                per_index *= extent if i != dim else 1
+        parts = split_rows(length, world_size)
+        segments = [(first * per_index, count * per_index) for first, count in parts]
+        first, count = parts[rank]
+        output = torch.empty(
+            count * per_index, right.shape[1], dtype=request.dtype, device=left.device
+        )
+        own_bias = request.bias
+        if along_n and own_bias is not None:
+            own_bias = own_bias[first : first + count]
+        linear = Linear(right, own_bias, output, "m" if along_n else "n")
+        event = _reduce_scatter(communicator, left, linear, segments, request)
+        if along_n:
+            result = output.T.view(*request.input.shape[:-1], count)
+        else:
+            others = [e for i, e in enumerate(request.input.shape[:-1]) if i != dim]
+            result = unrows(output, [count, *others], dim)
+        return Outcome(result, event)
+
+    return communicator.run(op, host, async_op=async_op)
+
+
+class _Product:
+    """The validated arguments that matmul_reduce_scatter and matmul_all_reduce share."""
+
+    def __init__(
+        self,
+        op: str,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        reduce_op: Any,
+        algorithm: Any,
+        out_dtype: Any,
+        communicator: Communicator,
+    ) -> None:
+        rank = communicator.rank
+        self.op = op
+        self.communicator = communicator
+        self.input = checks.tensor("input", input, communicator)
+        checks.float_dtype("input", self.input.dtype, rank)
+        if self.input.dim() < 2:
+            raise ValueError(
+                f"input must have at least 2 dimensions, got shape {tuple(self.input.shape)} "
+                f"on rank {rank}"
+            )
+        self.weight = checks.matrix(
+            "weight", weight, self.input, self.input.shape[-1], communicator
+        )
+        self.bias = checks.bias_vector("bias", bias, self.weight.shape[1], self.input, communicator)
+        self.average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, rank) == "avg"
+        self.algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
+        self.dtype = checks.output_dtype(out_dtype, self.input, rank)
+        checks.fused_algorithm_allowed(self.algorithm, self.input.dtype, self.dtype, rank)
+        self.inner = [self.input.shape[-1]]
+
+    def agree(self, dim: int | None) -> None:
+        """Exchange with all ranks and raise on any mismatch; learns every rank's ``k``."""
+        rank = self.communicator.rank
+        names = {
+            "the shape of input without k": tuple(self.input.shape[:-1]),
+            "the columns of weight": self.weight.shape[1],
+            "scatter_dim": dim,
+            "reduce_op": "avg" if self.average else "sum",
+            "algorithm": self.algorithm,
+            "out_dtype": self.dtype,
+            "whether there is a bias": self.bias is not None,
+        }
+        mine = (tuple(names.values()), self.input.dtype, self.input.shape[-1])
+        answers = self.communicator.agree(self.op, mine)
+        dtypes = [answer[1] for answer in answers]
+        checks.equal_on_all(self.op, "dtype of input", dtypes, rank, kind=TypeError)
+        for index, name in enumerate(names):
+            checks.equal_on_all(self.op, name, [a[0][index] for a in answers], rank)
+        self.inner = [answer[2] for answer in answers]
+
+    def chosen(self, rows: int, columns: int) -> str:
+        """The algorithm, once every rank's shapes are known."""
+        empty = not rows * columns * max(self.inner)
+        if self.algorithm != "auto" and not empty:
+            return self.algorithm
+        wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
+        bytes_moved = rows * columns * self.dtype.itemsize
+        return choose_algorithm(self.communicator.place, wide, rows, bytes_moved, empty=empty)
+
+
+def _reduce_scatter(
+    communicator: Communicator,
+    left: torch.Tensor,
+    linear: Linear,
+    segments: list[tuple[int, int]],
+    request: _Product,
+) -> Any:
+    rows, columns = left.shape[0], linear.weight.shape[1]
+    algorithm = request.chosen(rows, columns)
+    if algorithm == "fused":
+        config = configuration.choose(
+            communicator.place,
+            left.dtype,
+            max(count for _, count in segments),
+            columns,
+            max(request.inner),
+        )
+        return algorithms.matmul_reduce_scatter_fused(
+            communicator, left, linear, segments, config, average=request.average
+        )
+    if algorithm == "pipelined":
+        return algorithms.matmul_reduce_scatter_pipelined(
+            communicator, left, linear, segments, average=request.average
+        )
+    return algorithms.matmul_reduce_scatter_unfused(
+        communicator, left, linear, segments, average=request.average
+    )
+
+
+ONE_SHOT_BYTES = 1 << 18
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
+
+    Arguments as for :func:`matmul_reduce_scatter`. Small outputs go one-shot, in one kernel that sends
+    every tile to every rank; larger ones as matmul + reduce-scatter and an all-gather of the parts.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.]]), tensor([[16.]])]
+    """
+    op = "matmul_all_reduce"
+    communicator = resolve(group)
+    request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+
+    def host() -> Outcome:
+        request.agree(None)
+        left = rows_of(request.input, 0)
+        columns = request.weight.shape[1]
+        output = torch.empty(left.shape[0], columns, dtype=request.dtype, device=left.device)
+        one_shot = output.numel() * output.element_size() <= ONE_SHOT_BYTES
+        if request.chosen(left.shape[0], columns) == "fused" and one_shot:
+            config = configuration.choose(
+                communicator.place, left.dtype, left.shape[0], columns, max(request.inner)
+            )
+            event = algorithms.matmul_all_reduce_fused(
+                communicator,
+                left,
+                Linear(request.weight, request.bias, output),
+                config,
+                average=request.average,
+            )
+        else:
+            event = _two_shot(communicator, left, output, request)
+        return Outcome(unrows(output, request.input.shape[:-1], 0), event)
+
+    return communicator.run(op, host, async_op=async_op)
+
+
+def _two_shot(
+    communicator: Communicator, left: torch.Tensor, output: torch.Tensor, request: _Product
+) -> Any:
+    """Reduce-scatter the product into the own rows of ``output``, then gather the others' rows."""
+    segments = split_rows(left.shape[0], communicator.world_size)
+    parts = [output[first : first + count] for first, count in segments]
+    own = parts[communicator.rank]
+    linear = Linear(request.weight, request.bias, own)
+    _reduce_scatter(communicator, left, linear, segments, request)
+    return collective_algorithms.all_gather_copy(
+        communicator, own.view(-1), [part.view(-1) for part in parts]
+    )

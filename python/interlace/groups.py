@@ -1,0 +1,191 @@
+"""Which group an op runs in: the default group of the caller, and every way to name another."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
+
+if TYPE_CHECKING:
+    from interlace.runtime.place import Place
+
+DEFAULT_TIMEOUT = 300.0
+
+_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
+    "interlace_default_group", default=None
+)
+_of_process: Communicator | None = None
+_of_process_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+
+Group = Communicator
+
+
+def install(place: Place) -> Communicator:
+    """Make a communicator on ``place`` the default group of this rank; used by launchers."""
+    communicator = Communicator(place, range(place.world_size))
+    _default.set(communicator)
+    return communicator
+
+
+def install_for_process(communicator: Communicator | None) -> None:
+    """Make ``communicator`` the default group of every thread of this process."""
+    global _of_process
+    _of_process = communicator
+
+
+def default_group() -> Communicator:
+    """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
+    communicator = _default.get() or _of_process
+    if communicator is None:
+        if "RANK" not in os.environ and not dist.is_initialized():
+            raise InterlaceError(
+                "no group: call this inside a function run by interlace.run, or start the script "
+                "with torchrun, or call torch.distributed.init_process_group first"
+            )
+        communicator = init()
+    return communicator
+
+
+def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
+    """Join the default group of a job of several processes, one rank each, on one host.
+
+    Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
+    is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR``, ``MASTER_PORT``). ``timeout``, in seconds, bounds every wait of the group.
+
+    Returns the group. Raises :class:`InterlaceError` if neither source is there.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    from interlace.runtime.place_shm import ShmPlace
+
+    global _of_process
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if _of_process is not None:
+        raise InterlaceError("interlace.init was called before in this process; shutdown() first")
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+    else:
+        missing = [
+            n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ
+        ]
+        if missing:
+            raise InterlaceError(
+                f"interlace.init: {', '.join(missing)} not set; start the script with torchrun"
+            )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it
+        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=rank == 0 and not agent_store,
+            timeout=timedelta(seconds=seconds),
+        )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local_size != world_size:
+        raise PlaceUnavailableError(
+            f"all ranks must be on one host: {local_size} of {world_size} ranks are on the host of "
+            f"rank {rank}"
+        )
+    place = ShmPlace.connect(store, rank, world_size, timeout=seconds, name="default")
+    _of_process = Communicator(place, range(world_size))
+    return _of_process
+
+
+def shutdown() -> None:
+    """Leave the default group of this process and give its memory back. Idempotent."""
+    global _of_process
+    if _of_process is not None:
+        _of_process.close()
+        _of_process = None
+
+
+def resolve(group: Any) -> Communicator:
+    """The communicator that ``group`` names: None, a group of interlace's, or a ProcessGroup.
+
+    Raises TypeError for anything else, ValueError if the caller is not a member.
+    """
+    if group is None:
+        return default_group()
+    if isinstance(group, Communicator):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return _from_process_group(group)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: the calling rank is not a member of it")
+    raise TypeError(
+        "group must be None, a group from interlace.new_group or a torch ProcessGroup, "
+        f"got {type(group).__name__}"
+    )
+
+
+def _from_process_group(group: dist.ProcessGroup) -> Communicator:
+    communicator = _of_process_group.get(group)
+    if communicator is None:
+        whole = default_group()
+        ranks = dist.get_process_group_ranks(group)
+        if ranks == list(range(whole.world_size)):
+            return whole
+        from interlace.runtime.place_shm import ShmPlace
+
+        place = ShmPlace.connect(
+            dist.distributed_c10d._get_default_store(),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            timeout=DEFAULT_TIMEOUT,
+            name=f"group {group.group_name}",
+        )
+        communicator = _of_process_group[group] = Communicator(place, ranks)
+    return communicator
+
+
+def get_rank(group: Any = None) -> int:
+    """The caller's rank within ``group``, by default within all ranks."""
+    return resolve(group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks of ``group``, by default of all ranks."""
+    return resolve(group).world_size
+
+
+def barrier(group: Any = None) -> None:
+    """Return once every rank of the group has called it. Blocks the host."""
+    resolve(group).barrier()
+
+
+def new_group(ranks: Sequence[int] | None = None, group: Any = None) -> Communicator | None:
+    """A group of some ranks of ``group`` (default: of all ranks); None on the ranks outside it.
+
+    Collective over ``group``: every rank calls it with the same ``ranks``, as with
+    ``torch.distributed.new_group``. Position in ``ranks`` is the rank in the new group.
+    """
+    parent = resolve(group)
+    members = list(range(parent.world_size)) if ranks is None else list(ranks)
+    for rank in members:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"ranks must be ints, got {members} on rank {parent.rank}")
+    bad = [rank for rank in members if not 0 <= rank < parent.world_size]
+    if bad or len(set(members)) != len(members) or not members:
+        raise ValueError(
+            f"ranks must be distinct and within 0..{parent.world_size - 1}, got {members} "
+            f"on rank {parent.rank}"
+        )
+    return parent.split(members)
+
+
+def device() -> torch.device:
+    """Where tensors of the calling rank live."""
+    return default_group().place.device

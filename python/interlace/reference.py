@@ -1,0 +1,199 @@
+"""float64 references of every op, and how far a correct result may be from them.
+
+A bound is derived from the dtypes alone. It has two sources, both standard (Higham, *Accuracy and
+Stability of Numerical Algorithms*, chapter 3), with ``u`` a unit roundoff and ``S = |A| |B|``:
+
+accumulation  a sum of n products, in any order, errs by at most ``gamma(n) * S``, where
+              ``gamma(n) = n u / (1 - n u)`` and u is that of fp32 (of float64 if that is accumulated)
+rounding      each rounding of x to a dtype errs by ``u |x|``, and near zero by half its smallest denormal
+
+Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
+All functions take tensors of any float dtype and give float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels.tiling import split_rows
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to nearest: half the distance of 1 to the next."""
+    return torch.finfo(dtype).eps / 2
+
+
+def half_denormal(dtype: torch.dtype) -> float:
+    """The largest absolute error of one rounding near zero."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps / 2
+
+
+def accumulation_unit(*dtypes: torch.dtype) -> float:
+    """The unit roundoff of sums: fp32, unless everything that goes in and comes out is float64.
+
+    float64 output of narrower input is accumulated in float64 too, so fp32 is only the safe side.
+    """
+    wide = all(dtype == torch.float64 for dtype in dtypes)
+    return unit_roundoff(torch.float64 if wide else torch.float32)
+
+
+def gamma(count: int, unit: float) -> float:
+    """``count`` roundings, one after another, are at most this relative error."""
+    return count * unit / (1 - count * unit)
+
+
+def _rounded(error: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The error bound of ``value`` (itself off by ``error``) after a rounding to ``dtype``."""
+    return error + unit_roundoff(dtype) * (value.abs() + error) + half_denormal(dtype)
+
+
+def _product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return input.double() @ weight.double()
+
+
+def _product_error(
+    input: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, extra: int
+) -> torch.Tensor:
+    """Of the accumulated, not yet rounded product. ``extra`` counts operations after the K products.
+
+    Three more stand for the rounding of both operands, which float64 into anything narrower needs,
+    and for the last addition.
+    """
+    unit = accumulation_unit(input.dtype, out_dtype)
+    magnitude = _product(input.abs(), weight.abs())
+    return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
+
+
+def matmul_bound(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    roundings: int = 1,
+) -> torch.Tensor:
+    """Of ``input @ weight + bias``, elementwise ``[..., n]``.
+
+    ``roundings`` to ``out_dtype``: 1 where the bias is added to the accumulator, as the kernels do;
+    2 allows a rounding before it, as some of torch's CPU matmuls do.
+    """
+    value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
+    for _ in range(roundings - 1):
+        error = _rounded(error, value, out_dtype)
+    if bias is not None:
+        value = value + bias.double()
+        error = error + accumulation_unit(input.dtype, out_dtype) * (value.abs() + error)
+    return _rounded(error, value, out_dtype)
+
+
+def all_gather_matmul_reference(
+    shards: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    gather_dim: int = 0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``cat(shards, gather_dim) @ weight + bias``.
+
+    >>> all_gather_matmul_reference([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1)).tolist()
+    [[2.0], [2.0]]
+    """
+    product = _product(torch.cat(list(shards), gather_dim), weight)
+    return product if bias is None else product + bias.double()
+
+
+def all_gather_matmul_bound(
+    shards: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    out_dtype: torch.dtype,
+    gather_dim: int = 0,
+    bias: torch.Tensor | None = None,
+    *,
+    roundings: int = 1,
+) -> torch.Tensor:
+    """Of :func:`all_gather_matmul_reference`."""
+    whole = torch.cat(list(shards), gather_dim)
+    return matmul_bound(whole, weight, out_dtype, bias=bias, roundings=roundings)
+
+
+def matmul_all_reduce_reference(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    """``sum (or average) over ranks of inputs[r] @ weights[r], + bias``."""
+    total = torch.stack([_product(a, b) for a, b in zip(inputs, weights, strict=True)]).sum(0)
+    total = total / len(inputs) if reduce_op == "avg" else total
+    return total if bias is None else total + bias.double()
+
+
+def matmul_all_reduce_bound(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    """Of :func:`matmul_all_reduce_reference`, each rank's product rounded to ``out_dtype`` once."""
+    errors, magnitudes = [], []
+    for a, b in zip(inputs, weights, strict=True):
+        error = _rounded(_product_error(a, b, out_dtype, 0), _product(a, b), out_dtype)
+        errors.append(error)
+        magnitudes.append(_product(a, b).abs() + error)
+    dtype = inputs[0].dtype
+    total = _sum_error(errors, magnitudes, accumulation_unit(dtype, out_dtype))
+    value = matmul_all_reduce_reference(inputs, weights, bias, reduce_op)
+    if reduce_op == "avg":
+        total = total / len(inputs)
+    if bias is not None:
+        total = total + accumulation_unit(dtype, out_dtype) * (value.abs() + total)
+    return _rounded(total, value, out_dtype)
+
+
+def _sum_error(
+    errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
+) -> torch.Tensor:
+    """Of a sum of terms that are off by ``errors``; one more operation stands for the average."""
+    return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
+
+
+def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:
+    """The parts of all ranks, as ``torch.chunk`` cuts them, trailing ranks perhaps with nothing."""
+    parts = split_rows(whole.shape[dim], world_size)
+    return [whole.narrow(dim, first, count) for first, count in parts]
+
+
+def reduce_reference(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> torch.Tensor:
+    """The sum or average over ranks of tensors of equal shape."""
+    total = torch.stack([tensor.double() for tensor in inputs]).sum(0)
+    return total / len(inputs) if reduce_op == "avg" else total
+
+
+def reduce_bound(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> torch.Tensor:
+    """Of :func:`reduce_reference`, for results in the inputs' own dtype."""
+    dtype = inputs[0].dtype
+    value = reduce_reference(inputs, reduce_op)
+    magnitudes = [tensor.double().abs() for tensor in inputs]
+    exact = [torch.zeros_like(value)] * len(inputs)
+    error = _sum_error(exact, magnitudes, accumulation_unit(dtype))
+    return _rounded(error / len(inputs) if reduce_op == "avg" else error, value, dtype)
+
+
+def worst_ratio(actual: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:
+    """The largest error as a multiple of its bound: at most 1 is correct, nan anywhere is inf.
+
+    >>> worst_ratio(torch.tensor([1.5]), torch.tensor([1.0]).double(), torch.tensor([0.25]).double())
+    2.0
+    """
+    if actual.shape != reference.shape:
+        raise ValueError(
+            f"actual has shape {tuple(actual.shape)}, reference has {tuple(reference.shape)}"
+        )
+    if not actual.numel():
+        return 0.0
+    error = (actual.double() - reference).abs()
+    ratio = torch.where(error == 0, 0.0, error / bound)
+    return float(torch.nan_to_num(ratio, nan=torch.inf, posinf=torch.inf).max())

@@ -1,0 +1,1 @@
+"""Host runtime: memory, streams, places, launches, algorithms."""

@@ -1,0 +1,59 @@
+"""int64 release/acquire atomics for host code, on raw addresses.
+
+Python has none. Triton's interpreter does: its C++ half runs ``std::atomic`` operations on arrays
+of addresses with the memory order asked for. Using it keeps host code and interpreted kernels on
+the same instructions, is right on weakly ordered processors, and needs no compiler. A load is an
+``atomic_add`` of 0, as in ``kernels/signal.py``.
+
+Thread safety: a :class:`Cells` holds only arrays that are never written (addresses, zeros, mask),
+and a store makes its own value array, so any number of threads may use the same object at once.
+
+Cost (2 cores, x86-64, triton 3.7.1, Python 3.11, 2025-11): 1.9 us for one cell, 2.7 us for 63.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from triton._C.libtriton import interpreter
+
+_rmw = interpreter.atomic_rmw
+_EXCHANGE = interpreter.RMW_OP.XCHG
+_ADD = interpreter.RMW_OP.ADD
+_RELEASE = interpreter.MEM_SEMANTIC.RELEASE
+_ACQUIRE = interpreter.MEM_SEMANTIC.ACQUIRE
+
+
+class Cells:
+    """A fixed list of int64 addresses that are read or written together.
+
+    The addresses must be 8-byte aligned and stay mapped as long as the object is used.
+    """
+
+    __slots__ = ("_addresses", "_mask", "_zeros")
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._addresses = np.array(addresses, dtype=np.uint64)
+        self._zeros = np.zeros(len(addresses), dtype=np.int64)
+        self._mask = np.ones(len(addresses), dtype=np.bool_)
+
+    def load_acquire(self) -> list[int]:
+        """The values, each loaded with acquire: later reads see what was released with them."""
+        values: list[int] = _rmw(_ADD, self._addresses, self._zeros, self._mask, _ACQUIRE).tolist()
+        return values
+
+    def store_release(self, value: int) -> None:
+        """Store ``value`` everywhere with release: earlier writes of this thread come before it."""
+        values = np.full(len(self._zeros), value, dtype=np.int64)
+        _rmw(_EXCHANGE, self._addresses, values, self._mask, _RELEASE)
+
+
+def store_release(address: int, value: int) -> None:
+    """Store one int64 with release."""
+    Cells((address,)).store_release(value)
+
+
+def load_acquire(address: int) -> int:
+    """Load one int64 with acquire."""
+    return Cells((address,)).load_acquire()[0]

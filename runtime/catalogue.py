@@ -1,0 +1,266 @@
+"""What is built ahead of a GPU: every kernel, in the variants that the default configuration launches.
+
+One :class:`Entry` is one compilation, written down as the launch would specialise it: the types of
+the arguments, which of them are divisible by 16, the constexprs, warps and stages. The values mirror
+``fused_algorithms.py`` and ``collective_algorithms.py``; the sizes come from ``configuration.py``.
+
+Variants of a fused kernel, named in this order::
+
+    bf16, fp16, fp32   dtype of all operands
+    kn, nk             B contiguous along N, or along K (a transposed nn.Linear weight)
+    tma, pointers      the path through kernels/matmul.py; tma where the chip has it
+    unaligned          strides without a common factor: what the pointer path is there for
+    bias n, bias m     one value per column, one per row
+    copiers            programs of this kernel push the chunks; without, the copy engine does
+    few rows           at most 64 rows per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from interlace.runtime.configuration import Configuration, gpu_default
+
+ARCHES = (80, 90, 100)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MANY_ROWS = 4096
+
+Constant = int | str | bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel variant for one architecture.
+
+    ``module`` and ``kernel`` name the function; ``types`` are Triton's names by argument ("*bf16",
+    "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
+    lists the arguments that are multiples of 16 (pointers: 16-byte aligned).
+    """
+
+    module: str
+    kernel: str
+    variant: str
+    arch: int
+    types: dict[str, str]
+    constants: dict[str, Constant] = field(default_factory=dict)
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the kernel contains a matmul."""
+        return "BLOCK_K" in self.constants
+
+    @property
+    def wants_tensor_cores(self) -> bool:
+        """Whether the matmul is of 16-bit operands; fp32 is exact by default and has no such unit."""
+        return self.multiplies and self.types["input_ptr"] in ("*bf16", "*fp16")
+
+
+def entries(arch: int) -> list[Entry]:
+    """Everything that is built for ``arch``."""
+    return [*_signals(arch), *_collectives(arch), *_fused(arch)]
+
+
+def _signals(arch: int) -> Iterator[Entry]:
+    kernels = {
+        "publish_kernel": ("rank", "peer", "slot_byte"),
+        "wait_kernel": ("rank", "world_size", "source", "slot_byte"),
+        "wait_credits_kernel": ("rank", "world_size"),
+        "finish_kernel": ("rank", "world_size"),
+    }
+    for kernel, integers in kernels.items():
+        types = {"peers_ptr": "*i64"} | dict.fromkeys(integers, "i32")
+        yield Entry("interlace.kernels.signal", kernel, "", arch, types, divisible=("peers_ptr",))
+
+
+_WORKSPACE = {
+    "peers_ptr": "*i64",
+    "rank": "i32",
+    "world_size": "i32",
+    "slot_offset": "i32",
+    "data_offset": "i32",
+}
+_WORKSPACE_DIVISIBLE = ("peers_ptr", "data_offset")
+
+
+def _collectives(arch: int) -> Iterator[Entry]:
+    for dtype in DTYPES:
+        configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+        types = {**_WORKSPACE, "input_ptr": f"*{dtype}", "output_ptr": f"*{dtype}"}
+        divisible = (*_WORKSPACE_DIVISIBLE, "input_ptr", "output_ptr")
+        yield Entry(
+            "interlace.kernels.transfer",
+            "all_gather_kernel",
+            dtype,
+            arch,
+            {
+                **types,
+                "sends_ptr": "*i64",
+                "num_sends": "i32",
+                "arrivals_ptr": "*i64",
+                "num_arrivals": "i32",
+            },
+            {
+                "COPIERS": configuration.copiers,
+                "BLOCK": configuration.block_elements,
+            },
+            (*divisible, "sends_ptr", "arrivals_ptr"),
+            configuration.num_warps,
+        )
+        for average in (False, True):
+            variant = f"{dtype} average" if average else dtype
+            constants: dict[str, Constant] = {
+                "BLOCK": configuration.block_elements,
+                "AVERAGE": average,
+            }
+            yield Entry(
+                "interlace.kernels.reduction",
+                "reduce_scatter_kernel",
+                variant,
+                arch,
+                {**types, "segments_ptr": "*i64", "own_elements": "i32"},
+                constants,
+                (*divisible, "segments_ptr"),
+                configuration.num_warps,
+            )
+            yield Entry(
+                "interlace.kernels.reduction",
+                "all_reduce_kernel",
+                variant,
+                arch,
+                {**types, "elements": "i32"},
+                constants,
+                divisible,
+                configuration.num_warps,
+            )
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """A variant of the matmul that the fused kernels share."""
+
+    dtype: str = "bf16"
+    layout: str = "kn"
+    tma: bool = True
+    aligned: bool = True
+    bias: str = ""
+    rows: int = MANY_ROWS
+
+    def describe(self) -> str:
+        words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
+        words += [] if self.aligned else ["unaligned"]
+        words += [f"bias {self.bias}"] if self.bias else []
+        words += ["few rows"] if self.rows < MANY_ROWS else []
+        return " ".join(words)
+
+
+def _fused(arch: int) -> Iterator[Entry]:
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    plain = _Operands(tma=tma)
+    shared = [
+        plain,
+        _Operands(tma=tma, layout="nk"),
+        *([_Operands(tma=False), _Operands(tma=False, layout="nk")] if tma else []),
+        _Operands(tma=False, aligned=False),
+        _Operands(tma=tma, bias="n"),
+        _Operands(tma=tma, bias="m"),
+        _Operands(tma=tma, rows=64),
+        _Operands(tma=tma, dtype="fp16"),
+        _Operands(tma=False, dtype="fp32"),
+        _Operands(tma=False, dtype="fp32", layout="nk", bias="n"),
+    ]
+    for operands in shared:
+        yield _all_gather_matmul(arch, operands, copiers=True)
+    for operands in (plain, _Operands(tma=tma, layout="nk"), _Operands(tma=False, dtype="fp32")):
+        yield _all_gather_matmul(arch, operands, copiers=False)
+    for operands in shared:
+        yield _reduction(
+            arch, operands, "matmul_reduce_scatter", {"segments_ptr": "*i64", "own_rows": "i32"}
+        )
+    for operands in shared:
+        yield _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"})
+
+
+def _matmul(
+    arch: int, operands: _Operands
+) -> tuple[Configuration, dict[str, str], dict[str, Constant], tuple[str, ...]]:
+    """Configuration, types, constants and divisible arguments that all fused kernels share."""
+    dtype = DTYPES[operands.dtype]
+    configuration = gpu_default(arch, dtype, operands.rows, aligned=operands.aligned)
+    pointer = f"*{operands.dtype}"
+    along, across = ("weight_stride_n", "weight_stride_k")
+    if operands.layout == "nk":
+        along, across = across, along
+    types = {
+        **_WORKSPACE,
+        "input_ptr": pointer,
+        "input_stride": "i32",
+        "weight_ptr": pointer,
+        across: "i32",
+        "bias_ptr": pointer,
+        "output_ptr": pointer,
+        "N": "i32",
+        "K": "i32",
+    }
+    constants: dict[str, Constant] = {
+        along: 1,
+        "BLOCK_M": configuration.block_m,
+        "BLOCK_N": configuration.block_n,
+        "BLOCK_K": configuration.block_k,
+        "GROUP_M": configuration.group_m,
+        "DESCRIPTORS": operands.layout if operands.tma else "",
+        "BIAS": operands.bias,
+        "INPUT_PRECISION": "ieee",
+    }
+    divisible = (*_WORKSPACE_DIVISIBLE, "input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
+    if operands.aligned:
+        divisible += ("input_stride", across, "N", "K")
+    return configuration, types, constants, divisible
+
+
+def _all_gather_matmul(arch: int, operands: _Operands, *, copiers: bool) -> Entry:
+    configuration, types, constants, divisible = _matmul(arch, operands)
+    tables = {"sends_ptr": "*i64", "chunks_ptr": "*i64"}
+    return Entry(
+        "interlace.kernels.all_gather_matmul",
+        "all_gather_matmul_kernel",
+        operands.describe() + (" copiers" if copiers else ""),
+        arch,
+        {**types, **tables, "num_sends": "i32", "num_chunks": "i32"},
+        {
+            **constants,
+            "COPIERS": configuration.copiers if copiers else 0,
+            "COPY_ROWS": configuration.copy_rows,
+            "COPY_COLUMNS": configuration.copy_columns,
+            "ALIGNED": operands.aligned,
+            "COMPILED": True,
+        },
+        (*divisible, *tables),
+        configuration.num_warps,
+        configuration.num_stages,
+    )
+
+
+def _reduction(arch: int, operands: _Operands, op: str, types: dict[str, str]) -> Entry:
+    """``matmul_reduce_scatter`` or ``matmul_all_reduce``, with what they have of their own."""
+    configuration, shared, constants, divisible = _matmul(arch, operands)
+    return Entry(
+        f"interlace.kernels.{op}",
+        f"{op}_kernel",
+        operands.describe(),
+        arch,
+        {**shared, **types},
+        {**constants, "AVERAGE": False},
+        (*divisible, *(name for name in types if name == "segments_ptr")),
+        configuration.num_warps,
+        configuration.num_stages,
+    )

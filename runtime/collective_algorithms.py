@@ -1,0 +1,353 @@
+"""The host half of the plain collectives: workspace layout, launches, order of signals.
+
+Two algorithms each, on the same interface in every place:
+
+``copy``    the copy engine and torch operators. A rank stages its tensor in its own workspace and
+            signals that it is ready; the others read it from there. Any dtype.
+``kernel``  one Triton kernel that pushes, signals and sums. float32, float16, bfloat16.
+
+All tensors here are flat and contiguous. Sums are taken in rank order, in fp32 for narrower floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import reduction, transfer
+from interlace.kernels.tiling import (
+    arrival_order,
+    chunks_of,
+    owner_order,
+    prefix_sums,
+    send_order,
+)
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.memory import Layout, Workspace
+from interlace.runtime.stream import Event
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over ranks are computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def sum_in_rank_order(
+    parts: Sequence[torch.Tensor], output: torch.Tensor, *, average: bool
+) -> None:
+    """``output = parts[0] + parts[1] + ...``, left to right in the accumulation dtype."""
+    dtype = accumulation_dtype(parts[0].dtype)
+    in_place = output.dtype == dtype and all(part.data_ptr() != output.data_ptr() for part in parts)
+    total = output if in_place else torch.empty(parts[0].shape, dtype=dtype, device=output.device)
+    if len(parts) == 1:
+        total.copy_(parts[0])
+    elif parts[0].dtype == dtype:
+        torch.add(parts[0], parts[1], out=total)
+    else:
+        total.copy_(parts[0]).add_(parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    if average:
+        total.div_(len(parts))
+    if total is not output:
+        output.copy_(total)
+
+
+# -- all-gather --------------------------------------------------------------------------------
+
+
+def stage(
+    communicator: Communicator, workspace: Workspace, tensor: torch.Tensor, offset: int, slot: int
+) -> None:
+    """Put ``tensor`` where all peers can read it, then tell each of them: ``slot`` is ready."""
+    stream = communicator.compute
+    mine = workspace.data(communicator.rank, offset, tensor.shape, tensor.dtype)
+    stream.copy(mine, tensor, "stage")
+    for step in range(1, communicator.world_size):
+        stream.publish(workspace, (communicator.rank + step) % communicator.world_size, slot)
+
+
+def all_gather_copy(
+    communicator: Communicator, input: torch.Tensor, outputs: Sequence[torch.Tensor]
+) -> Event:
+    """``outputs[r] = input of rank r``; flat tensors, lengths may differ."""
+    rank, world_size = communicator.rank, communicator.world_size
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    offset = layout.add_data(max(output.numel() for output in outputs) * input.dtype.itemsize)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        stage(communicator, workspace, input, offset, slots + rank)
+        for source, _ in arrival_order(rank, world_size, [1] * world_size):
+            if source == rank:
+                if outputs[rank].data_ptr() != input.data_ptr():
+                    stream.copy(outputs[rank], input, "own shard")
+                continue
+            stream.wait(workspace, source, slots + source)
+            output = outputs[source]
+            theirs = workspace.data(source, offset, output.shape, output.dtype)
+            stream.copy(output, theirs, f"shard of rank {source}")
+
+    return communicator.enqueue("all_gather", layout, body)
+
+
+def transfer_tables(
+    communicator: Communicator, rows: Sequence[int], chunk_rows: int
+) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
+    """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots)."""
+    rank, world_size = communicator.rank, communicator.world_size
+    chunks = [chunks_of(count, chunk_rows) for count in rows]
+    counts = [len(part) for part in chunks]
+    first_slots = prefix_sums(counts)
+    first_rows = prefix_sums(rows)
+
+    def line(peer: int, source: int, chunk: int) -> list[int]:
+        first, count = chunks[source][chunk]
+        return [peer, first, count, first_rows[source] + first, first_slots[source] + chunk]
+
+    sends = send_order(rank, world_size, counts[rank])
+    arrivals = arrival_order(rank, world_size, counts)
+    key = (tuple(rows), chunk_rows)
+    return (
+        communicator.table(("sends", key), lambda: [line(p, rank, c) for c, p in sends]),
+        len(sends),
+        communicator.table(("arrivals", key), lambda: [line(s, s, c) for s, c in arrivals]),
+        len(arrivals),
+        first_slots[-1],
+    )
+
+
+def all_gather_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+) -> Event:
+    """``output = concat(input of rank 0, 1, ...)``, flat; ``lengths`` by rank."""
+    block = configuration.block_elements
+    chunk = max(block, -(-max(lengths) // configuration.chunks))
+    sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(communicator, lengths, chunk)
+    layout = Layout()
+    layout.add_slots(slots)
+    layout.add_data(output.numel() * output.dtype.itemsize)
+    copiers = max(1, min(configuration.copiers, num_sends))
+    limit = configuration.programs or communicator.place.program_limit()
+
+    def body(workspace: Workspace) -> None:
+        collectors = max(1, min(limit - copiers, num_arrivals))
+        communicator.compute.launch(
+            KernelLaunch(
+                transfer.all_gather_kernel,
+                copiers + collectors,
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "sends_ptr": sends,
+                    "num_sends": num_sends,
+                    "arrivals_ptr": arrivals,
+                    "num_arrivals": num_arrivals,
+                    "COPIERS": copiers,
+                    "BLOCK": block,
+                },
+                "all_gather",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("all_gather", layout, body)
+
+
+# -- reduce-scatter ----------------------------------------------------------------------------
+
+
+def reduce_scatter_copy(
+    communicator: Communicator,
+    inputs: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    *,
+    average: bool,
+) -> Event:
+    """``output = sum over ranks of inputs[own rank]``; ``inputs[r]`` is the part rank r owns."""
+    rank, world_size = communicator.rank, communicator.world_size
+    dtype = output.dtype
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    offsets = [layout.add_data(part.numel() * dtype.itemsize) for part in inputs]
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        for owner in owner_order(rank, world_size):
+            mine = workspace.data(rank, offsets[owner], inputs[owner].shape, dtype)
+            stream.copy(mine, inputs[owner], f"stage part of rank {owner}")
+            if owner != rank:
+                stream.publish(workspace, owner, slots + rank)
+        reduce_staged(communicator, workspace, slots, offsets[rank], output, average=average)
+
+    return communicator.enqueue("reduce_scatter", layout, body)
+
+
+def reduce_staged(
+    communicator: Communicator,
+    workspace: Workspace,
+    slots: int,
+    offset: int,
+    output: torch.Tensor,
+    *,
+    average: bool,
+) -> None:
+    """Sum what each rank has staged for this one at ``offset`` of its workspace."""
+    stream = communicator.compute
+    for source in range(communicator.world_size):
+        if source != communicator.rank:
+            stream.wait(workspace, source, slots + source)
+    parts = [
+        workspace.data(source, offset, output.shape, output.dtype)
+        for source in range(communicator.world_size)
+    ]
+    stream.call(lambda: sum_in_rank_order(parts, output, average=average), "sum")
+
+
+def segment_table(
+    communicator: Communicator, segments: Sequence[tuple[int, int]], per_tile: int, columns: int
+) -> torch.Tensor:
+    """Lines (owner, first row, rows, number of the first tile) in the order of production."""
+
+    def lines() -> list[list[int]]:
+        start, table = 0, []
+        for owner in owner_order(communicator.rank, communicator.world_size):
+            first, rows = segments[owner]
+            table.append([owner, first, rows, start])
+            start += -(-rows // per_tile) * columns
+        return table
+
+    return communicator.table(("segments", tuple(segments), per_tile, columns), lines)
+
+
+def reduce_scatter_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
+    block = configuration.block_elements
+    firsts = prefix_sums(lengths)
+    segments = list(zip(firsts, lengths, strict=False))
+    blocks = max(-(-length // block) for length in lengths)
+    layout = Layout()
+    layout.add_slots(blocks * communicator.world_size)
+    layout.add_data(max(lengths) * communicator.world_size * output.dtype.itemsize)
+    limit = configuration.programs or communicator.place.program_limit()
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                reduction.reduce_scatter_kernel,
+                max(1, min(limit, blocks)),
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "segments_ptr": segment_table(communicator, segments, block, 1),
+                    "own_elements": lengths[communicator.rank],
+                    "BLOCK": block,
+                    "AVERAGE": average,
+                },
+                "reduce_scatter",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("reduce_scatter", layout, body)
+
+
+# -- all-reduce --------------------------------------------------------------------------------
+
+
+def all_reduce_copy(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """Two-shot: each rank sums its segment of all inputs, then everyone reads all segments."""
+    rank, world_size = communicator.rank, communicator.world_size
+    itemsize = input.dtype.itemsize
+    layout = Layout(pulled=True)
+    staged = layout.add_slots(world_size)
+    summed = layout.add_slots(world_size)
+    offset = layout.add_data(input.numel() * itemsize)
+    sums_offset = layout.add_data(max(count for _, count in segments) * itemsize)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        stage(communicator, workspace, input, offset, staged + rank)
+        first, count = segments[rank]
+        mine = workspace.data(rank, sums_offset, (count,), input.dtype)
+        reduce_staged(
+            communicator, workspace, staged, offset + first * itemsize, mine, average=average
+        )
+        for step in range(1, world_size):
+            stream.publish(workspace, (rank + step) % world_size, summed + rank)
+        for source, _ in arrival_order(rank, world_size, [1] * world_size):
+            if source != rank:
+                stream.wait(workspace, source, summed + source)
+            first, count = segments[source]
+            theirs = workspace.data(source, sums_offset, (count,), input.dtype)
+            stream.copy(output[first : first + count], theirs, f"sums of rank {source}")
+
+    return communicator.enqueue("all_reduce", layout, body)
+
+
+def all_reduce_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """One-shot all-reduce by kernel; ``input`` and ``output`` may be the same tensor."""
+    block = configuration.block_elements
+    elements = input.numel()
+    blocks = -(-elements // block)
+    layout = Layout()
+    layout.add_slots(blocks * communicator.world_size)
+    layout.add_data(elements * communicator.world_size * input.dtype.itemsize)
+    limit = configuration.programs or communicator.place.program_limit()
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                reduction.all_reduce_kernel,
+                max(1, min(limit, blocks)),
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "elements": elements,
+                    "BLOCK": block,
+                    "AVERAGE": average,
+                },
+                "all_reduce",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("all_reduce", layout, body)

@@ -1,0 +1,142 @@
+"""A communicator: one group of ranks, with its place, arena, streams and plans.
+
+Every op of a group goes through :meth:`Communicator.run`, which is the life of an op::
+
+    agree    ranks exchange what they were asked for; a mismatch is an error before any byte moves
+    lease    a workspace from the arena
+    enqueue  copies, kernels and signals on the group's two streams
+    finish   credit to the peers, epoch + 1
+    Work     a handle on the result
+
+Ops of one group run in the order of the calls; ops of different groups are independent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.runtime.errors import InterlaceError
+from interlace.runtime.memory import Arena, Layout, Workspace
+from interlace.runtime.place import Place
+from interlace.runtime.stream import Event
+from interlace.runtime.work import Outcome, Work
+
+CHANNELS = 2
+
+
+class Communicator:
+    """One rank's view of a group.
+
+    ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads.
+    """
+
+    def __init__(self, place: Place, ranks: Sequence[int]) -> None:
+        self.place = place
+        self.ranks = tuple(ranks)
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.compute = place.new_stream("compute")
+        self.copying = place.new_stream("copy", priority=True)
+        self._arena = Arena(
+            place.allocate, self.world_size, channels=CHANNELS, spin_limit=place.poll_limit()
+        )
+        self._last_on_channel: dict[int, tuple[Event, bool]] = {}
+        self._tables: dict[Any, torch.Tensor] = {}
+        self._generation = 0
+        self._closed = False
+
+    # -- host-side agreement -------------------------------------------------------------------
+
+    def agree(self, op: str, mine: Any) -> list[Any]:
+        """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
+        if self._closed:
+            raise InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
+        if self.world_size == 1:
+            return [mine]
+        messages = self.place.exchange(pickle.dumps((op, mine), protocol=5), op)
+        answers = [pickle.loads(message) for message in messages]
+        for rank, (other_op, _) in enumerate(answers):
+            if other_op != answers[0][0]:
+                raise ValueError(
+                    f"ranks call different ops at the same time: rank 0 calls {answers[0][0]}, "
+                    f"rank {rank} calls {other_op}"
+                )
+        return [answer for _, answer in answers]
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.agree("barrier", None)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator over some of this group's ranks; None on the others.
+
+        Collective over this group, so that every rank counts the same generations.
+        """
+        self._generation += 1
+        answers = self.agree("new_group", tuple(ranks))
+        for rank, theirs in enumerate(answers):
+            if theirs != tuple(ranks):
+                raise ValueError(
+                    f"new_group: ranks differs between ranks: {list(ranks)} on rank {self.rank}, "
+                    f"{list(theirs)} on rank {rank}"
+                )
+        if self.rank not in ranks:
+            return None
+        place = self.place.subgroup(tuple(ranks), self._generation)
+        return Communicator(place, [self.ranks[rank] for rank in ranks])
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def table(self, key: Any, rows: Callable[[], Sequence[Sequence[int]]]) -> torch.Tensor:
+        """An int64 table for kernels, computed and moved to the device once per ``key``."""
+        table = self._tables.get(key)
+        if table is None:
+            flat = [value for row in rows() for value in row] or [0]
+            table = torch.tensor(flat, dtype=torch.int64).to(self.place.device)
+            self._tables[key] = table
+        return table
+
+    def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> Event:
+        """Lease, launch what ``body`` puts on the streams, finish; the event of the op's end."""
+        workspace = self._arena.lease(layout, op)
+        with self.place.launching():
+            start = self.place.record_current()
+            previous, was_pulled = self._last_on_channel.get(workspace.channel, (None, False))
+            for stream in (self.compute, self.copying):
+                stream.wait_event(start)
+                if previous is not None:
+                    stream.wait_event(previous)
+            if was_pulled:
+                # A kernel that pushes waits for its receiver's credit only; a third rank may still
+                # be reading what the receiver had staged for it.
+                self.compute.wait_credits(workspace)
+            body(workspace)
+            self.compute.wait_event(self.copying.record())
+            self.compute.finish(workspace)
+            end = self.compute.record()
+        self._last_on_channel[workspace.channel] = (end, layout.pulled)
+        return end
+
+    def run(self, op: str, function: Callable[[], Outcome], *, async_op: bool) -> Any:
+        """Run the host part of an op. A :class:`Work` if ``async_op``, else what it waits for."""
+        self.place.check()
+        future: Future[Outcome] = self.place.submit(function, asynchronous=async_op)
+        work = Work(op, self.place, future)
+        return work if async_op else work.wait()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of symmetric memory that this group holds on this rank."""
+        return self._arena.nbytes
+
+    def close(self) -> None:
+        """Give memory and handles back; later calls raise. Idempotent, not collective."""
+        if not self._closed:
+            self._closed = True
+            self._arena.close()
+            self.place.close()

@@ -1,0 +1,108 @@
+"""Typed errors: everything interlace raises that is not a plain misuse.
+
+Misuse of an argument is a ``ValueError`` or ``TypeError`` that names the argument, both values and
+the rank. Everything else derives from :class:`InterlaceError`, so one ``except`` clause catches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class InterlaceError(RuntimeError):
+    """Base of every error that is not a misuse of an argument."""
+
+
+class PlaceUnavailableError(InterlaceError):
+    """The requested place cannot run here (no GPU, no memfd, kernels compiled the other way)."""
+
+
+class AbortedError(InterlaceError):
+    """This rank was told to stop because another rank failed or the group was shut down."""
+
+
+class PeerDiedError(InterlaceError):
+    """A peer process ended while this rank depended on it."""
+
+    def __init__(self, rank: int, pid: int, doing: str) -> None:
+        self.rank, self.pid = rank, pid
+        super().__init__(f"rank {rank} (pid {pid}) died while this rank was in {doing}")
+
+
+@dataclass(frozen=True)
+class BlockedWait:
+    """One wait that can never end: who waits, for what, and where in the source.
+
+    ``seen`` and ``expected`` are values of the signal slot; they are None for waits of host code.
+    """
+
+    rank: int
+    who: str
+    waiting_for: str
+    seen: int | None = None
+    expected: int | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        values = "" if self.expected is None else f", seen {self.seen}, expected {self.expected}"
+        place = f" at {self.where}" if self.where else ""
+        return f"rank {self.rank} {self.who} waits for {self.waiting_for}{values}{place}"
+
+
+class DeadlockError(InterlaceError):
+    """No program and no host code of any rank can go on.
+
+    ``blocked`` lists every :class:`BlockedWait`; ``seed`` replays the schedule.
+    """
+
+    def __init__(self, blocked: list[BlockedWait], seed: int, finished: list[str]) -> None:
+        self.blocked, self.seed, self.finished = blocked, seed, finished
+        lines = [f"deadlock: nothing can run (seed {seed}):"]
+        lines += [f"  {wait}" for wait in blocked]
+        lines += [f"  {line}" for line in finished]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.blocked, self.seed, self.finished)
+
+
+class CollectiveTimeoutError(InterlaceError):
+    """A wait passed its bound. Names the operation and whom it waited for."""
+
+    def __init__(self, message: str, waited_for: tuple[int, ...] = ()) -> None:
+        self.waited_for = waited_for
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.waited_for)
+
+
+class RankError(InterlaceError):
+    """An exception of one rank, raised in the caller of ``interlace.run``.
+
+    It is also an instance of the original exception's class wherever Python allows such a class, so
+    ``except ValueError`` still catches a rank's ``ValueError``. The original is ``__cause__``.
+    """
+
+    def __init__(self, rank: int, original: BaseException, details: str = "") -> None:
+        self.rank, self.original, self.details = rank, original, details
+        self.args = (rank, original)
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {type(self.original).__name__}: {self.original}"
+        return f"{text}\n{self.details}" if self.details else text
+
+
+def rank_error(rank: int, original: BaseException, details: str = "") -> RankError:
+    """Wrap ``original``, raised on ``rank``, in a :class:`RankError` that is also of its class."""
+    if isinstance(original, RankError):
+        return original
+    base = type(original)
+    try:
+        kind = type(f"Rank{base.__name__}", (RankError, base), {"__init__": RankError.__init__})
+        error: RankError = kind(rank, original, details)
+    except TypeError:  # layouts of some built-in exceptions cannot be combined
+        error = RankError(rank, original, details)
+    error.__cause__ = original
+    return error

@@ -1,0 +1,308 @@
+"""The processes of one host that form a group: messages, segments, waiting, and each other's end.
+
+This is what a place needs of its host and what has nothing to do with how kernels run: joining
+through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer
+has died (pidfd) or left. After an exception from a collective the ranks may disagree about what
+happened; the group has to be aborted, closed and made again, and refuses further collectives
+itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from interlace.runtime import rendezvous
+from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, Control
+from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
+from interlace.runtime.segment import Identity, Mapping, create_segment, map_segment
+from interlace.runtime.waiting import SPINS, Patience, usable_cores
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SIZE = struct.Struct("<q")
+_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
+
+
+class HostGroup:
+    """One rank's membership in a group of processes. Joining is collective.
+
+    ``prefix`` names the group and its generation in ``store``, which may be None for a group of
+    one. ``timeout``, in seconds, bounds joining and every later wait. An abort of ``parent``, a
+    group of which this one is a part, ends the waits of this group too.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        prefix: str,
+        parent: HostGroup | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within world size {world_size}")
+        if world_size > 1 and store is None:
+            raise ValueError(f"store must not be None for world size {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.store, self.prefix, self.timeout = store, prefix, timeout
+        self._parent = parent
+        self._sequence = 0
+        self._unusable = ""
+        self._spins = SPINS if world_size <= usable_cores() else 1
+        self._collective_lock = threading.RLock()
+        self._abort_lock = threading.Lock()
+        self._pidfds: dict[int, int] = {}
+        self._pids: dict[int, int] = {rank: os.getpid()}
+        self._control: Control | None = None
+        self._rendezvous = rendezvous.connect(
+            store, rank, world_size, prefix=prefix, timeout=timeout
+        )
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+        _groups.add(self)
+
+    def _join(self) -> None:
+        """Trade control segments and pidfds, check them, and forget the store's keys."""
+        nonce = self._rendezvous.nonce
+        own = create_segment(Identity(nonce, self.rank, self.world_size, CONTROL_BYTES))
+        pidfd = os.pidfd_open(os.getpid())
+        patience = Patience(self.rank, self.timeout, self._interruption)
+        doing = f"joining group {self.prefix!r}"
+        try:
+            received = self._rendezvous.trade(
+                (own, pidfd), lambda missing: patience.step(doing, missing)
+            )
+            for peer, delivery in received.items():
+                self._pids[peer] = delivery.pid
+                self._pidfds[peer] = delivery.descriptors.pop()
+            self._control = Control(self.rank, self._map(own, received, CONTROL_BYTES))
+        finally:
+            rendezvous.close_all((own, pidfd))
+        self.exchange(b"", doing)  # everyone has read the keys
+        rendezvous.forget(self.store, self.rank, self.world_size, self.prefix, nonce)
+        self.exchange(b"", doing)  # they are gone: the next generation cannot find them
+
+    def _map(
+        self, own: int, received: dict[int, rendezvous.Delivery], nbytes: int
+    ) -> list[Mapping]:
+        """Check and map every rank's segment. Closes the descriptors of the peers."""
+        nonce, mappings = self._rendezvous.nonce, []
+        try:
+            for rank in range(self.world_size):
+                descriptor = own if rank == self.rank else received[rank].descriptors[0]
+                identity = Identity(nonce, rank, self.world_size, nbytes)
+                mappings.append(map_segment(descriptor, identity))
+        finally:
+            for delivery in received.values():
+                rendezvous.close_all(delivery.descriptors)
+        return mappings
+
+    def share(self, nbytes: int, doing: str) -> list[Mapping]:
+        """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
+
+        Either all ranks get it or all raise: InterlaceError naming the rank and the size when
+        memory is short, ValueError when the ranks ask for different sizes.
+        """
+        with self._collective_lock:
+            self.check_usable()
+            own, problem = None, ""
+            mappings: list[Mapping] = []
+            try:
+                try:
+                    nonce = self._rendezvous.nonce
+                    own = create_segment(Identity(nonce, self.rank, self.world_size, nbytes))
+                except InterlaceError as error:
+                    problem = str(error)
+                self._compare_sizes(nbytes, problem, doing)
+                assert own is not None
+                patience = self.patience()
+                received = self._rendezvous.trade(
+                    (own,), lambda missing: patience.step(doing, missing)
+                )
+                try:
+                    mappings = self._map(own, received, nbytes)
+                except InterlaceError as error:
+                    problem = str(error)
+                self._compare_sizes(nbytes, problem, doing)
+            finally:
+                if own is not None:
+                    os.close(own)
+        return mappings
+
+    def _compare_sizes(self, nbytes: int, problem: str, doing: str) -> None:
+        """Raise the same on every rank if one has a problem or the sizes differ."""
+        answers = self.exchange(_SIZE.pack(nbytes) + problem.encode(), doing)
+        sizes = [_SIZE.unpack_from(answer)[0] for answer in answers]
+        problems = [answer[_SIZE.size :].decode() for answer in answers]
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise ValueError(
+                    f"nbytes differs: rank 0 allocates {sizes[0]} bytes, rank {rank} {size}"
+                )
+        for rank, text in enumerate(problems):
+            if text:
+                raise InterlaceError(f"rank {rank}: {text}")
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective.
+
+        Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so
+        after it finished exchange n - 1, for which it saw message n - 1 of every peer; and a peer
+        sends n - 1 only after it has read everybody's n - 2. So whoever could still need the old
+        message has said, with a release that was acquired here, that it does not.
+        """
+        if len(payload) > LARGEST_MESSAGE:
+            raise ValueError(
+                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
+                f"an exchange takes at most {LARGEST_MESSAGE}"
+            )
+        with self._collective_lock:
+            self.check_usable()
+            if self.world_size == 1:
+                return [payload]
+            control = self._control
+            assert control is not None
+            self._sequence = sequence = self._sequence + 1
+            control.send(sequence, payload)
+            missing = control.missing(sequence)
+            if missing:
+                patience = self.patience()
+                try:
+                    while missing:
+                        patience.step(doing, missing)
+                        missing = control.missing(sequence)
+                except BaseException as error:
+                    self._unusable = f"an earlier exchange failed ({error})"
+                    raise
+            return [
+                payload if rank == self.rank else control.message(rank, sequence)
+                for rank in range(self.world_size)
+            ]
+
+    def wait_until(
+        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
+    ) -> None:
+        """Poll ``predicate``; raise when a rank of ``waited_for`` is gone, on abort, on timeout."""
+        self.check_usable()
+        patience = self.patience()
+        others = [rank for rank in waited_for if rank != self.rank]
+        while not predicate():
+            patience.step(doing, others)
+
+    def patience(self) -> Patience:
+        """For one wait: step it after every poll that failed."""
+        return Patience(self.rank, self.timeout, self._interruption, spins=self._spins)
+
+    def _interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """Why a wait for these ranks can never end. Root causes come first.
+
+        A peer that died is named before an abort, which is often the answer of another survivor to
+        the same death. A peer that aborted before it died is not the cause but the abort is.
+        """
+        if self._unusable:
+            return InterlaceError(f"rank {self.rank}: {doing}: {self._unusable}")
+        control = self._control
+        if control is None:
+            return None  # still joining
+        gone = [rank for rank in self._ended(waited_for) if not control.reason(rank)]
+        for rank in gone:
+            if not control.has_left(rank):
+                return PeerDiedError(rank, self._pids[rank], doing)
+        failure = self.failure()
+        if failure is not None:
+            return failure
+        for rank in waited_for:
+            if control.has_left(rank):
+                return InterlaceError(
+                    f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
+                )
+        return None
+
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these ranks' processes have ended."""
+        poll = select.poll()
+        by_descriptor = {self._pidfds[rank]: rank for rank in ranks if rank in self._pidfds}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        return [
+            by_descriptor[descriptor]
+            for descriptor, events in poll.poll(0)
+            if events & select.POLLIN
+        ]
+
+    # -- failing and ending --------------------------------------------------------------------
+
+    def failure(self) -> InterlaceError | None:
+        """What this group, or one it is a part of, was aborted with."""
+        if self._control is not None:
+            found = self._control.aborted_by()
+            if found is not None:
+                rank, reason = found
+                return AbortedError(f"rank {rank} aborted the group: {reason}")
+        return self._parent.failure() if self._parent is not None else None
+
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` has closed its side of the group."""
+        return self._control is not None and self._control.has_left(rank)
+
+    def abort(self, reason: str) -> None:
+        """Make every wait of every rank end with an AbortedError that says ``reason``.
+
+        Never blocks. Of several aborts the first one's reason is reported, as a rule.
+        """
+        with self._abort_lock:
+            if self._control is not None:
+                self._control.abort(reason)
+
+    def disown(self, reason: str) -> None:
+        """Refuse every later collective with ``reason``, and never touch the memory again."""
+        self._unusable, self._control = reason, None
+
+    def close(self) -> None:
+        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent."""
+        self._unusable = self._unusable or "the group is closed"
+        control, self._control = self._control, None
+        if control is not None:
+            control.leave()
+        self._rendezvous.close()
+        pidfds, self._pidfds = list(self._pidfds.values()), {}
+        rendezvous.close_all(pidfds)
+
+    def check_usable(self) -> None:
+        if self._unusable:
+            raise InterlaceError(f"rank {self.rank}: {self._unusable}")
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_groups):
+        group.disown(
+            "this group belongs to the parent process; a forked child has to make its own "
+            "(start processes with the spawn method)"
+        )
+
+
+def _at_exit() -> None:
+    """Leave in good order, so that peers still at work do not take this process for a dead one."""
+    uncaught = getattr(sys, "last_value", None)
+    for group in list(_groups):
+        if uncaught is not None:
+            group.abort(f"its process ended with {type(uncaught).__name__}: {uncaught}")
+        group.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

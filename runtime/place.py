@@ -1,0 +1,103 @@
+"""What a place must offer to one rank. The four places differ in this interface and nowhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+
+from interlace.runtime.memory import SymmetricBuffer
+from interlace.runtime.stream import Event, Stream
+
+T = TypeVar("T")
+
+
+class Place(ABC):
+    """Memory, execution and host-side control of one rank of one group.
+
+    Attributes
+    ----------
+    name : "sim", "shm", "cuda" or "nvshmem".
+    rank, world_size : this rank within the group.
+    device : where tensors of this rank live.
+    interpreted : True where Triton kernels run in the interpreter.
+    direct_access : True where torch operators may read and write a peer's memory at full speed.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    interpreted: bool
+    direct_access: bool
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Zeroed symmetric memory of ``nbytes`` on every rank. Collective."""
+
+    @abstractmethod
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Host-side all-gather of a small message (at most 64 KiB); ``doing`` names the op in errors.
+
+        Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
+        """
+
+    @abstractmethod
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        """A stream of this rank; ``priority`` asks for precedence over other streams."""
+
+    @abstractmethod
+    def record_current(self) -> Event:
+        """The point after all torch code that the caller has issued so far."""
+
+    @abstractmethod
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        """Let the caller's later torch code run only after ``event``.
+
+        Where torch code runs at once (on a CPU) this blocks; on a GPU it does not.
+        """
+
+    @abstractmethod
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        """The place of this rank within the group of ``ranks`` (ranks of this group, in order).
+
+        Called by the members only. ``generation`` tells groups over the same ranks apart.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Make every wait of every rank of the group end with an error. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and handles back. The place is unusable afterwards. Idempotent."""
+
+    def program_limit(self) -> int:
+        """How many programs of one persistent kernel may wait for each other: all stay resident."""
+        return 1 << 30
+
+    def poll_limit(self) -> int:
+        """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
+        return 1 << 62
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Entered around the launches of one collective op, after all allocation is done."""
+        return nullcontext()
+
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run the host part of an op, after those submitted before it.
+
+        Here and now by default: streams make the op asynchronous. A place whose streams run their
+        items at once overrides this with a worker thread.
+        """
+        future: Future[T] = Future()
+        future.set_result(function())
+        return future
+
+    def check(self) -> None:
+        """Raise what the group has failed with, if it has."""
+        return

@@ -1,0 +1,92 @@
+"""How host code waits for other processes: politely, bounded, and never for somebody who is gone.
+
+A wait is a loop of the caller's own polls with one :meth:`Patience.step` after each that failed::
+
+    polls 1-20        nothing: the answer is usually there within microseconds
+    up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
+                      waited for may need it (a barrier on 2 cores is 4 times faster with it)
+    later             sleep 1/20 of the time waited so far, at most 1 ms
+    every 1 ms        look for the reasons why the wait could never end
+
+A reason must be found twice with a poll in between: a peer may publish what is waited for and then
+exit, and that is no failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
+
+CHECK_SECONDS = 1e-3
+YIELD_SECONDS = 1e-3
+LONGEST_SLEEP = 1e-3
+SPINS = 20
+
+# os.sched_yield keeps the GIL before Python 3.12, and so would starve the process's other threads.
+_yield_core = ctypes.CDLL(None).sched_yield
+
+Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class Patience:
+    """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
+
+    __slots__ = (
+        "_interruption",
+        "_next_check",
+        "_rank",
+        "_started",
+        "_steps",
+        "_suspect",
+        "_timeout",
+    )
+
+    def __init__(
+        self, rank: int, timeout: float, interruption: Interruption, *, spins: int = SPINS
+    ) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self._interruption = interruption
+        self._steps = -spins
+        self._started = self._next_check = 0.0
+        self._suspect = False
+
+    def step(self, doing: str, waited_for: Sequence[int]) -> None:
+        """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless."""
+        self._steps += 1
+        if self._steps < 0:
+            return
+        now = time.monotonic()
+        if not self._started:
+            self._started = now
+            self._next_check = now + CHECK_SECONDS
+        waited = now - self._started
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            problem = self._interruption(doing, waited_for)
+            if problem is not None:
+                if self._suspect:
+                    raise problem
+                self._suspect = True
+                self._next_check = now
+                return
+            self._suspect = False
+            if waited > self._timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: {doing} has waited {self._timeout:g} s for "
+                    f"ranks {list(waited_for)}",
+                    tuple(waited_for),
+                )
+        if waited < YIELD_SECONDS:
+            _yield_core()
+        else:
+            time.sleep(min(LONGEST_SLEEP, waited / 20))

@@ -1,0 +1,44 @@
+"""What every test runs under: where kernels run, one thread, and which tests this machine can do.
+
+The per-test abort timer is pytest-timeout (see pyproject.toml): it dumps the stack of every thread
+and ends the run, because a kernel that hangs sits in C code which an exception cannot leave.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import hypothesis
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
+    # Triton reads this when it is imported and when @triton.jit runs: later is silently ignored.
+    if "triton" in sys.modules:
+        raise RuntimeError("a pytest plugin imported triton before tests/conftest.py could choose")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Many ranks share few cores here; torch's own threads would only fight them.
+torch.set_num_threads(1)
+
+# The interpreter is slow, so no deadline per example; the same examples on every run, so a red test
+# stays red. New examples: pytest --hypothesis-profile=explore
+hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile("interlace")
+
+GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu, and skip it where there is no GPU."""
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if not HAS_CUDA and item.get_closest_marker("gpu"):
+            item.add_marker(skip)

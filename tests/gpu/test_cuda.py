@@ -1,0 +1,46 @@
+"""The kernels compiled, virtual ranks on one GPU. Skipped where there is none (see tests/conftest.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import interlace
+from interlace.cli import check
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in check.cases("cuda") if case.world_size in (2, 4)],
+    ids=lambda case: f"{case.op}-{case.variant}-{case.world_size}-{case.shape}-{case.dtype}",
+)
+def test_case(case: check.Case) -> None:
+    verdict = check.run_case(case, "cuda", seed=0)
+    assert verdict.passed, (verdict.ratio, verdict.error)
+
+
+def test_results_are_bit_identical_from_run_to_run() -> None:
+    def product() -> torch.Tensor:
+        torch.manual_seed(interlace.get_rank())
+        x = torch.randn(512, 256, device=interlace.device(), dtype=torch.bfloat16)
+        w = torch.randn(256, 512, device=interlace.device(), dtype=torch.bfloat16)
+        return interlace.matmul_reduce_scatter(x, w, algorithm="fused").cpu()
+
+    first = interlace.run(product, 4, place="cuda")
+    for _ in range(5):
+        again = interlace.run(product, 4, place="cuda")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_an_error_on_one_rank_leaves_the_gpu_usable() -> None:
+    def fails() -> None:
+        if interlace.get_rank() == 1:
+            raise KeyError("lost")
+        interlace.all_gather_matmul(
+            torch.ones(64, 64, device=interlace.device()),
+            torch.ones(64, 64, device=interlace.device()),
+        )
+
+    with pytest.raises(KeyError):
+        interlace.run(fails, 3, place="cuda")
+    assert float((torch.ones(8, device="cuda") * 2).sum()) == 16.0

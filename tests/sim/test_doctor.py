@@ -1,0 +1,123 @@
+"""The doctor never crashes, its facts are JSON, and its verdicts follow from the facts."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import machine
+from interlace.cli.doctor import collect, doctor, judge_places
+
+GPU = {"index": 0, "name": "H200", "capability": [9, 0], "memory_bytes": 139 << 30}
+CLUSTER: dict[str, Any] = {
+    "triton": {"version": "3.7.1", "interpreted": False},
+    "greenlet": "3.1",
+    "gpus": [GPU, {**GPU, "index": 1}],
+    "peer_access": "all 2 pairs",
+    "nvshmem": {"torch_backend": True, "device_library": "/lib/libnvshmem_device.bc"},
+    "host": {"sealed_memfd": True, "pidfd_open": True, "pass_descriptors": True},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """CLUSTER with one fact, named by a dotted path, replaced."""
+    facts = copy.deepcopy(CLUSTER)
+    *outer, last = path.split(".")
+    target = facts
+    for key in outer:
+        target = target[key]
+    target[last] = value
+    return facts
+
+
+def printed(as_json: bool) -> tuple[int, str]:
+    stream = io.StringIO()
+    code = doctor(Console(file=stream, width=100), as_json=as_json)
+    return code, stream.getvalue()
+
+
+def test_facts_are_json() -> None:
+    facts = collect()
+    assert json.loads(json.dumps(facts)) == facts
+    assert set(facts["places"]) == {"sim", "shm", "cuda", "nvshmem"}
+    assert all(verdict["why"] for verdict in facts["places"].values())
+
+
+def test_json_output_is_only_json() -> None:
+    code, text = printed(as_json=True)
+    assert json.loads(text)["python"] == collect()["python"]
+    assert code == 0
+
+
+def test_tables_name_every_place() -> None:
+    code, text = printed(as_json=False)
+    assert code == 0
+    for word in ("python", "torch", "triton", "sealed memfd", "sim", "shm", "cuda", "nvshmem"):
+        assert word in text
+
+
+def test_everything_works_on_a_cluster() -> None:
+    places = judge_places(CLUSTER)
+    assert {name for name, verdict in places.items() if verdict["works"]} == {
+        "shm",
+        "cuda",
+        "nvshmem",
+    }
+    assert "TRITON_INTERPRET=1" in places["sim"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place", "why"),
+    [
+        ("greenlet", None, "sim", "greenlet is not installed"),
+        ("host.sealed_memfd", {"error": "OSError: no"}, "shm", "no sealed memfd: OSError: no"),
+        ("host.pidfd_open", False, "shm", "no pidfd: not on this system"),
+        ("gpus", [], "cuda", "torch sees no CUDA device"),
+        ("gpus", {"error": "RuntimeError: driver"}, "cuda", "CUDA fails: RuntimeError: driver"),
+        ("gpus", [{**GPU, "name": "V100", "capability": [7, 0]}], "cuda", "V100 is older"),
+        ("triton.interpreted", True, "cuda", "unset TRITON_INTERPRET"),
+        ("nvshmem.torch_backend", False, "nvshmem", "torch has no NVSHMEM backend"),
+        ("nvshmem.device_library", None, "nvshmem", "libnvshmem_device.bc not found"),
+        ("gpus", [], "nvshmem", "torch sees no CUDA device"),
+    ],
+)
+def test_a_missing_thing_is_named(path: str, value: Any, place: str, why: str) -> None:
+    verdict = judge_places(changed(path, value))[place]
+    assert not verdict["works"]
+    assert why in verdict["why"]
+
+
+def test_one_gpu_has_virtual_ranks() -> None:
+    verdict = judge_places(changed("gpus", [GPU]))["cuda"]
+    assert verdict == {"works": True, "why": "one GPU: virtual ranks only"}
+
+
+def test_survives_when_everything_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    for name in ("_torch", "_gpus", "_peer_access", "_multicast", "_memory", "_sealed_memfd"):
+        monkeypatch.setattr(machine, name, broken)
+    for name in ("_pidfd_open", "_pass_descriptors", "_nvshmem_backend", "_nvshmem_library"):
+        monkeypatch.setattr(machine, name, broken)
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(machine, "_interpreted", lambda: False)
+    code, text = printed(as_json=False)
+    assert code == 1
+    assert "broken on purpose" in text
+
+
+def test_optional_packages_are_not_imported() -> None:
+    """A broken cupy must not take the doctor down, so it only asks for its version."""
+    collect()
+    assert not {"cupy", "nvshmem", "matplotlib"} & set(sys.modules)

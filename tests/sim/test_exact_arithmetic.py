@@ -1,0 +1,366 @@
+"""Arithmetic on bf16, fp16 and fp8 tiles in the interpreter, against torch in fp32 rounded once.
+
+The last test is the negative control: the stock interpreter answers the same questions wrongly.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from exact_numbers import BF16, E4M3, E5M2, F16, F32, LARGEST, NARROW, pair, rounded, same
+from interlace.runtime.exact import exact_arithmetic, exact_overrides
+
+
+@triton.jit
+def binary(x_ptr, y_ptr, out_ptr, N: tl.constexpr, OP: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    y = tl.load(y_ptr + at)
+    if OP == "add":
+        out = x + y
+    elif OP == "sub":
+        out = x - y
+    elif OP == "mul":
+        out = x * y
+    elif OP == "truediv":
+        out = x / y
+    elif OP == "fmod":
+        out = x % y
+    elif OP == "fmin":
+        out = tl.minimum(x, y)
+    elif OP == "fmax":
+        out = tl.maximum(x, y)
+    elif OP == "lt":
+        out = x < y
+    elif OP == "ge":
+        out = x >= y
+    elif OP == "eq":
+        out = x == y
+    elif OP == "ne":
+        out = x != y
+    elif OP == "where":
+        out = tl.where(x < y, x, 1.5)
+    elif OP == "clamp":
+        out = tl.clamp(x, y, y)
+    elif OP == "abs":
+        out = tl.abs(x)
+    elif OP == "neg":
+        out = -x
+    elif OP == "exp":
+        out = tl.exp(x.to(tl.float32))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def fused(x_ptr, y_ptr, z_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    out = tl.fma(tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at))
+    tl.store(out_ptr + at, out)
+
+
+@triton.jit
+def dot(a_ptr, b_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+    b = tl.load(b_ptr + k[:, None] * N + n[None, :])
+    out = tl.dot(a, b, out_dtype=out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], out)
+
+
+@triton.jit
+def reduce(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, AXIS: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    if OP == "sum":
+        out = tl.sum(x, AXIS)
+    elif OP == "amax":
+        out = tl.max(x, AXIS)
+    elif OP == "amin":
+        out = tl.min(x, AXIS)
+    elif OP == "argmax":
+        out = tl.argmax(x, AXIS)
+    elif OP == "own":
+        out = tl.reduce(x, AXIS, own_sum)
+    elif OP == "all":
+        out = tl.sum(x) + tl.zeros((N if AXIS == 0 else M,), x.dtype)
+    elif OP == "cumsum":
+        out = tl.sum(tl.where(tl.arange(0, M)[:, None] == M - 1, tl.cumsum(x, 0), 0), 0)
+    elif OP == "scan":
+        every = tl.associative_scan(x, 0, tl.standard._sum_combine)
+        out = tl.max(tl.where(tl.arange(0, M)[:, None] == M - 1, every, 0), 0)
+    tl.store(out_ptr + tl.arange(0, N if AXIS == 0 else M), out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def own_sum(a, b):
+    return a + b
+
+
+@triton.jit
+def constants(x_ptr, out_ptr, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + at, tl.full((N,), 1.5, dtype))
+    tl.store(out_ptr + N + at, tl.zeros((N,), dtype))
+    tl.store(out_ptr + 2 * N + at, tl.load(x_ptr + at, mask=at < n, other=-3.0))
+    tl.store(out_ptr + 3 * N + at, (tl.load(x_ptr + at) * 0.5 + 1.0).to(dtype))
+
+
+@triton.jit
+def atomic_add(x_ptr):
+    tl.atomic_add(x_ptr, 1.0)
+
+
+@triton.jit
+def padded(x_ptr, out_ptr, N: tl.constexpr):
+    inside = tl.make_tensor_descriptor(x_ptr, [1, N], [N, 1], [2, N], padding_option="nan")
+    tile = inside.load([0, 0])
+    at = tl.arange(0, 2)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out_ptr + at, tile)
+
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(binary, interpreter.InterpretedFunction),
+    reason="triton was loaded for the compiler: set TRITON_INTERPRET=1",
+)
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    with exact_arithmetic():
+        yield
+
+
+# Elementwise
+
+COMPARISONS = ["lt", "ge", "eq", "ne"]
+VALUES: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "fmod": torch.fmod,
+    "abs": lambda x, y: x.abs(),
+    "neg": lambda x, y: 0 - x,
+    "where": lambda x, y: torch.where(x < y, x, 1.5),
+}
+
+
+def run_binary(op: str, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    binary[(1,)](x, y, out, N=x.numel(), OP=op)
+    return out
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("op", VALUES)
+def test_elementwise(exact: None, dtype: torch.dtype, op: str) -> None:
+    if op in ("fmod", "truediv") and dtype in LARGEST:
+        return  # no such operation in triton
+    x, y = pair(dtype, 4096, seed=4)
+    want = rounded(VALUES[op](x.float(), y.float()), dtype)
+    assert same(run_binary(op, x, y, dtype), want)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("op", COMPARISONS)
+@pytest.mark.parametrize("target", [torch.int32, BF16, F32])
+def test_comparisons(exact: None, dtype: torch.dtype, op: str, target: torch.dtype) -> None:
+    x, y = pair(dtype, 512, seed=5)
+    y[100:200] = x[100:200]
+    want = getattr(operator, op)(x.float(), y.float())
+    assert torch.equal(run_binary(op, x, y, target), want.to(target))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("op", ["fmin", "fmax"])
+def test_min_max_return_the_number(exact: None, dtype: torch.dtype, op: str) -> None:
+    x, y = pair(dtype, 512, seed=6)
+    want = getattr(torch, op)(x.float(), y.float())
+    assert torch.equal(run_binary(op, x, y, F32).nan_to_num(7e7), want.nan_to_num(7e7))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_exp_and_clamp(exact: None, dtype: torch.dtype) -> None:
+    x, y = pair(dtype, 512, seed=7)
+    got, want = run_binary("exp", x, y, F32), x.float().exp()
+    assert torch.allclose(got, want, rtol=2**-20, equal_nan=True)
+    number = torch.where(y.isnan(), x, y).float()
+    got = run_binary("clamp", x, y, F32)
+    assert torch.equal(got[~y.isnan()], number[~y.isnan()])
+
+
+def test_fma_fp32_rounds_once(exact: None) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x, y = (torch.randn(512, generator=generator) for _ in range(2))
+    z = -(x * y) * torch.tensor([1.0, 1.0 + 2**-23, 0.5, 2**-26]).repeat(128)
+    z[::8] = torch.randn(64, generator=generator)
+    out = torch.empty(512)
+    fused[(1,)](x, y, z, out, N=512)
+    for a, b, c, got in zip(x.tolist(), y.tolist(), z.tolist(), out, strict=True):
+        true = Fraction(a) * Fraction(b) + Fraction(c)
+        error = abs(Fraction(got.item()) - true)
+        for way in (torch.inf, -torch.inf):
+            other = torch.nextafter(got, torch.tensor(way)).item()
+            assert error <= abs(Fraction(other) - true)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_fma_narrow(exact: None, dtype: torch.dtype) -> None:
+    x, y = pair(dtype, 512, seed=9)
+    z = pair(dtype, 512, seed=10)[0]
+    out = torch.empty(512, dtype=dtype)
+    fused[(1,)](x, y, z, out, N=512)
+    # fp64 holds the product exactly, and with these magnitudes the sum as well.
+    true = x.double() * y.double() + z.double()
+    # torch goes through fp32 on the way to bf16, which makes a tie of no draw of these seeds.
+    half = torch.from_numpy(true.numpy().astype(np.float16))
+    assert same(out, half if dtype == F16 else true.to(BF16))
+
+
+# Dot, reductions, constants
+
+
+@pytest.mark.parametrize(("left", "right"), [(BF16, BF16), (F16, F16), (E4M3, E5M2), (E5M2, E5M2)])
+def test_dot(exact: None, left: torch.dtype, right: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(11)
+    a = rounded(torch.randn(16, 64, generator=generator), left)
+    b = rounded(torch.randn(64, 32, generator=generator), right)
+    out = torch.empty(16, 32)
+    dot[(1,)](a, b, out, M=16, N=32, K=64)
+    bound = 64 * 2**-24 * (a.double().abs() @ b.double().abs())
+    assert bool(((out.double() - a.double() @ b.double()).abs() <= bound).all())
+
+
+def test_dot_accumulates_fp16_in_fp32(exact: None) -> None:
+    a = torch.full((16, 2048), 1.0, dtype=F16)
+    b = torch.full((2048, 16), 1.0009765625, dtype=F16)
+    b[::2] = -1.0
+    out = torch.empty(16, 16, dtype=F16)
+    dot[(1,)](a, b, out, M=16, N=16, K=2048)
+    assert torch.equal(out, torch.full_like(out, 1.0))
+
+
+def whole_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """16 x 32 small integers: every order of fp32 additions gives the same, exact sum."""
+    generator = torch.Generator().manual_seed(12)
+    return torch.randint(-4, 9, (16, 32), generator=generator).to(dtype)
+
+
+def run_reduce(op: str, x: torch.Tensor, axis: int, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(x.shape[1 - axis], dtype=dtype)
+    reduce[(1,)](x, out, M=x.shape[0], N=x.shape[1], OP=op, AXIS=axis)
+    return out
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("op", ["sum", "amax", "amin"])
+def test_reductions(exact: None, dtype: torch.dtype, axis: int, op: str) -> None:
+    x = whole_numbers(dtype)
+    want = rounded(getattr(x.float(), op)(axis), dtype)
+    assert same(run_reduce(op, x, axis, dtype), want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_other_reductions(exact: None, dtype: torch.dtype) -> None:
+    x = whole_numbers(dtype)
+    column = x.float().sum(0)
+    assert torch.equal(run_reduce("argmax", x, 0, torch.int32), x.float().argmax(0).int())
+    assert same(run_reduce("all", x, 0, dtype), x.float().sum().to(dtype).expand(32).contiguous())
+    assert same(run_reduce("cumsum", x, 0, dtype), column.to(dtype))
+    positive = x.abs() + 1
+    assert same(run_reduce("scan", positive, 0, dtype), positive.float().sum(0).to(dtype))
+
+
+def test_own_combine_function(exact: None) -> None:
+    x = whole_numbers(BF16)[:4]
+    assert same(run_reduce("own", x, 0, BF16), x.float().sum(0).to(BF16))
+
+
+def test_long_sum_does_not_stall(exact: None) -> None:
+    ones = torch.ones(4096, 1, dtype=BF16)
+    assert run_reduce("sum", ones, 0, BF16).item() == 4096  # bf16 additions stop at 256
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_constants(exact: None, dtype: torch.dtype) -> None:
+    x = pair(dtype, 64, seed=13)[0]
+    out = torch.empty(4, 64, dtype=dtype)
+    constants[(1,)](x, out, 40, N=64)
+    full = torch.full((64,), 1.5, dtype=dtype)
+    loaded = torch.where(torch.arange(64) < 40, x, torch.tensor(-3.0, dtype=dtype))
+    scaled = (x.float() * 0.5).to(dtype)
+    want = [full, torch.zeros_like(full), loaded, (scaled.float() + 1.0).to(dtype)]
+    for got, wanted in zip(out, want, strict=True):
+        assert same(got, wanted)
+
+
+def test_descriptor_padding_is_nan(exact: None) -> None:
+    x = torch.ones(1, 16, dtype=BF16)
+    out = torch.zeros(2, 16, dtype=BF16)
+    padded[(1,)](x, out, N=16)
+    assert torch.equal(out[0], x[0]) and bool(out[1].isnan().all())
+
+
+# What is refused, and how the overrides come and go
+
+
+def test_atomics_on_bf16_are_refused(exact: None) -> None:
+    with pytest.raises(Exception, match="no atomics on bf16 in the interpreter; use fp32"):
+        atomic_add[(1,)](torch.zeros(1, dtype=BF16))
+
+
+def test_overrides_nest_and_leave_nothing() -> None:
+    builder = interpreter.interpreter_builder
+    kinds = (interpreter.ReduceOps, interpreter.ScanOps)
+
+    def state() -> tuple[Any, ...]:
+        return (dict(vars(builder)), *(kind.apply_impl for kind in kinds))
+
+    before = state()
+    with pytest.raises(KeyError), exact_arithmetic():
+        inside = state()
+        with exact_arithmetic():
+            assert state() == inside
+        assert state() == inside
+        raise KeyError
+    assert state() == before
+    assert inside[0].keys() - before[0].keys() >= {"binary_op", "get_bf16"}
+
+
+def test_hooks_set_before_are_called() -> None:
+    builder, seen = interpreter.interpreter_builder, []
+    builder.create_atomic_rmw = lambda *args: seen.append(args)
+    try:
+        value = interpreter.TensorHandle(np.zeros(1, np.float32), tl.float32)
+        exact_overrides(builder)["create_atomic_rmw"]("op", "ptr", value, "mask", "sem", "scope")
+    finally:
+        del builder.create_atomic_rmw
+    assert len(seen) == 1
+
+
+# Negative control: without the context manager the same questions are answered wrongly.
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_interpreter_is_wrong() -> None:
+    x, y = pair(BF16, 512, seed=14)
+    assert not same(run_binary("add", x, y, BF16), (x.float() + y.float()).to(BF16))
+    numbers = whole_numbers(BF16)
+    assert not same(run_reduce("sum", numbers, 0, BF16), numbers.float().sum(0).to(BF16))
+    out = torch.empty(16, 32)
+    a, b = whole_numbers(BF16), torch.ones(32, 32, dtype=BF16)
+    dot[(1,)](a, b, out, M=16, N=32, K=32)
+    assert not torch.equal(out, a.float() @ b.float())
+    with pytest.raises(Exception, match="get_bf16"):
+        constants[(1,)](x[:64], torch.empty(4, 64, dtype=BF16), 40, N=64)

@@ -1,0 +1,300 @@
+"""The fused ops against float64 references: any shape, world, dtype, layout, schedule, algorithm.
+
+Every call runs on poisoned workspaces and outputs, every rank and call has its own payload, and the
+tolerance is the bound of ``interlace.reference``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import interlace
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from interlace import reference
+from interlace.runtime.configuration import override
+from support import LAYOUTS, laid_out, noise, poisoned
+
+ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 16, 17, 31, 33])
+INNER = st.sampled_from([0, 1, 5, 8, 16, 32, 37])
+WORLDS = st.sampled_from([1, 2, 2, 3, 3, 4, 5, 7])
+
+
+@dataclass
+class Case:
+    """One call on all ranks. ``lengths`` are the shards' along ``dim``, or one for a scatter."""
+
+    world: int
+    lengths: list[int]
+    others: list[int]
+    dim: int
+    inner: list[int]
+    columns: list[int]
+    dtype: torch.dtype
+    out_dtype: torch.dtype | None
+    bias: bool
+    algorithm: str
+    layouts: tuple[str, str]
+    seed: int
+    average: bool = False
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.dtype
+
+    @property
+    def along_last(self) -> bool:
+        return self.dim in (-1, len(self.others) + 1)
+
+    def input(self, rank: int) -> torch.Tensor:
+        if self.along_last:
+            shape = [*self.others, self.lengths[min(rank, len(self.lengths) - 1)]]
+        else:
+            shape = [*self.others, self.inner[min(rank, len(self.inner) - 1)]]
+            length = self.lengths[min(rank, len(self.lengths) - 1)]
+            shape.insert(self.dim if self.dim >= 0 else self.dim + len(shape) + 1, length)
+        return laid_out(noise(rank, 1, shape, self.dtype), self.layouts[0])
+
+    def weight(self, rank: int, index: int, inner: int) -> torch.Tensor:
+        columns = self.columns[index]
+        plain = noise(rank, 10 + index, (inner, columns), self.dtype)
+        return laid_out(plain, self.layouts[1])
+
+    def bias_vector(self, index: int) -> torch.Tensor | None:
+        return noise(0, 20 + index, (self.columns[index],), self.dtype) if self.bias else None
+
+    @property
+    def roundings(self) -> int:
+        fused = self.algorithm in ("fused", "auto") and self.result_dtype != F64
+        return 1 if fused and F64 not in (self.dtype, self.result_dtype) else 2
+
+
+@st.composite
+def configurations(draw: Any) -> dict[str, Any]:
+    block = draw(st.sampled_from([16, 16, 32, 64]))
+    return {
+        "block_m": block,
+        "block_n": draw(st.sampled_from([16, 32, 64])),
+        "block_k": draw(st.sampled_from([16, 32, 64])),
+        "group_m": draw(st.sampled_from([1, 2, 8])),
+        "copiers": draw(st.integers(0, 3)),
+        "chunks": draw(st.integers(1, 3)),
+        "programs": draw(st.integers(1, 4)),
+        "copy_rows": draw(st.sampled_from([1, 16])) if block > 16 else 16,
+        "descriptors": draw(st.booleans()),
+    }
+
+
+@st.composite
+def cases(draw: Any, *, gather: bool) -> Case:
+    world = draw(WORLDS)
+    algorithm = draw(st.sampled_from(("fused", *ALGORITHMS)))
+    any_dtype = algorithm in ("unfused", "auto")
+    dtypes = [F32, F16, BF16, F64] if any_dtype else [F32, F16, BF16]
+    dtype = draw(st.sampled_from(dtypes))
+    ndim = draw(st.sampled_from([2, 2, 2, 3, 4]))
+    dim = draw(st.integers(-ndim, ndim - 1))
+    last = dim in (-1, ndim - 1)
+    if gather and last and algorithm in ("fused", "pipelined"):
+        dim = 0
+        last = False
+    others = [draw(st.sampled_from([1, 2, 3])) for _ in range(ndim - 1 if last else ndim - 2)]
+    count = world if gather else 1
+    lengths = [draw(LENGTHS) for _ in range(count)]
+    inner = [draw(INNER)]
+    if gather and last:
+        inner = [sum(lengths)]
+    elif not gather and last:
+        lengths = inner
+    elif not gather:
+        inner = draw(st.sampled_from([inner, [draw(INNER) for _ in range(world)]]))
+    return Case(
+        world=world,
+        lengths=lengths,
+        others=others,
+        dim=dim,
+        inner=inner,
+        columns=[draw(LENGTHS) for _ in range(draw(st.sampled_from([1, 1, 2, 3])) if gather else 1)],
+        dtype=dtype,
+        out_dtype=draw(st.sampled_from([None, None, *dtypes])),
+        bias=draw(st.booleans()),
+        algorithm=algorithm,
+        layouts=(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))),
+        seed=draw(st.integers(0, 1 << 16)),
+        average=draw(st.booleans()),
+        configuration=draw(configurations()),
+    )
+
+
+def run(case: Case, function: Any) -> list[Any]:
+    with poisoned() as done, override(**case.configuration):
+        results = interlace.run(function, case.world, case, seed=case.seed, timeout=100)
+    assert done["allocations"] == 0 or done["workspaces"] > 0
+    return results
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str) -> None:
+    ratio = reference.worst_ratio(actual, expected, bound)
+    assert ratio <= 1, f"{what}: {ratio:.3g} times the bound"
+
+
+def gather_on_rank(case: Case) -> Any:
+    rank = interlace.get_rank()
+    several = len(case.columns) > 1
+    weights = [case.weight(0, i, case.inner[0]) for i in range(len(case.columns))]
+    biases = [case.bias_vector(i) for i in range(len(case.columns))]
+    return interlace.all_gather_matmul(
+        case.input(rank),
+        weights if several else weights[0],
+        gather_dim=case.dim,
+        bias=biases if several else biases[0],
+        return_gathered=True,
+        algorithm=case.algorithm,
+        out_dtype=case.out_dtype,
+    )
+
+
+def check_gather(case: Case) -> None:
+    shards = [case.input(rank) for rank in range(case.world)]
+    whole = torch.cat(shards, case.dim)
+    for rank, (gathered, outputs) in enumerate(run(case, gather_on_rank)):
+        assert torch.equal(gathered, whole), f"gathered on rank {rank}"
+        for index, output in enumerate(outputs if len(case.columns) > 1 else [outputs]):
+            weight, bias = case.weight(0, index, case.inner[0]), case.bias_vector(index)
+            assert output.dtype == case.result_dtype
+            check(
+                output,
+                reference.all_gather_matmul_reference(shards, weight, case.dim, bias),
+                reference.all_gather_matmul_bound(
+                    shards, weight, case.result_dtype, case.dim, bias, roundings=case.roundings
+                ),
+                f"output {index} on rank {rank}",
+            )
+
+
+def reduce_on_rank(case: Case, scatter: bool) -> torch.Tensor:
+    rank = interlace.get_rank()
+    x = case.input(rank)
+    options: dict[str, Any] = {
+        "reduce_op": "avg" if case.average else "sum",
+        "bias": case.bias_vector(0),
+        "algorithm": case.algorithm,
+        "out_dtype": case.out_dtype,
+    }
+    weight = case.weight(rank, 0, x.shape[-1])
+    if scatter:
+        return interlace.matmul_reduce_scatter(x, weight, scatter_dim=case.dim, **options)
+    return interlace.matmul_all_reduce(x, weight, **options)
+
+
+def check_reduce(case: Case, *, scatter: bool) -> None:
+    inputs = [case.input(rank) for rank in range(case.world)]
+    weights = [case.weight(rank, 0, x.shape[-1]) for rank, x in enumerate(inputs)]
+    how = "avg" if case.average else "sum"
+    bias = case.bias_vector(0)
+    expected = reference.matmul_all_reduce_reference(inputs, weights, bias, how)
+    bound = reference.matmul_all_reduce_bound(inputs, weights, case.result_dtype, bias, how)
+    results = run(case, lambda case: reduce_on_rank(case, scatter))
+    dim = case.dim if scatter else 0
+    split = reference.split if scatter else lambda whole, world, dim: [whole] * world
+    parts = zip(split(expected, case.world, dim), split(bound, case.world, dim), strict=True)
+    for rank, (part, bound_part) in enumerate(parts):
+        assert results[rank].dtype == case.result_dtype
+        check(results[rank], part, bound_part, f"rank {rank}")
+        if not scatter:
+            assert torch.equal(results[rank], results[0]), "bits differ between ranks"
+
+
+@hypothesis.settings(max_examples=45)
+@given(cases(gather=True))
+def test_all_gather_matmul(case: Case) -> None:
+    check_gather(case)
+
+
+@hypothesis.settings(max_examples=45)
+@given(cases(gather=False))
+def test_matmul_reduce_scatter(case: Case) -> None:
+    check_reduce(case, scatter=True)
+
+
+@hypothesis.settings(max_examples=25)
+@given(cases(gather=False))
+def test_matmul_all_reduce(case: Case) -> None:
+    check_reduce(case, scatter=False)
+
+
+def simple(world: int, **changes: Any) -> Case:
+    values: dict[str, Any] = {
+        "world": world,
+        "lengths": [3 + (rank * 5) % 4 for rank in range(world)],
+        "others": [],
+        "dim": 0,
+        "inner": [9],
+        "columns": [6],
+        "dtype": F32,
+        "out_dtype": None,
+        "bias": True,
+        "algorithm": "fused",
+        "layouts": ("contiguous", "contiguous"),
+        "seed": world,
+        "configuration": {"programs": 1},
+    }
+    return Case(**{**values, **changes})
+
+
+@pytest.mark.parametrize("world", range(1, 17))
+def test_every_world_size(world: int) -> None:
+    check_gather(simple(world))
+    scattered = simple(world, lengths=[max(1, world - 2)])  # trailing ranks get nothing
+    check_reduce(scattered, scatter=True)
+    if world % 3 == 0:
+        check_reduce(scattered, scatter=False)
+
+
+@pytest.mark.parametrize("copiers", range(4))
+@pytest.mark.parametrize("descriptors", [True, False])
+@pytest.mark.parametrize("weight_layout", ["contiguous", "transposed"])
+def test_many_tiles(copiers: int, descriptors: bool, weight_layout: str) -> None:
+    """Shards, K and N of several tiles, aligned for descriptors, in several chunks."""
+    blocks = {f"block_{axis}": 16 for axis in "mnk"}
+    configuration = {**blocks, "copiers": copiers, "descriptors": descriptors, "chunks": 3}
+    check_gather(
+        simple(
+            2,
+            lengths=[50, 33],
+            inner=[40],
+            columns=[48],
+            dtype=BF16,
+            layouts=("contiguous", weight_layout),
+            configuration=configuration,
+        )
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_without_columns_still_sends(algorithm: str) -> None:
+    """n may differ between ranks; one that computes nothing must send and must not fall behind."""
+
+    def on_rank() -> list[torch.Tensor]:
+        rank, kept = interlace.get_rank(), []
+        for call in range(4):
+            weight = noise(0, 50, (8, 0 if rank == 0 else 5))
+            gathered, _ = interlace.all_gather_matmul(
+                noise(rank, call, (4, 8)), weight, algorithm=algorithm, return_gathered=True
+            )
+            kept.append(gathered)
+        return kept
+
+    for seed in range(3):
+        with poisoned():
+            results = interlace.run(on_rank, 3, seed=seed)
+        for kept in results:
+            for call, gathered in enumerate(kept):
+                assert torch.equal(gathered, torch.cat([noise(r, call, (4, 8)) for r in range(3)]))

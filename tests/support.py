@@ -1,0 +1,166 @@
+"""What the tests of ops share: payloads, poison, delays, and running on simulated ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import interlace
+from interlace.groups import default_group
+from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.memory import WORD, Layout, Workspace
+from interlace.runtime.place_sim import SimPlace
+from interlace.runtime.scheduler import Scheduler, Task
+
+# As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
+POISON_BYTE = 0xFF
+
+
+def payload(
+    rank: int, call: int, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Numbers that no other rank and no other call has; exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    whole = torch.randint(-64, 65, tuple(shape), generator=generator)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (whole / 32).to(dtype)
+    return (whole % 2 == 0) if dtype == torch.bool else whole.to(dtype)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with nan (or -1), in place."""
+    if tensor.numel() and tensor.dtype != torch.bool:
+        tensor.view(torch.uint8 if tensor.dim() else tensor.dtype).fill_(POISON_BYTE)
+    return tensor
+
+
+@contextmanager
+def poisoned() -> Iterator[Counter[str]]:
+    """Workspaces and outputs hold nan before every call; the counter says how often it was done.
+
+    Memory is poisoned when nobody may need it and nobody may write it yet: when it is allocated; and
+    at the end of each op before this rank gives its credit. Where peers read this rank's region (a
+    pulled op) it is theirs until all have finished, so there the last rank to finish does it for all.
+    """
+    done: Counter[str] = Counter()
+    ended: Counter[Any] = Counter()
+    empty, empty_like = torch.empty, torch.empty_like
+    meet, enqueue = SimPlace._meet, Communicator.enqueue
+
+    def poisoned_output(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            done["outputs"] += 1
+            return poison(make(*args, **kwargs))
+
+        return made
+
+    def poisoned_meet(self: SimPlace, box: dict[int, Any], doing: str) -> None:
+        if "allocation" in doing:
+            done["allocations"] += 1
+            poison(box[self.rank][HEADER_WORDS * WORD :])
+        meet(self, box, doing)
+
+    def wipe(workspace: Workspace, layout: Layout) -> None:
+        epoch = int(workspace.header(workspace.rank)[EPOCH_WORD])
+        key = (tuple(workspace.buffer.peers.tolist()), epoch)
+        ended[key] += 1
+        ranks = [workspace.rank]
+        if layout.pulled:
+            ranks = list(range(workspace.world_size)) if ended[key] == workspace.world_size else []
+        for rank in ranks:
+            done["workspaces"] += 1
+            poison(workspace.buffer.peer_bytes[rank][workspace.data_offset :])
+
+    def poisoning_enqueue(
+        self: Communicator, op: str, layout: Layout, body: Callable[[Workspace], None]
+    ) -> Any:
+        def with_poison(workspace: Workspace) -> None:
+            body(workspace)
+            self.compute.wait_event(self.copying.record())
+            self.compute.call(lambda: wipe(workspace, layout), "poison")
+
+        return enqueue(self, op, layout, with_poison)
+
+    with (
+        mock.patch.object(torch, "empty", poisoned_output(empty)),
+        mock.patch.object(torch, "empty_like", poisoned_output(empty_like)),
+        mock.patch.object(SimPlace, "_meet", poisoned_meet),
+        mock.patch.object(Communicator, "enqueue", poisoning_enqueue),
+    ):
+        yield done
+
+
+@contextmanager
+def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[None]:
+    """Let the tasks that ``slow`` picks run only now and then, while any other can run.
+
+    The delay that a race hides behind: what is only published just in time is late here.
+    """
+    draw = Scheduler._draw
+    generators: dict[Scheduler, random.Random] = {}
+
+    def unfair(self: Scheduler) -> Task | None:
+        generator = generators.setdefault(self, random.Random(self.seed))
+        for _ in range(200):
+            task = draw(self)
+            if task is None or not slow(task) or generator.random() < chance:
+                return task
+        return task
+
+    with mock.patch.object(Scheduler, "_draw", unfair):
+        yield
+
+
+def slow_rank(rank: int) -> Callable[[Task], bool]:
+    """For :func:`starved`: everything of one rank but its host code."""
+    return lambda task: task.rank == rank and task.who != "host code"
+
+
+def schedule_digest() -> str:
+    """Inside a rank: the fingerprint of the schedule so far."""
+    place = default_group().place
+    assert isinstance(place, SimPlace)
+    return place.world.scheduler.digest()
+
+
+def failure(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> BaseException:
+    """The exception that ``interlace.run`` raises."""
+    try:
+        interlace.run(fn, world_size, *args, **kwargs)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def noise(
+    rank: int, call: int, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """As :func:`payload` with numbers that have to be rounded."""
+    generator = torch.Generator().manual_seed(77 + 1000 * call + rank)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in other strides; "expanded" repeats the first row with stride 0."""
+    if layout == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), torch.nan)
+        wide = wide.to(tensor.dtype)
+        view = wide[..., 1::2]
+        return view.copy_(tensor)
+    if layout == "offset":
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor
+    return tensor
