@@ -46,7 +46,7 @@ def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
     """Sum one block of ``[W, elements]`` contributions: by 16 bytes where all of it is aligned."""
     VECTOR: tl.constexpr = 128 // output_ptr.dtype.element_ty.primitive_bitwidth
     addresses = output_ptr.to(tl.int64) | contribution_ptr.to(tl.int64)
-    first = block.to(tl.int64) * BLOCK
+    first = tl.cast(block, tl.int64) * BLOCK
     aligned = ((addresses & 15) == 0) & (elements % VECTOR == 0)
     if aligned & (first + BLOCK <= elements):
         offsets = first + tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def reduce_scatter_kernel(
             to_ptr = data_pointer(peers_ptr, owner, data_offset, input_ptr) + rank * elements
             for number in range(first, start + blocks, programs):
                 block = number - start
-                element = block.to(tl.int64) * BLOCK
+                element = tl.cast(block, tl.int64) * BLOCK
                 count = min(elements - element, BLOCK)
                 from_ptr = input_ptr + first_element + element
                 copy_elements(to_ptr + element, from_ptr, count, BLOCK)
@@ -155,7 +155,7 @@ def all_reduce_kernel(
     blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
     region = rank * (elements + tl.zeros((), tl.int64))
     for block in range(program, blocks, programs):
-        element = block.to(tl.int64) * BLOCK
+        element = tl.cast(block, tl.int64) * BLOCK
         count = min(elements - element, BLOCK)
         slot_byte = slot_offset + (rank * blocks + block) * 8
         for step in range(world_size):

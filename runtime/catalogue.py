@@ -9,7 +9,7 @@ Variants of a fused kernel, named in this order::
     bf16, fp16, fp32   dtype of all operands
     kn, nk             B contiguous along N, or along K (a transposed nn.Linear weight)
     tma, pointers      the path through kernels/matmul.py; tma where the chip has it
-    unaligned          strides without a common factor: what the pointer path is there for
+    odd N, odd K       extents that are no multiples of 16: elements move one by one
     bias n, bias m     one value per column, one per row
     copiers            programs of this kernel push the chunks; without, the copy engine does
     few rows           at most 64 rows per rank
@@ -37,7 +37,8 @@ class Entry:
 
     ``module`` and ``kernel`` name the function; ``types`` are Triton's names by argument ("*bf16",
     "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
-    lists the arguments that are multiples of 16 (pointers: 16-byte aligned).
+    lists the arguments that are multiples of 16 (pointers: 16-byte aligned). ``default`` is False for
+    what a call gets only with an override, or with operands whose strides and bases rule TMA out.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Entry:
     divisible: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
+    default: bool = True
 
     @property
     def name(self) -> str:
@@ -151,13 +153,15 @@ class _Operands:
     dtype: str = "bf16"
     layout: str = "kn"
     tma: bool = True
-    aligned: bool = True
+    columns: int = 4096
+    inner: int = 4096
     bias: str = ""
     rows: int = MANY_ROWS
 
     def describe(self) -> str:
         words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
-        words += [] if self.aligned else ["unaligned"]
+        words += ["odd N"] if self.columns % 16 else []
+        words += ["odd K"] if self.inner % 16 else []
         words += [f"bias {self.bias}"] if self.bias else []
         words += ["few rows"] if self.rows < MANY_ROWS else []
         return " ".join(words)
@@ -170,7 +174,9 @@ def _fused(arch: int) -> Iterator[Entry]:
         plain,
         _Operands(tma=tma, layout="nk"),
         *([_Operands(tma=False), _Operands(tma=False, layout="nk")] if tma else []),
-        _Operands(tma=False, aligned=False),
+        _Operands(tma=False, columns=4095, inner=4095),
+        _Operands(tma=False, inner=4095),
+        _Operands(tma=False, layout="nk", columns=4095),
         _Operands(tma=tma, bias="n"),
         _Operands(tma=tma, bias="m"),
         _Operands(tma=tma, rows=64),
@@ -194,8 +200,9 @@ def _matmul(
     arch: int, operands: _Operands
 ) -> tuple[Configuration, dict[str, str], dict[str, Constant], tuple[str, ...]]:
     """Configuration, types, constants and divisible arguments that all fused kernels share."""
-    dtype = DTYPES[operands.dtype]
-    configuration = gpu_default(arch, dtype, operands.rows, aligned=operands.aligned)
+    configuration = gpu_default(
+        arch, DTYPES[operands.dtype], operands.rows, operands.columns, operands.inner
+    )
     pointer = f"*{operands.dtype}"
     along, across = ("weight_stride_n", "weight_stride_k")
     if operands.layout == "nk":
@@ -222,9 +229,18 @@ def _matmul(
         "INPUT_PRECISION": "ieee",
     }
     divisible = (*_WORKSPACE_DIVISIBLE, "input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
-    if operands.aligned:
-        divisible += ("input_stride", across, "N", "K")
+    if operands.columns % 16 == 0:
+        divisible += ("N", across) if operands.layout == "kn" else ("N",)
+    if operands.inner % 16 == 0:
+        divisible += ("K", "input_stride")
+        divisible += (across,) if operands.layout == "nk" else ()
     return configuration, types, constants, divisible
+
+
+def _is_default(arch: int, operands: _Operands) -> bool:
+    allowed = gpu_default(arch, DTYPES[operands.dtype], operands.rows).descriptors
+    odd = operands.columns % 16 or operands.inner % 16
+    return bool(operands.tma or odd or not allowed)
 
 
 def _all_gather_matmul(arch: int, operands: _Operands, *, copiers: bool) -> Entry:
@@ -241,12 +257,13 @@ def _all_gather_matmul(arch: int, operands: _Operands, *, copiers: bool) -> Entr
             "COPIERS": configuration.copiers if copiers else 0,
             "COPY_ROWS": configuration.copy_rows,
             "COPY_COLUMNS": configuration.copy_columns,
-            "ALIGNED": operands.aligned,
+            "ALIGNED": operands.inner % 16 == 0,
             "COMPILED": True,
         },
         (*divisible, *tables),
         configuration.num_warps,
         configuration.num_stages,
+        _is_default(arch, operands),
     )
 
 
@@ -263,4 +280,5 @@ def _reduction(arch: int, operands: _Operands, op: str, types: dict[str, str]) -
         (*divisible, *(name for name in types if name == "segments_ptr")),
         configuration.num_warps,
         configuration.num_stages,
+        _is_default(arch, operands),
     )

@@ -63,27 +63,33 @@ def current_override() -> dict[str, int | bool]:
 
 
 def gpu_default(
-    capability: int, dtype: torch.dtype, rows: int, *, aligned: bool = True
+    capability: int, dtype: torch.dtype, rows: int, columns: int = 4096, inner: int = 4096
 ) -> Configuration:
-    """What a GPU of compute ``capability`` (90 is 9.0) runs, before overrides.
+    """What a GPU of compute ``capability`` (90 is 9.0) runs for a matmul, before overrides.
 
-    ``rows`` are those of one rank's shard; ``aligned`` says that all extents are multiples of 16
-    elements, so that 16 bytes move at a time. Tiles fill the accumulator registers (tensor memory on
-    10.0) and stages the shared memory of one program: 163 KiB on 8.0, 227 KiB on 9.0 and 10.0, 99 KiB
-    on the small chips 8.6, 8.9 and 12.0. ``interlace build`` shows that no default spills.
+    Tiles fill the accumulator registers (on 10.0 the tensor memory), stages the shared memory of one
+    program: 163 KiB on 8.0, 227 KiB on 9.0 and 10.0, 99 KiB on the small chips 8.6, 8.9 and 12.0.
+    ``interlace build`` shows that no default spills.
+
+    Ranks must agree on what they signal: ``block_m`` depends on ``rows`` alone (those of the longest
+    shard) and ``block_n`` not on ``inner``, which may differ between ranks.
     """
     chosen = Configuration(copiers=8, chunks=4, descriptors=capability >= 90)
     if dtype == torch.float32:
-        # Without tensor cores, unless TF32 is allowed: the operands need registers as well.
-        return replace(
-            chosen, block_m=64, block_n=64, block_k=32, copy_columns=256, descriptors=False
-        )
-    if not aligned:
+        # No tensor cores, unless TF32 is allowed: the operands need registers as well.
+        return replace(chosen, block_n=64, block_k=16, copy_columns=256, descriptors=False)
+    large = capability in (80, 87, 90, 100, 103)
+    if large and rows <= 64:
+        chosen = replace(chosen, block_m=64)
+    if columns % 16:
         # Every element has an address of its own, and addresses need registers.
-        return replace(chosen, block_m=64, block_n=64, block_k=32)
-    if capability not in (80, 87, 90, 100, 103):
-        return replace(chosen, block_k=32)
-    return replace(chosen, block_m=64 if rows <= 64 else 128, block_n=256)
+        return replace(chosen, block_n=64, block_k=16)
+    chosen = replace(chosen, block_n=256 if large else 128)
+    if inner % 16:
+        return replace(chosen, block_k=16)
+    if capability < 90 or not large:
+        return replace(chosen, block_k=32, num_stages=4 if large else 3)
+    return chosen
 
 
 def choose(place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int) -> Configuration:
@@ -99,8 +105,7 @@ def choose(place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int
         )
     else:
         major, minor = torch.cuda.get_device_capability(place.device)
-        aligned = columns % 16 == 0 and inner % 16 == 0
-        chosen = gpu_default(10 * major + minor, dtype, rows, aligned=aligned)
+        chosen = gpu_default(10 * major + minor, dtype, rows, columns, inner)
     return replace(chosen, **current_override())  # type: ignore[arg-type]
 
 

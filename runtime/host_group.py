@@ -2,16 +2,14 @@
 
 This is what a place needs of its host and what has nothing to do with how kernels run: joining
 through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer
-has died (pidfd) or left. After an exception from a collective the ranks may disagree about what
-happened; the group has to be aborted, closed and made again, and refuses further collectives
-itself.
+has died (pidfd) or left. After a failed collective the ranks may disagree about what happened: the
+group refuses further ones, and has to be aborted, closed and made again.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import select
 import struct
 import sys
 import threading
@@ -23,7 +21,7 @@ from interlace.runtime import rendezvous
 from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, Control
 from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.segment import Identity, Mapping, create_segment, map_segment
-from interlace.runtime.waiting import SPINS, Patience, usable_cores
+from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -218,7 +216,8 @@ class HostGroup:
         control = self._control
         if control is None:
             return None  # still joining
-        gone = [rank for rank in self._ended(waited_for) if not control.reason(rank)]
+        pidfds = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
+        gone = [rank for rank in ended_processes(pidfds) if not control.reason(rank)]
         for rank in gone:
             if not control.has_left(rank):
                 return PeerDiedError(rank, self._pids[rank], doing)
@@ -232,18 +231,6 @@ class HostGroup:
                 )
         return None
 
-    def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these ranks' processes have ended."""
-        poll = select.poll()
-        by_descriptor = {self._pidfds[rank]: rank for rank in ranks if rank in self._pidfds}
-        for descriptor in by_descriptor:
-            poll.register(descriptor, select.POLLIN)
-        return [
-            by_descriptor[descriptor]
-            for descriptor, events in poll.poll(0)
-            if events & select.POLLIN
-        ]
-
     # -- failing and ending --------------------------------------------------------------------
 
     def failure(self) -> InterlaceError | None:
@@ -255,6 +242,12 @@ class HostGroup:
                 return AbortedError(f"rank {rank} aborted the group: {reason}")
         return self._parent.failure() if self._parent is not None else None
 
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """If the group was aborted, raise why: rather a death among these ranks than the abort."""
+        failure = self.failure()
+        if failure is not None:
+            raise self._interruption(doing, waited_for) or failure
+
     def has_left(self, rank: int) -> bool:
         """Whether ``rank`` has closed its side of the group."""
         return self._control is not None and self._control.has_left(rank)
@@ -265,8 +258,8 @@ class HostGroup:
         Never blocks. Of several aborts the first one's reason is reported, as a rule.
         """
         with self._abort_lock:
-            if self._control is not None:
-                self._control.abort(reason)
+            if (control := self._control) is not None:
+                control.abort(reason)
 
     def disown(self, reason: str) -> None:
         """Refuse every later collective with ``reason``, and never touch the memory again."""

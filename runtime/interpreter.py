@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import triton
@@ -99,6 +100,15 @@ def session(hooks: Hooks) -> Iterator[Any]:
                         stack.callback(scope.restore)
                 stack.enter_context(exact_arithmetic())
                 stack.enter_context(_plain_device_calls())
+                # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
+                stack.enter_context(_attribute(tl.tensor, "__index__", _as_index))
+                stack.enter_context(
+                    _attribute(triton_interpreter, "_get_np_dtype", _numpy_dtype)
+                )
+                if not builder.options.debug:
+                    # checks every integer operation for overflow, then drops what it found
+                    unchecked = replace(builder.options, sanitize_overflow=False)
+                    stack.enter_context(_attribute(builder, "options", unchecked))
                 for name, replacement in _hooked(builder, hooks).items():
                     stack.enter_context(_attribute(builder, name, replacement))
                 yield builder
@@ -110,9 +120,27 @@ def _uses_language() -> None:
     """Its globals hold ``tl``, which is what the patcher looks for."""
 
 
+_stock_numpy_dtype = triton_interpreter._get_np_dtype
+_numpy_dtypes: dict[str, Any] = {}
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """The stock function builds a table of all types at every call; this looks up by name."""
+    if isinstance(dtype, (tl.pointer_type, tl.block_type)):
+        return _stock_numpy_dtype(dtype)
+    found = _numpy_dtypes.get(dtype.name)
+    if found is None:
+        found = _numpy_dtypes[dtype.name] = _stock_numpy_dtype(dtype)
+    return found
+
+
+def _as_index(tensor: Any) -> int:
+    return int(tensor.handle.data.squeeze())
+
+
 @contextmanager
 def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute, and put back exactly what was there."""
+    """Set an own attribute, and put back exactly what was there."""
     missing = object()
     before = vars(target).get(name, missing)
     setattr(target, name, value)

@@ -145,6 +145,10 @@ class ShmPlace(Place):
 
         return idle
 
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """If the group was aborted, raise why; a rank of ``waited_for`` that died comes first."""
+        self._group.check_during(doing, waited_for)
+
     # -- execution -----------------------------------------------------------------------------
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:

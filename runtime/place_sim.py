@@ -144,7 +144,7 @@ class SimStream(Stream):
             view[0] = _epoch(workspace)
             tracer = self._place.world.tracer
             if tracer is not None:
-                tracer.on_publish(self._place.global_rank, self._name, view)
+                tracer.on_publish(self._place.global_rank, self._name, workspace.op, view)
 
         self._enqueue(f"publish slot {slot} of rank {peer}", item)
 
@@ -307,9 +307,9 @@ def run_sim(
 
     ``tracer`` sees every memory operation; by default the recorder of ``trace.recording``, if any.
     """
-    options = {} if memory_switch is None else {"memory_switch": memory_switch}
     tracer = trace.current() if tracer is None else tracer
-    scheduler = Scheduler(seed, timeout=timeout, **options)
+    switch = MEMORY_SWITCH if memory_switch is None else memory_switch
+    scheduler = Scheduler(seed, timeout=timeout, memory_switch=switch)
     world = SimWorld(scheduler)
     world.tracer = scheduler.observer = tracer
     results: list[Any] = [None] * world_size

@@ -1,9 +1,8 @@
 """Shared memory segments: one memfd each, sealed, allocated before it is mapped, without a name.
 
 =====================  ===========================================================================
-memfd                  no name in /dev/shm, so nothing is left behind after SIGKILL and nothing
-stale
-                       can be found by the next job
+memfd                  no name in /dev/shm: nothing is left behind after SIGKILL, and nothing
+                       stale can be found by the next job
 posix_fallocate        pages exist before they are mapped; a full memory is an error here, not a
                        SIGBUS at some later store
 F_SEAL_SHRINK, _GROW   no process can truncate the file under the others (that would be SIGBUS too)

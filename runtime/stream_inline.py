@@ -26,6 +26,7 @@ class Waiter(Protocol):
     """What an :class:`InlineStream` needs of its place."""
 
     rank: int
+    world_size: int
 
     def wait_until(
         self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
@@ -35,8 +36,8 @@ class Waiter(Protocol):
     def idle_hook(self) -> Callable[[BlockedWait], None]:
         """For one launch: a function to call whenever all its programs wait."""
 
-    def check(self) -> None:
-        """Raise what the group has failed with, if it has."""
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """Raise what the group has failed with while this rank did this, if it has."""
 
 
 class CompletedEvent(Event):
@@ -57,6 +58,9 @@ class InlineStream(Stream):
 
     def launch(self, launch: KernelLaunch) -> None:
         launch.run_interpreted(self._waiter.rank, self._waiter.idle_hook())
+        # Waits in a kernel return early once the group is aborted: what it computed is void.
+        everyone = range(self._waiter.world_size)
+        self._waiter.check_during(f"{launch.op}, in {launch.name}", everyone)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         destination.copy_(source)
@@ -73,36 +77,44 @@ class InlineStream(Stream):
         base = _bases(workspace)[workspace.rank]
         epoch = _epoch(base)
         cells = Cells((base + workspace.slot_byte(slot), base + ABORT_WORD * WORD))
+        doing = f"{workspace.op}, waiting for slot {slot} to reach epoch {epoch}"
 
         def published() -> bool:
             seen, aborted = cells.load_acquire()
-            return seen >= epoch or self._gave_up(aborted, workspace)
+            if seen < epoch and aborted:
+                self._raise_abort(doing, (source,))
+            return seen >= epoch
 
-        doing = f"{workspace.op}, waiting for slot {slot} to reach epoch {epoch}"
         self._waiter.wait_until(published, doing, (source,))
 
     def wait_credits(self, workspace: Workspace) -> None:
         base = _bases(workspace)[workspace.rank]
         previous = _epoch(base) - 1
-        credits = [base + (CREDIT_WORDS + rank) * WORD for rank in range(workspace.world_size)]
+        ranks = range(workspace.world_size)
+        credits = [base + (CREDIT_WORDS + rank) * WORD for rank in ranks]
         cells = Cells((*credits, base + ABORT_WORD * WORD))
+        doing = f"{workspace.op}, waiting for the end of the op before it on this channel"
 
-        def credited() -> bool:
+        def late() -> list[int]:
             *seen, aborted = cells.load_acquire()
-            return min(seen) >= previous or self._gave_up(aborted, workspace)
+            missing = [rank for rank in ranks if seen[rank] < previous]
+            if missing and aborted:
+                self._raise_abort(doing, missing)
+            return missing
 
-        if not credited():
-            late = [rank for rank, seen in enumerate(cells.load_acquire()[:-1]) if seen < previous]
-            doing = f"{workspace.op}, waiting for the end of the op before it on this channel"
-            self._waiter.wait_until(credited, doing, late)
+        first = late()
+        if first:
+            self._waiter.wait_until(lambda: not late(), doing, first)
 
     def finish(self, workspace: Workspace) -> None:
         bases = _bases(workspace)
-        epoch = _epoch(bases[workspace.rank])
-        Cells([base + (CREDIT_WORDS + workspace.rank) * WORD for base in bases]).store_release(
-            epoch
-        )
-        store_release(bases[workspace.rank] + EPOCH_WORD * WORD, epoch)
+        own = bases[workspace.rank]
+        if load_acquire(own + ABORT_WORD * WORD):
+            self._raise_abort(f"the end of {workspace.op}", range(workspace.world_size))
+        epoch = _epoch(own)
+        credits = [base + (CREDIT_WORDS + workspace.rank) * WORD for base in bases]
+        Cells(credits).store_release(epoch)
+        store_release(own + EPOCH_WORD * WORD, epoch)
 
     def record(self) -> Event:
         return CompletedEvent()
@@ -110,12 +122,10 @@ class InlineStream(Stream):
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
-    def _gave_up(self, aborted: int, workspace: Workspace) -> bool:
-        """False; an error if a rank aborted, or a kernel of some rank gave up its wait."""
-        if aborted:
-            self._waiter.check()
-            raise AbortedError(f"{workspace.op}: a kernel of this group has given up waiting")
-        return False
+    def _raise_abort(self, doing: str, waited_for: Sequence[int]) -> None:
+        """The channel is void: a rank aborted, or a kernel of some rank gave up its wait."""
+        self._waiter.check_during(doing, waited_for)
+        raise AbortedError(f"{doing}: a kernel of this group has given up waiting")
 
 
 def _bases(workspace: Workspace) -> list[int]:

@@ -13,11 +13,10 @@ add their copies, signals and items. Turned on for a block of code::
 
     with recording() as recorder:
         interlace.run(fn, 4)
-    recording = merge([recorder.recording()])
+    whole = merge([recorder.recording()])
 
 In ``sim`` the block goes around the run; in ``shm`` inside ``fn``, and each rank hands back its own
-part for :func:`merge`. Time is in thousandths of ``Recording.unit``: a schedule step, or in ``shm``
-a microsecond of the clock that all processes of a host share. Compiled kernels are not seen.
+part for :func:`~interlace.runtime.recording.merge`. Compiled kernels are not seen.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ from __future__ import annotations
 import contextvars
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
+from interlace.runtime.recording import MICROSECONDS, STEPS, TICKS, Recording, Signal, Slot, Span
 
 if TYPE_CHECKING:
     import torch
 
     from interlace.runtime.scheduler import Scheduler, Task
 
-TICKS = 1000  # of time per unit
-STEPS, MICROSECONDS = "schedule steps", "microseconds"
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 
 # What a kernel's stores are: (into symmetric memory, elsewhere). Any other kernel: a copy, a store.
@@ -48,107 +46,6 @@ _STORES = {
     "all_gather_matmul_kernel": ("copy", "tile"),
     "matmul_reduce_scatter_kernel": ("tile", "sum"),
 }
-
-
-class Slot(NamedTuple):
-    """A signal slot: whose memory, which buffer of that rank, which byte."""
-
-    rank: int
-    buffer: int
-    byte: int
-
-
-class Span(NamedTuple):
-    """Something that a program or a stream (``lane``) of ``rank`` did from ``start`` to ``end``.
-
-    ``kind``: "tile", "sum", "copy", "wait", "store", or "item" for an entry of a stream. ``peer``: of
-    a tile whose rows it multiplies, of a copy where it goes, of a wait who was waited for. ``nbytes``
-    went into other ranks' memory. ``slot``: what was waited for, last before a tile.
-    """
-
-    kind: str
-    rank: int
-    lane: str
-    op: str
-    start: int
-    end: int
-    peer: int | None = None
-    nbytes: int = 0
-    slot: Slot | None = None
-    label: str = ""
-
-
-class Signal(NamedTuple):
-    """A publish: ``source`` set ``slot`` at ``time``, from ``lane``."""
-
-    time: int
-    source: int
-    lane: str
-    slot: Slot
-
-
-@dataclass
-class Recording:
-    """All spans and signals of a run, in the order of time."""
-
-    unit: str
-    spans: list[Span]
-    signals: list[Signal]
-
-    def bytes_sent(self, rank: int) -> int:
-        """Payload that ``rank`` wrote into other ranks' memory; signals are not counted."""
-        return sum(span.nbytes for span in self.spans if span.rank == rank)
-
-    def arrivals(self, rank: int) -> list[Signal]:
-        """Chunks that other ranks published to ``rank``."""
-        return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
-
-    def tiles(self, rank: int) -> list[Span]:
-        """Tiles of a matmul that ``rank`` computed."""
-        return [span for span in self.spans if span.rank == rank and span.kind == "tile"]
-
-    def overlap(self, rank: int) -> tuple[int, int] | None:
-        """How many tiles were done before the last chunk arrived, of how many; None if none did."""
-        arrivals, tiles = self.arrivals(rank), self.tiles(rank)
-        if not arrivals or not tiles:
-            return None
-        return sum(tile.end < arrivals[-1].time for tile in tiles), len(tiles)
-
-    def ended_by(self) -> dict[Span, Signal]:
-        """For every wait for a slot: the publish that ended it."""
-        by_slot: dict[Slot, list[Signal]] = {}
-        for signal in self.signals:
-            by_slot.setdefault(signal.slot, []).append(signal)
-        found = {}
-        for span in self.spans:
-            if span.kind == "wait" and span.slot in by_slot:
-                found[span] = _latest(by_slot[span.slot], span.end)
-        return found
-
-
-def merge(parts: Sequence[Recording]) -> Recording:
-    """One recording of what each process recorded; fills in who was waited for, and whose rows."""
-    assert parts, "nothing was recorded"
-    signals = sorted(signal for part in parts for signal in part.signals)
-    by_slot: dict[Slot, list[Signal]] = {}
-    for signal in signals:
-        by_slot.setdefault(signal.slot, []).append(signal)
-
-    def resolved(span: Span) -> Span:
-        if span.peer is not None or span.kind not in ("tile", "wait"):
-            return span
-        if span.slot is None:
-            return span._replace(peer=span.rank)  # a tile of rows that were there from the start
-        published = by_slot.get(span.slot)
-        return span._replace(peer=_latest(published, span.end).source) if published else span
-
-    spans = [resolved(span) for part in parts for span in part.spans]
-    return Recording(parts[0].unit, sorted(spans, key=lambda s: (s.start, s.end)), signals)
-
-
-def _latest(signals: Sequence[Signal], end: int) -> Signal:
-    """The last one by ``end``. A waiter may note the time before the publisher does, hence max."""
-    return signals[max(0, bisect_right([signal.time for signal in signals], end) - 1)]
 
 
 @dataclass
@@ -232,9 +129,9 @@ class Recorder:
             span = span._replace(kind="copy", peer=peer, nbytes=away)
         self._spans.append(span)
 
-    def on_publish(self, rank: int, stream: str, slot: torch.Tensor) -> None:
+    def on_publish(self, rank: int, stream: str, op: str, slot: torch.Tensor) -> None:
         """A stream has published ``slot``."""
-        self._publish(rank, f"stream {stream}", self._memory.find(slot.data_ptr()), self.now())
+        self._publish(rank, f"stream {stream}", op, self._memory.find(slot.data_ptr()), self.now())
 
     # -- hooks of programs -----------------------------------------------------------------------
 
@@ -255,16 +152,16 @@ class Recorder:
             return
         inside, elsewhere = _STORES.get(task.program.kernel, ("copy", "store"))
         lane = self._lane(task)
+        self._close_wait(task, lane)
         away = place is not None and place.rank != task.rank
         nbytes = addresses.size * pointers.get_element_ty().primitive_bitwidth // 8 if away else 0
         if place is None:
-            self._span(task, lane, elsewhere, slot=lane.waited)
+            self._add(task, lane, elsewhere, self.now(), slot=lane.waited)
         elif inside == "copy":
-            self._close_wait(task, lane)
             lane.copied += nbytes
             lane.copied_to = place.rank
         else:
-            self._span(task, lane, inside, peer=place.rank, nbytes=nbytes)
+            self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
 
     def on_atomic(
         self, task: Task | None, pointers: Any, mask: Any, reads_only: bool, result: Any
@@ -280,12 +177,12 @@ class Recorder:
         if reads_only:
             self._polled(task, lane, slot)
             return
-        if lane.copied_to is not None:
-            self._span(task, lane, "copy", peer=lane.copied_to, nbytes=lane.copied)
-            lane.copied, lane.copied_to = 0, None
         self._close_wait(task, lane)
+        if lane.copied_to is not None:
+            self._add(task, lane, "copy", self.now(), peer=lane.copied_to, nbytes=lane.copied)
+            lane.copied, lane.copied_to = 0, None
         lane.since = self.now()
-        self._publish(task.rank, task.who, slot, lane.since)
+        self._publish(task.rank, task.who, task.program.op, slot, lane.since)
 
     def on_barrier(self, task: Task | None) -> None:
         """Nothing to see."""
@@ -316,19 +213,14 @@ class Recorder:
             if credit is None:
                 lane.waited = slot
 
-    def _span(self, task: Task, lane: _Lane, kind: str, **details: Any) -> None:
-        """A span that ends now; what came before it was a wait."""
-        self._close_wait(task, lane)
-        self._add(task, lane, kind, self.now(), **details)
-
     def _add(self, task: Task, lane: _Lane, kind: str, end: int, **details: Any) -> None:
         assert task.program is not None
         op, since, lane.since = task.program.op, lane.since, end
         self._spans.append(Span(kind, task.rank, task.who, op, since, end, **details))
 
-    def _publish(self, rank: int, lane: str, slot: Slot | None, when: int) -> None:
+    def _publish(self, rank: int, lane: str, op: str, slot: Slot | None, when: int) -> None:
         if slot is not None and slot.byte >= _HEADER_BYTES:
-            self._signals.append(Signal(when, rank, lane, slot))
+            self._signals.append(Signal(when, rank, lane, op, slot))
 
 
 def _active(pointers: Any, mask: Any) -> Any:

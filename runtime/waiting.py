@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 
@@ -35,6 +36,18 @@ Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
+    """The ranks whose process has ended, by their pidfds. Takes about a microsecond per rank.
+
+    A poll object of its own, because one that threads share refuses to poll in two of them.
+    """
+    poll = select.poll()
+    ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
+    for descriptor in ranks:
+        poll.register(descriptor, select.POLLIN)
+    return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
 
 
 class Patience:

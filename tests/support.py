@@ -108,11 +108,14 @@ def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[N
 
     def unfair(self: Scheduler) -> Task | None:
         generator = generators.setdefault(self, random.Random(self.seed))
-        for _ in range(200):
+        fast = [task for task in self._tasks if not slow(task)]
+        if fast and generator.random() >= chance:
+            everything, self._tasks = self._tasks, fast
             task = draw(self)
-            if task is None or not slow(task) or generator.random() < chance:
+            self._tasks = everything
+            if task is not None:
                 return task
-        return task
+        return draw(self)
 
     with mock.patch.object(Scheduler, "_draw", unfair):
         yield

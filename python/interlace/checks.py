@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,19 @@ def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
             f"(strides {checked.stride()}), on rank {communicator.rank}"
         )
     return checked
+
+
+def warn_without_gradients(op: str, *tensors: Any) -> None:
+    """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
+    flat = [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
+    wanted = any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat)
+    if wanted and torch.is_grad_enabled():
+        warnings.warn(
+            f"interlace.{op} does not record gradients: its output is detached from inputs that "
+            "require them; call it under torch.no_grad() if that is meant",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def float_dtype(name: str, dtype: torch.dtype, rank: int) -> None:

@@ -67,6 +67,8 @@ def all_gather_matmul(
     op = "all_gather_matmul"
     communicator = resolve(group)
     rank = communicator.rank
+    several = not isinstance(weight, torch.Tensor)
+    checks.warn_without_gradients(op, input, weight, bias)
     input = checks.tensor("input", input, communicator)
     checks.float_dtype("input", input.dtype, rank)
     if input.dim() < 2:
@@ -78,7 +80,6 @@ def all_gather_matmul(
     algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
     result_dtype = checks.output_dtype(out_dtype, input, rank)
     checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
-    several = not isinstance(weight, torch.Tensor)
     weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
 
     def host() -> Outcome:
@@ -87,7 +88,7 @@ def all_gather_matmul(
             op,
             input,
             dim,
-            (algorithm, result_dtype, len(weights), bool(return_gathered)),
+            (algorithm, result_dtype, [w.shape[0] for w in weights], bool(return_gathered)),
         )
         inner = sum(lengths) if along_k else input.shape[-1]
         for number, each in enumerate(weights):
@@ -158,7 +159,7 @@ def _agree_on_shards(
         checks.equal_on_all(op, name, [answer[index] for answer in answers], rank)
     checks.equal_on_all(op, "dtype of input", [a[3] for a in answers], rank, kind=TypeError)
     for index, name in enumerate(
-        ("algorithm", "out_dtype", "number of weights", "return_gathered")
+        ("algorithm", "out_dtype", "rows of weight", "return_gathered")
     ):
         checks.equal_on_all(op, name, [a[4][index] for a in answers], rank)
     return [answer[5] for answer in answers]

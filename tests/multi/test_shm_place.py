@@ -31,7 +31,7 @@ from multi import shm_ranks as ranks
 NONCE = bytes(range(16))
 
 
-def run(pool, function, *args, world_size, timeout=20.0, **options):
+def run(pool, function, *args, world_size, timeout=60.0, **options):
     return pool.run(
         function, args, setup=ranks.setup, world_size=world_size, timeout=timeout, **options
     )
@@ -236,7 +236,7 @@ def test_wait_for_a_rank_that_has_left(pool: ProcessPool) -> None:
     with pytest.raises(InterlaceError, match=r"rank 1 has left the group.*a barrier") as caught:
         run(pool, ranks.leaves_early, world_size=2)
     assert caught.value.rank == 0
-    assert time.monotonic() - started < 10  # and not after the timeout of 20 s
+    assert time.monotonic() - started < 30  # and not after the timeout of 60 s
 
 
 def test_wait_that_passes_its_bound(pool: ProcessPool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from interlace.cli.timeline import extent
-from interlace.runtime.trace import TICKS, Recording, Span
+from interlace.runtime.recording import TICKS, Recording, Span
 
 GAP = 20 * TICKS
 Event = dict[str, Any]
@@ -65,12 +65,15 @@ def _add(
         events.append({**event, **where(span.rank, span.lane, span.start), **duration})
     for number, (wait, signal) in enumerate(recording.ended_by().items(), first_arrow):
         arrow = {"name": "chunk", "cat": "signal", "id": number}
-        # An arrow hangs on the slice around it: publishing gets one of its own, the wait's end has one.
+        # An arrow hangs on the slice around it: publishing gets one of its own, and the other end is
+        # just inside the wait.
         sent = where(signal.source, signal.lane, signal.time)
         to = f"publish to rank {signal.slot.rank}"
-        events.append({"ph": "X", "name": to, "cat": "signal", "dur": 1 / TICKS, **sent, "args": {}})
+        events.append(
+            {"ph": "X", "name": to, "cat": "signal", "dur": 1 / TICKS, **sent, "args": {}}
+        )
         events.append({"ph": "s", **arrow, **sent})
-        ended = where(wait.rank, wait.lane, max(wait.end, signal.time + 1))
+        ended = where(wait.rank, wait.lane, max(wait.end - 1, signal.time))
         events.append({"ph": "f", "bp": "e", **arrow, **ended})
 
 

@@ -1,35 +1,31 @@
 """``interlace demo``: the fused ops on real input, compared with float64, and what happened when.
 
-Three cases, each a run of its own with its own recording::
-
-    all_gather_matmul       x W1        rows of x are sharded, and gathered inside the matmul
-    matmul_reduce_scatter   x W1        k is sharded; partial sums leave tile by tile
-    MLP                     gelu(x W1) W2   both in a row: how a sequence-parallel layer uses them
+Every case of ``cases.py`` is a run of its own with its own recording: run_case() runs and measures it,
+report() prints it, and the end of demo() writes the files.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import interlace
 from interlace import groups, launcher, reference
 from interlace.cli import chrome_trace, timeline, workload
+from interlace.cli.cases import CASES, Case
 from interlace.cli.workload import Workload
-from interlace.runtime import configuration, trace
-from interlace.runtime.trace import Recording
+from interlace.runtime import trace
+from interlace.runtime.recording import Recording, merge
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 TIMEOUT = 1800.0
-GELU_SLOPE = 1.13  # the largest slope of gelu is 1.1289
-GELU_ROUNDINGS = 8  # of fp32, relative to its argument, in torch's gelu
 
 
 @dataclass(frozen=True)
@@ -47,21 +43,6 @@ class DemoOptions:
     input: str | None = None
     trace: str | None = None
     plot: str | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """``on_rank`` gives a rank's part; ``expected`` the float64 result of all and its error bound.
-
-    Parts lie side by side along ``part_dim``.
-    """
-
-    title: str
-    formula: str
-    story: str
-    part_dim: int
-    on_rank: Callable[[Workload], torch.Tensor]
-    expected: Callable[[Workload, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +73,7 @@ def demo(console: Console, options: DemoOptions) -> int:
         report(console, outcome, number)
     if options.place == "cuda":
         console.print("No timeline: compiled kernels do not report their tiles.", style="dim")
+    console.print()
     _write(console, options, outcomes)
     worst = max(ratio for outcome in outcomes for _, ratio in outcome.errors)
     if all(outcome.correct for outcome in outcomes):
@@ -99,10 +81,11 @@ def demo(console: Console, options: DemoOptions) -> int:
             f"Correct: every error is within the bound that follows from {options.dtype} "
             f"(at most {worst:.0%} of it).",
             style="bold green",
+            highlight=False,
         )
         return 0
     wrong = ", ".join(outcome.case.title for outcome in outcomes if not outcome.correct)
-    console.print(f"WRONG: errors beyond the bound in {wrong}.", style="bold red")
+    console.print(f"WRONG: errors beyond the bound in {wrong}.", style="bold red", highlight=False)
     return 1
 
 
@@ -123,7 +106,9 @@ def _load(options: DemoOptions) -> Workload:
     for name in ("trace", "plot"):
         path = getattr(options, name)
         if path is not None and options.place == "cuda":
-            raise ValueError(f"--{name} needs --place sim or shm: compiled kernels are not recorded")
+            raise ValueError(
+                f"--{name} needs --place sim or shm: compiled kernels are not recorded"
+            )
         if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name} {path}: the folder does not exist")
     if options.plot is not None:
@@ -162,7 +147,7 @@ def run_case(case: Case, work: Workload, options: DemoOptions) -> Outcome:
         ratio = reference.worst_ratio(output, expected, allowed)
         error = (output.double() - expected).abs()
         errors.append((float(error.max()) if error.numel() else 0.0, ratio))
-    return Outcome(case, errors, trace.merge(recorded) if recorded else None)
+    return Outcome(case, errors, merge(recorded) if recorded else None)
 
 
 # -- on the ranks ----------------------------------------------------------------------------------
@@ -178,126 +163,6 @@ def _on_rank(case: int, work: Workload) -> tuple[torch.Tensor, Recording | None]
     return output.cpu(), None if recorder is None else recorder.recording()
 
 
-def _own(whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's shard, on its device."""
-    parts = reference.split(whole, interlace.get_world_size(), dim)
-    return parts[interlace.get_rank()].to(interlace.device())
-
-
-def _gather(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    with _visible_tiles(input.shape[0], weight.shape[1], weight.shape[0]):
-        output: torch.Tensor = interlace.all_gather_matmul(input, weight, algorithm="fused")
-    return output
-
-
-def _scatter(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows = -(-input.shape[0] // interlace.get_world_size())
-    with _visible_tiles(rows, weight.shape[1], weight.shape[0]):
-        output: torch.Tensor = interlace.matmul_reduce_scatter(input, weight, algorithm="fused")
-    return output
-
-
-def _visible_tiles(rows: int, columns: int, inner: int) -> Any:
-    """Tiles small enough that a shard has several; where kernels are compiled, the usual ones."""
-    if not groups.default_group().place.interpreted:
-        return nullcontext()
-    block_m = _power_of_two(rows / 2, 16, 128)
-    return configuration.override(
-        block_m=block_m,
-        block_n=_power_of_two(columns / 2, 16, 128),
-        block_k=_power_of_two(inner / 8, 32, 128),
-        copy_rows=max(16, block_m // 4),
-        chunks=2,
-        programs=3,
-    )
-
-
-def _power_of_two(least: float, smallest: int, largest: int) -> int:
-    """The first that is at least ``least``, within bounds."""
-    size = smallest
-    while size < least and size < largest:
-        size *= 2
-    return size
-
-
-def _gather_on_rank(work: Workload) -> torch.Tensor:
-    return _gather(_own(work.activations, 0), _own(work.weight1, 1))
-
-
-def _scatter_on_rank(work: Workload) -> torch.Tensor:
-    return _scatter(_own(work.activations, 1), _own(work.weight1, 0))
-
-
-def _mlp_on_rank(work: Workload) -> torch.Tensor:
-    hidden = _gather(_own(work.activations, 0), _own(work.weight1, 1))
-    return _scatter(torch.nn.functional.gelu(hidden), _own(work.weight2, 0))
-
-
-# -- float64 ---------------------------------------------------------------------------------------
-
-
-def _gather_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shards = reference.split(work.activations, ranks)
-    dtype = work.activations.dtype
-    value = reference.all_gather_matmul_reference(shards, work.weight1)
-    return value, reference.all_gather_matmul_bound(shards, work.weight1, dtype)
-
-
-def _scatter_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = reference.split(work.activations, ranks, 1)
-    weights = reference.split(work.weight1, ranks)
-    dtype = work.activations.dtype
-    value = reference.matmul_all_reduce_reference(inputs, weights)
-    return value, reference.matmul_all_reduce_bound(inputs, weights, dtype)
-
-
-def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bound of the second matmul, and what the first and gelu may be off, carried through it."""
-    dtype = work.activations.dtype
-    unit, unit32 = reference.unit_roundoff(dtype), reference.unit_roundoff(torch.float32)
-    before, before_error = _gather_expected(work, ranks)
-    hidden = torch.nn.functional.gelu(before)
-    off = GELU_SLOPE * before_error + GELU_ROUNDINGS * unit32 * (before.abs() + before_error)
-    off = off + unit * (hidden.abs() + off) + reference.half_denormal(dtype)
-    inputs = reference.split(hidden, ranks, 1)
-    weights = reference.split(work.weight2, ranks)
-    value = reference.matmul_all_reduce_reference(inputs, weights)
-    bound = reference.matmul_all_reduce_bound(inputs, weights, dtype)
-    # The second matmul rounds what is off, too: twice to dtype, and while it accumulates.
-    growth = 1 + 4 * unit + 2 * reference.gamma(hidden.shape[1] + ranks + 8, unit32)
-    return value, bound + growth * (off @ work.weight2.double().abs())
-
-
-CASES = (
-    Case(
-        "all_gather_matmul",
-        "x @ weight1",
-        "Every rank has some rows of x and some columns of weight1. It multiplies its own rows at "
-        "once, and the others' as chunks of them arrive.",
-        1,
-        _gather_on_rank,
-        _gather_expected,
-    ),
-    Case(
-        "matmul_reduce_scatter",
-        "x @ weight1",
-        "Every rank has some of the k columns of x and rows of weight1, so its product is one part "
-        "of a sum. Tiles leave for the rank that adds them up as they are done; own rows last.",
-        0,
-        _scatter_on_rank,
-        _scatter_expected,
-    ),
-    Case(
-        "MLP",
-        "gelu(x @ weight1) @ weight2",
-        "Both in a row: how a sequence-parallel layer of a transformer uses them.",
-        0,
-        _mlp_on_rank,
-        _mlp_expected,
-    ),
-)
-
-
 # -- printing --------------------------------------------------------------------------------------
 
 
@@ -305,18 +170,19 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
     m, n, k = work.sizes
     ranks = f"{options.ranks} rank{'s' if options.ranks != 1 else ''}"
     where = {
-        "sim": "simulated in this process",
+        "sim": f"simulated in this process, schedule {options.seed}",
         "shm": "one process each, kernels interpreted",
         "cuda": "sharing the current GPU",
     }[options.place]
-    console.print(f"[bold]interlace demo[/bold]: {ranks}, {where} (place {options.place})")
-    console.print(f"  input    {work.origin}", highlight=False, markup=False)
+    console.print(f"[bold]interlace demo[/bold]: {ranks}, {where}", highlight=False)
+    console.print(f"  input   {work.origin}", highlight=False, markup=False)
     console.print(
-        f"  shapes   x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}], {options.dtype}, "
-        f"seed {options.seed}",
+        f"  shapes  x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}], {options.dtype}",
         highlight=False,
         markup=False,
     )
+    if options.place != "cuda":
+        console.print(timeline.legend(console.options.ascii_only))
 
 
 def report(console: Console, outcome: Outcome, number: int) -> None:
@@ -326,9 +192,9 @@ def report(console: Console, outcome: Outcome, number: int) -> None:
     from rich.table import Table
 
     case, recording = outcome.case, outcome.recording
-    console.print(f"\n[bold]{number}. {case.title}[/bold]  {case.formula}", highlight=False)
+    console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}", highlight=False)
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for header in ("rank", "max error", "of bound", "bytes sent", "tiles", "before last chunk"):
         table.add_column(header, justify="right")
     for rank, (error, ratio) in enumerate(outcome.errors):
@@ -337,10 +203,11 @@ def report(console: Console, outcome: Outcome, number: int) -> None:
         if recording is not None:
             sent, tiles = f"{recording.bytes_sent(rank):,}", str(len(recording.tiles(rank)))
             done = recording.overlap(rank)
-            overlap = "-" if done is None else f"{done[0]} = {done[0] / done[1]:.0%}"
-        table.add_row(str(rank), f"{error:.2e}", f"{ratio:.0%}", sent, tiles, overlap, style=style)
-    console.print(Padding(table, (0, 0, 0, 3)))
+            overlap = "-" if done is None else f"{done[0]} ({done[0] / done[1]:.0%})"
+        table.add_row(str(rank), f"{error:.1e}", f"{ratio:.0%}", sent, tiles, overlap, style=style)
+    console.print(Padding(table, (0, 0, 0, 3), expand=False))
     if recording is not None:
+        console.print()
         console.print(timeline.Timeline(recording, len(outcome.errors)))
 
 

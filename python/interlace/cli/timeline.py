@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from interlace.runtime.trace import TICKS, Recording, Span
+from interlace.runtime.recording import STEPS, TICKS, Recording, Span
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 NAMES = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_black", "white")
+COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_cyan")
 LABELS = ("rank {:<3} chunks ", "         tiles  ")
 NARROWEST = 20
 DRAWN = ("tile", "sum")
@@ -53,8 +53,26 @@ class Timeline:
                 for glyph, style in cells:
                     line.append(glyph, style)
                 yield line.append(glyphs.edge, "dim")
-        last = f"{(end - start) / TICKS:,.0f} {self.recording.unit}"
+        last = _duration(end - start, self.recording.unit)
         yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
+
+
+def legend(ascii_only: bool) -> Text:
+    """How to read a :class:`Timeline`, in five lines."""
+    glyphs = Glyphs(ascii_only)
+    text = Text(
+        "  reading the timelines, where a rank is always the same digit and color:\n", "dim"
+    )
+    for lane, glyph, meaning in (
+        ("chunks", f"{glyphs.under_way}1", "a chunk from rank 1 is under way, and has arrived"),
+        ("tiles", "1", "in work: a tile of the rows that belong to rank 1"),
+        ("", "+", "sums the parts of all ranks"),
+        ("", glyphs.waiting, "all programs of the rank wait for chunks"),
+    ):
+        text.append(f"    {lane:<8}", "dim").append(f"{glyph:>2}", "bold")
+        text.append(f"  {meaning}\n", "dim")
+    text.rstrip()
+    return text
 
 
 class Glyphs:
@@ -82,6 +100,13 @@ class Scale:
             begin = self.start + cell * self.per_cell
             inside = min(span.end, begin + self.per_cell) - max(span.start, begin)
             yield cell, max(inside, 0.0)
+
+
+def _duration(ticks: int, unit: str) -> str:
+    """The end of the ruler. Interpreted kernels say nothing about speed, and should not seem to."""
+    if unit == STEPS:
+        return f"{ticks / TICKS:,.0f} {unit}"
+    return f"{ticks / TICKS / 1000:,.1f} ms in the interpreter"
 
 
 Cells = list[tuple[str, str]]
@@ -123,7 +148,9 @@ def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) 
 
 def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
     """What ``rank`` computes."""
-    work: list[dict[tuple[str, int | None], float]] = [defaultdict(float) for _ in range(scale.cells)]
+    work: list[dict[tuple[str, int | None], float]] = [
+        defaultdict(float) for _ in range(scale.cells)
+    ]
     waiting: set[int] = set()
     first_of_op: dict[str, int] = {}
     for span in recording.spans:
@@ -192,11 +219,11 @@ def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
     for rank in range(world_size):
         base = float(rank)
         own = [s for s in recording.spans if s.rank == rank and s.kind in (*DRAWN, "wait")]
-        lanes = sorted({s.lane for s in own if s.kind in DRAWN} or {s.lane for s in own})
+        lanes = sorted({_program(s) for s in own if s.kind in DRAWN} or {_program(s) for s in own})
         height = 0.6 / max(1, len(lanes))
         for span in own:
-            if span.lane in lanes:
-                y = base + 0.3 + lanes.index(span.lane) * height
+            if _program(span) in lanes:
+                y = base + 0.3 + lanes.index(_program(span)) * height
                 shade = {"wait": "0.9", "sum": "0.35"}.get(span.kind, _shade(span.peer))
                 _bar(panel, span, start, y, height * 0.9, shade)
         for span in recording.spans:
@@ -209,8 +236,13 @@ def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
     panel.set_ylim(world_size, 0)
     panel.set_yticks([rank + 0.5 for rank in range(world_size)])
     panel.set_yticklabels([f"rank {rank}" for rank in range(world_size)])
-    panel.set_xlabel(recording.unit)
+    panel.set_xlabel(recording.unit + ("" if recording.unit == STEPS else ", in the interpreter"))
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _program(span: Span) -> str:
+    """The lane without the kernel's name: programs of successive ops share a line."""
+    return span.lane.split(" ", 1)[-1]
 
 
 def _bar(panel: Any, span: Span, start: int, y: float, height: float, color: str) -> None:

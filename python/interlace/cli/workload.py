@@ -49,7 +49,7 @@ def from_text(
     """
     m, n, k = m or DEFAULT_M, n or DEFAULT_N, k or DEFAULT_K
     if path is None:
-        text = resources.files("interlace").joinpath("data", SHIPPED_TEXT).read_text("utf-8")
+        text = (resources.files("interlace") / "data" / SHIPPED_TEXT).read_text("utf-8")
         name = f"{SHIPPED_TEXT}, which ships with interlace"
     else:
         try:

@@ -1,0 +1,75 @@
+"""``interlace build``: compile every kernel for the named architectures, without a GPU, and judge it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from interlace.runtime.build import STRICT_ARCHES, Report
+from interlace.runtime.build import build as build_entries
+from interlace.runtime.catalogue import entries
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def build(console: Console, arches: list[int], as_json: bool) -> int:
+    """Build the catalogue for ``arches`` (90 is 9.0) and print a line per variant.
+
+    1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
+    9.0 and 10.0, is a default that spills; else 0. With ``as_json`` a list goes to stdout instead.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    wanted = [entry for arch in arches for entry in entries(arch)]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=len(wanted))
+        reports = build_entries(wanted, on_report=lambda report: progress.advance(task))
+    if as_json:
+        facts = [{**asdict(report), "problems": report.problems()} for report in reports]
+        console.out(json.dumps(facts, indent=2), highlight=False)
+    else:
+        _render(console, reports)
+    return 1 if any(report.problems() for report in reports) else 0
+
+
+def _render(console: Console, reports: list[Report]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Kernels", title_justify="left")
+    table.add_column("kernel", overflow="fold")
+    for column in ("sm", "registers", "stack", "spills", "shared", "tensor cores"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for report in reports:
+        problems = report.problems()
+        numbers: tuple[int | None, ...] = (
+            report.registers,
+            report.stack,
+            report.spills,
+            report.shared,
+            report.tensor_cores,
+        )
+        if report.error is not None:
+            numbers = (None,) * len(numbers)
+        table.add_row(
+            Text(report.name),
+            str(report.arch),
+            *("-" if number is None else str(number) for number in numbers),
+            Text("; ".join(problems), "red") if problems else _good(report),
+        )
+    console.print(table)
+    failed = sum(bool(report.problems()) for report in reports)
+    console.print(f"{len(reports)} built, {failed} not as they should be.", highlight=False)
+
+
+def _good(report: Report) -> Text:
+    from rich.text import Text
+
+    if not report.spills and not report.stack:
+        return Text("good", "green")
+    why = "older chip" if report.arch not in STRICT_ARCHES else "not a default"
+    return Text(f"spills ({why})", "yellow")

@@ -1,0 +1,24 @@
+"""The demo across processes: each rank records for itself, and the parts fit together."""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.cli import workload
+from interlace.cli.cases import CASES
+from interlace.cli.demo import DemoOptions, run_case
+from interlace.runtime.recording import MICROSECONDS
+
+
+def test_parts_of_all_processes_become_one_recording() -> None:
+    work = workload.from_text(None, torch.bfloat16, 0, 45, 40, 24)
+    outcome = run_case(CASES[2], work, DemoOptions(ranks=3, place="shm"))
+    recording = outcome.recording
+    assert outcome.correct and recording is not None and recording.unit == MICROSECONDS
+    ended_by = recording.ended_by()
+    for rank in range(3):
+        assert recording.bytes_sent(rank) == (15 * 24 * 2 + 30 * 24) * 2
+        assert {tile.peer for tile in recording.tiles(rank)} == {0, 1, 2}
+        waits = [wait for wait in ended_by if wait.rank == rank]
+        assert {ended_by[wait].source for wait in waits} == {0, 1, 2}
+        assert {signal.source for signal in recording.arrivals(rank)} == {0, 1, 2} - {rank}

@@ -1,0 +1,103 @@
+"""The orders of rows, chunks and tiles are permutations that cover everything once."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from interlace.kernels import tiling
+
+WORLDS = st.integers(1, 16)
+COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=16)
+
+
+@given(st.integers(0, 200), WORLDS)
+def test_split_rows_is_torch_chunk(total: int, world: int) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(total).chunk(world)] if total else []
+    parts = tiling.split_rows(total, world)
+    assert [count for _, count in parts] == chunks + [0] * (world - len(chunks))
+    covered = [row for first, count in parts for row in range(first, first + count)]
+    assert covered == list(range(total))
+
+
+@given(COUNTS)
+def test_prefix_sums(lengths: list[int]) -> None:
+    sums = tiling.prefix_sums(lengths)
+    assert sums == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+@given(st.integers(0, 100), st.integers(1, 40))
+def test_chunks_cover_rows(rows: int, size: int) -> None:
+    chunks = tiling.chunks_of(rows, size)
+    assert [row for first, n in chunks for row in range(first, first + n)] == list(range(rows))
+    assert all(0 < count <= size for _, count in chunks)
+
+
+@given(WORLDS, st.integers(0, 4))
+def test_sends_reach_every_peer_once_and_never_the_same_at_once(world: int, chunks: int) -> None:
+    orders = [tiling.send_order(rank, world, chunks) for rank in range(world)]
+    for rank, order in enumerate(orders):
+        peers = [peer for peer in range(world) if peer != rank]
+        assert sorted(order) == sorted((chunk, peer) for chunk in range(chunks) for peer in peers)
+    for step in zip(*orders, strict=True):
+        assert len({peer for _, peer in step}) == world
+
+
+@given(COUNTS, st.data())
+def test_arrivals_are_all_chunks_own_first(counts: list[int], data: st.DataObject) -> None:
+    world = len(counts)
+    rank = data.draw(st.integers(0, world - 1))
+    order = tiling.arrival_order(rank, world, counts)
+    everything = [(source, chunk) for source in range(world) for chunk in range(counts[source])]
+    assert sorted(order) == everything
+    assert order[: counts[rank]] == [(rank, chunk) for chunk in range(counts[rank])]
+    for source in range(world):
+        chunks = [chunk for s, chunk in order if s == source]
+        assert chunks == sorted(chunks), "a source's chunks arrive in the order they are sent"
+
+
+@given(WORLDS, st.integers(1, 4))
+def test_arrivals_follow_the_sends(world: int, chunks: int) -> None:
+    """Where all ranks send in step, what a rank takes next is what has arrived next."""
+    orders = [tiling.send_order(rank, world, chunks) for rank in range(world)]
+    for rank in range(world):
+        arrived = [
+            (source, chunk)
+            for step in zip(*orders, strict=True)
+            for source, (chunk, peer) in enumerate(step)
+            if peer == rank
+        ]
+        assert tiling.arrival_order(rank, world, [chunks] * world)[chunks:] == arrived
+
+
+@given(WORLDS)
+def test_owners_are_all_ranks_own_last(world: int) -> None:
+    orders = [tiling.owner_order(rank, world) for rank in range(world)]
+    for rank, order in enumerate(orders):
+        assert sorted(order) == list(range(world))
+        assert order[-1] == rank
+    for step in zip(*orders, strict=True):
+        assert len(set(step)) == world
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 9))
+def test_programs_share_tiles(tiles: list[int], programs: int) -> None:
+    """Every tile of every segment is taken by exactly one program."""
+    starts = tiling.prefix_sums(tiles)
+    taken = [
+        number
+        for program in range(programs)
+        for start, end in zip(starts, starts[1:], strict=False)
+        for number in range(tiling.first_tile.fn(start, program, programs), end, programs)
+    ]
+    assert sorted(taken) == list(range(sum(tiles)))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9))
+def test_grouped_tiles_are_a_permutation(tiles_m: int, tiles_n: int, group: int) -> None:
+    order = [
+        tiling.grouped_tile.fn(index, tiles_m, tiles_n, group) for index in range(tiles_m * tiles_n)
+    ]
+    assert sorted(order) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    bands = [m // group for m, _ in order]
+    assert bands == sorted(bands), "a band is finished before the next one starts"
