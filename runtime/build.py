@@ -116,7 +116,7 @@ class _Worker:
 
     def __init__(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this function
         self._process = subprocess.Popen(
             [sys.executable, "-m", "interlace.runtime.build"],
             stdin=subprocess.PIPE,
@@ -189,7 +189,7 @@ def measure(entry: Entry) -> Report:
         usage = _tool("cuobjdump", "-res-usage", file.name)
         sass = _tool("nvdisasm", file.name)
     counts = machine_code.instruction_counts(sass)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     faults = [
         *machine_code.unordered_releases(ptx),
         *machine_code.published_bulk_stores(ptx),
@@ -204,7 +204,7 @@ def measure(entry: Entry) -> Report:
         registers=used["REG"],
         stack=used["STACK"],
         spills=machine_code.spills(counts),
-        shared=max(used["SHARED"], int(compiled.metadata.shared)),
+        shared=int(compiled.metadata.shared),
         tensor_cores=machine_code.tensor_core_instructions(counts, entry.arch)
         if entry.wants_tensor_cores
         else None,

@@ -228,7 +228,8 @@ def _matmul(
         "BIAS": operands.bias,
         "INPUT_PRECISION": "ieee",
     }
-    divisible = (*_WORKSPACE_DIVISIBLE, "input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
+    pointers = ("input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
+    divisible: tuple[str, ...] = (*_WORKSPACE_DIVISIBLE, *pointers)
     if operands.columns % 16 == 0:
         divisible += ("N", across) if operands.layout == "kn" else ("N",)
     if operands.inner % 16 == 0:

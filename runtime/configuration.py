@@ -77,19 +77,27 @@ def gpu_default(
     chosen = Configuration(copiers=8, chunks=4, descriptors=capability >= 90)
     if dtype == torch.float32:
         # No tensor cores, unless TF32 is allowed: the operands need registers as well.
-        return replace(chosen, block_n=64, block_k=16, copy_columns=256, descriptors=False)
-    large = capability in (80, 87, 90, 100, 103)
-    if large and rows <= 64:
+        return replace(
+            chosen,
+            block_m=64,
+            block_n=64,
+            block_k=32,
+            num_stages=2,
+            copy_columns=256,
+            descriptors=False,
+        )
+    if rows <= 64:
         chosen = replace(chosen, block_m=64)
     if columns % 16:
         # Every element has an address of its own, and addresses need registers.
         return replace(chosen, block_n=64, block_k=16)
+    large = capability in (90, 100, 103)
     chosen = replace(chosen, block_n=256 if large else 128)
     if inner % 16:
         return replace(chosen, block_k=16)
-    if capability < 90 or not large:
-        return replace(chosen, block_k=32, num_stages=4 if large else 3)
-    return chosen
+    if not large:
+        return replace(chosen, block_k=32, num_stages=4)
+    return replace(chosen, num_warps=4) if rows <= 64 else chosen
 
 
 def choose(place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int) -> Configuration:

@@ -26,15 +26,19 @@ class PeerDiedError(InterlaceError):
     """A peer process ended while this rank depended on it."""
 
     def __init__(self, rank: int, pid: int, doing: str) -> None:
-        self.rank, self.pid = rank, pid
+        self.rank, self.pid, self.doing = rank, pid, doing
         super().__init__(f"rank {rank} (pid {pid}) died while this rank was in {doing}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.pid, self.doing)
 
 
 @dataclass(frozen=True)
 class BlockedWait:
     """One wait that can never end: who waits, for what, and where in the source.
 
-    ``seen`` and ``expected`` are values of the signal slot; they are None for waits of host code.
+    ``seen`` and ``expected`` are values of the signal slot, ``source`` the rank of the group that
+    publishes it; they are None where that is not known.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class BlockedWait:
     seen: int | None = None
     expected: int | None = None
     where: str = ""
+    source: int | None = None
 
     def __str__(self) -> str:
         values = "" if self.expected is None else f", seen {self.seen}, expected {self.expected}"

@@ -102,9 +102,7 @@ def session(hooks: Hooks) -> Iterator[Any]:
                 stack.enter_context(_plain_device_calls())
                 # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
                 stack.enter_context(_attribute(tl.tensor, "__index__", _as_index))
-                stack.enter_context(
-                    _attribute(triton_interpreter, "_get_np_dtype", _numpy_dtype)
-                )
+                stack.enter_context(_attribute(triton_interpreter, "_get_np_dtype", _numpy_dtype))
                 if not builder.options.debug:
                     # checks every integer operation for overflow, then drops what it found
                     unchecked = replace(builder.options, sanitize_overflow=False)

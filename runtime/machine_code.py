@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+Rule = Callable[[str], list[str]]
 
 # "@%p1 atom.global.sys.release.exch.b64 ..." and "atom.release.sys.global.exch.b64 ..." alike.
 _PREDICATE = re.compile(r"@!?%p\d+\s+")

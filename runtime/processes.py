@@ -228,7 +228,7 @@ class ProcessPool:
         self.close()
 
 
-_default_pool = ProcessPool(MAX_WORLD_SIZE)
+default_pool = ProcessPool(MAX_WORLD_SIZE)
 
 
 def run_processes(
@@ -241,7 +241,7 @@ def run_processes(
     setup: Setup | None = None,
 ) -> list[Any]:
     """:meth:`ProcessPool.run` in the pool that this process keeps until it ends."""
-    return _default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
+    return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
 
 
 def _pickled_call(

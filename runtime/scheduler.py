@@ -335,7 +335,7 @@ def _polling(task: Task, seen: int | None) -> Callable[[], BlockedWait]:
                 name = os.path.basename(frame.f_code.co_filename)
                 where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         what = "a slot" if slot is None else f"slot at byte {slot} from rank {source}"
-        return BlockedWait(task.rank, task.who, what, seen, expected, where)
+        return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
 
     return describe
 

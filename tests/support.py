@@ -35,10 +35,10 @@ def payload(
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with nan (or -1), in place."""
-    if tensor.numel() and tensor.dtype != torch.bool:
-        tensor.view(torch.uint8 if tensor.dim() else tensor.dtype).fill_(POISON_BYTE)
-    return tensor
+    """Fill with nan, or the largest whole number, in place."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def poisoned() -> Iterator[Counter[str]]:
     def poisoned_meet(self: SimPlace, box: dict[int, Any], doing: str) -> None:
         if "allocation" in doing:
             done["allocations"] += 1
-            poison(box[self.rank][HEADER_WORDS * WORD :])
+            box[self.rank][HEADER_WORDS * WORD :].fill_(POISON_BYTE)
         meet(self, box, doing)
 
     def wipe(workspace: Workspace, layout: Layout) -> None:
@@ -76,7 +76,7 @@ def poisoned() -> Iterator[Counter[str]]:
             ranks = list(range(workspace.world_size)) if ended[key] == workspace.world_size else []
         for rank in ranks:
             done["workspaces"] += 1
-            poison(workspace.buffer.peer_bytes[rank][workspace.data_offset :])
+            workspace.buffer.peer_bytes[rank][workspace.data_offset :].fill_(POISON_BYTE)
 
     def poisoning_enqueue(
         self: Communicator, op: str, layout: Layout, body: Callable[[Workspace], None]

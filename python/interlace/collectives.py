@@ -42,7 +42,9 @@ def _use_kernel(
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A flat, contiguous tensor in a dtype that only has to be moved."""
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def all_gather(

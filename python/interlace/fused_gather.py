@@ -158,9 +158,7 @@ def _agree_on_shards(
     for index, name in enumerate(names):
         checks.equal_on_all(op, name, [answer[index] for answer in answers], rank)
     checks.equal_on_all(op, "dtype of input", [a[3] for a in answers], rank, kind=TypeError)
-    for index, name in enumerate(
-        ("algorithm", "out_dtype", "rows of weight", "return_gathered")
-    ):
+    for index, name in enumerate(("algorithm", "out_dtype", "rows of weight", "return_gathered")):
         checks.equal_on_all(op, name, [a[4][index] for a in answers], rank)
     return [answer[5] for answer in answers]
 

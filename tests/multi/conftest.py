@@ -1,15 +1,12 @@
-"""One pool of processes for all tests here: a process costs seconds, a run in it milliseconds."""
+"""One pool of processes for the whole run, ``interlace.run``'s own: a process costs seconds to start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from interlace.runtime.processes import ProcessPool
+from interlace.runtime.processes import ProcessPool, default_pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(4) as processes:
-        yield processes
+def pool() -> ProcessPool:
+    return default_pool

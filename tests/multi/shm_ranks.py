@@ -251,7 +251,10 @@ def late_for_exchange() -> str:
 
 
 def aborted(reason: str) -> tuple[str, bool]:
-    """Rank 1 aborts; the others are in an exchange and in a wait. Error and the buffer's word."""
+    """Rank 1 aborts; the others are in an exchange, in a wait, in a kernel that gives up at once.
+
+    The error, and whether the buffer's abort word was set.
+    """
     space, stream = workspace("an op"), place.new_stream("compute")
     text = ""
     try:
@@ -261,13 +264,21 @@ def aborted(reason: str) -> tuple[str, bool]:
             place.check()
         elif place.rank == 0:
             place.exchange(b"", "an exchange")
-        else:
+        elif place.rank == 2:
             stream.wait(space, 1, slot=1)
+        else:
+            space.header(place.rank)[SPIN_LIMIT_WORD] = 0
+            _until_abort_word(space)
+            stream.launch(launch_wait(space, 1, slot=1))
     except AbortedError as error:
         text = str(error)
-    while not int(space.header(place.rank)[ABORT_WORD]):  # the words of the buffers come last
-        time.sleep(0.001)
+    _until_abort_word(space)
     return text, True
+
+
+def _until_abort_word(space: Workspace) -> None:
+    while not int(space.header(place.rank)[ABORT_WORD]):
+        time.sleep(0.001)
 
 
 def leaves_early() -> None:

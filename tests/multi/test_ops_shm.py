@@ -8,11 +8,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-import op_ranks
 import pytest
 import torch
 
 import interlace
+from multi import op_ranks
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 

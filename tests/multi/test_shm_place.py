@@ -223,7 +223,7 @@ def test_argument_that_does_not_pickle(pool: ProcessPool) -> None:
 
 def test_abort_ends_every_wait(pool: ProcessPool) -> None:
     expected = ("rank 1 aborted the group: enough", True)
-    assert run(pool, ranks.aborted, "enough", world_size=3) == [expected] * 3
+    assert run(pool, ranks.aborted, "enough", world_size=4) == [expected] * 4
 
 
 def test_abort_of_the_whole_group_ends_waits_in_a_part(pool: ProcessPool) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from unittest import mock
 
-import interlace
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import interlace
 from interlace.groups import default_group
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD, HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.runtime.memory import DATA_ALIGNMENT, WORD, Arena, Layout, SymmetricBuffer

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis
-import interlace
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+
+import interlace
 from interlace import reference
 from interlace.runtime.configuration import override
 from support import LAYOUTS, laid_out, noise, payload, poison, poisoned
@@ -26,8 +27,7 @@ WORLDS = st.sampled_from([1, 2, 3, 5, 8])
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     assert a.dtype == b.dtype and a.shape == b.shape
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8),
-                       b.contiguous().view(-1).view(torch.uint8))  # fmt: skip
+    return a.flatten().tolist() == b.flatten().tolist()
 
 
 @hypothesis.settings(max_examples=40)
@@ -218,6 +218,18 @@ def test_work_is_a_handle() -> None:
         assert torch.equal(product.result(), product.wait())
 
     interlace.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("algorithm", ["auto", "copy"])
+def test_a_single_element_may_have_any_stride(dtype: torch.dtype, algorithm: str) -> None:
+    def on_rank() -> list[Any]:
+        one = torch.arange(3).to(dtype)[1::2] + interlace.get_rank()
+        outputs = [torch.zeros(3, dtype=dtype)[1::2] for _ in range(2)]
+        interlace.all_gather(outputs, one.as_strided((1,), (2,)), algorithm=algorithm)
+        return [output.tolist() for output in outputs]
+
+    assert interlace.run(on_rank, 2) == [[[1], [2]]] * 2
 
 
 @pytest.mark.parametrize("algorithm", ["kernel", "copy"])

@@ -9,15 +9,23 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import interlace
 import pytest
 import torch
+
+import interlace
 from interlace.runtime.configuration import override
 from support import noise, payload, poisoned, schedule_digest, slow_rank, starved
 
 SEEDS = 200
 WORLD = 2
-TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "block_elements": 16, "programs": 2, "chunks": 1}
+TILES = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "block_elements": 16,
+    "programs": 2,
+    "chunks": 1,
+}
 
 
 def all_gather_matmul(rank: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ import doctest
 import importlib
 import pkgutil
 
-import interlace
 import pytest
+
+import interlace
 
 MODULES = ["interlace"] + [
     f"interlace.{module.name}"

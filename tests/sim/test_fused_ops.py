@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
-import interlace
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import interlace
 from interlace import reference
 from interlace.runtime.configuration import override
 from support import LAYOUTS, laid_out, noise, poisoned
@@ -101,10 +102,9 @@ def cases(draw: Any, *, gather: bool) -> Case:
     dtype = draw(st.sampled_from(dtypes))
     ndim = draw(st.sampled_from([2, 2, 2, 3, 4]))
     dim = draw(st.integers(-ndim, ndim - 1))
-    last = dim in (-1, ndim - 1)
-    if gather and last and algorithm in ("fused", "pipelined"):
+    if gather and dim in (-1, ndim - 1) and algorithm in ("fused", "pipelined"):
         dim = 0
-        last = False
+    last = dim in (-1, ndim - 1)
     others = [draw(st.sampled_from([1, 2, 3])) for _ in range(ndim - 1 if last else ndim - 2)]
     count = world if gather else 1
     lengths = [draw(LENGTHS) for _ in range(count)]
@@ -121,7 +121,9 @@ def cases(draw: Any, *, gather: bool) -> Case:
         others=others,
         dim=dim,
         inner=inner,
-        columns=[draw(LENGTHS) for _ in range(draw(st.sampled_from([1, 1, 2, 3])) if gather else 1)],
+        columns=[
+            draw(LENGTHS) for _ in range(draw(st.sampled_from([1, 1, 2, 3])) if gather else 1)
+        ],
         dtype=dtype,
         out_dtype=draw(st.sampled_from([None, None, *dtypes])),
         bias=draw(st.booleans()),
@@ -136,7 +138,7 @@ def cases(draw: Any, *, gather: bool) -> Case:
 def run(case: Case, function: Any) -> list[Any]:
     with poisoned() as done, override(**case.configuration):
         results = interlace.run(function, case.world, case, seed=case.seed, timeout=100)
-    assert done["allocations"] == 0 or done["workspaces"] > 0
+    assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
     return results
 
 
@@ -212,19 +214,19 @@ def check_reduce(case: Case, *, scatter: bool) -> None:
             assert torch.equal(results[rank], results[0]), "bits differ between ranks"
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=60)
 @given(cases(gather=True))
 def test_all_gather_matmul(case: Case) -> None:
     check_gather(case)
 
 
-@hypothesis.settings(max_examples=45)
+@hypothesis.settings(max_examples=80)
 @given(cases(gather=False))
 def test_matmul_reduce_scatter(case: Case) -> None:
     check_reduce(case, scatter=True)
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=50)
 @given(cases(gather=False))
 def test_matmul_all_reduce(case: Case) -> None:
     check_reduce(case, scatter=False)
@@ -262,7 +264,7 @@ def test_matmul_reduce_scatter_at_world_size(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 13])
 def test_matmul_all_reduce_at_world_size(world: int) -> None:
-    check_reduce(simple(world), scatter=False)
+    check_reduce(simple(world, lengths=[3]), scatter=False)
 
 
 @pytest.mark.parametrize("copiers", range(4))
@@ -283,25 +285,3 @@ def test_many_tiles(copiers: int, descriptors: bool, weight_layout: str) -> None
             configuration=configuration,
         )
     )
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_rank_without_columns_still_sends(algorithm: str) -> None:
-    """n may differ between ranks; one that computes nothing must send and must not fall behind."""
-
-    def on_rank() -> list[torch.Tensor]:
-        rank, kept = interlace.get_rank(), []
-        for call in range(4):
-            weight = noise(0, 50, (8, 0 if rank == 0 else 5))
-            gathered, _ = interlace.all_gather_matmul(
-                noise(rank, call, (4, 8)), weight, algorithm=algorithm, return_gathered=True
-            )
-            kept.append(gathered)
-        return kept
-
-    for seed in range(3):
-        with poisoned():
-            results = interlace.run(on_rank, 3, seed=seed)
-        for kept in results:
-            for call, gathered in enumerate(kept):
-                assert torch.equal(gathered, torch.cat([noise(r, call, (4, 8)) for r in range(3)]))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import interlace
 import pytest
 import torch
 import triton
+
+import interlace
 from interlace.kernels import (
     all_gather_matmul,
     matmul_all_reduce,

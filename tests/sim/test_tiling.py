@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from interlace.kernels import tiling
 
 WORLDS = st.integers(1, 16)
@@ -87,7 +90,7 @@ def test_programs_share_tiles(tiles: list[int], programs: int) -> None:
     taken = [
         number
         for program in range(programs)
-        for start, end in zip(starts, starts[1:], strict=False)
+        for start, end in itertools.pairwise(starts)
         for number in range(tiling.first_tile.fn(start, program, programs), end, programs)
     ]
     assert sorted(taken) == list(range(sum(tiles)))

@@ -12,6 +12,7 @@ from interlace.runtime.catalogue import entries
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 
 def build(console: Console, arches: list[int], as_json: bool) -> int:

@@ -1,0 +1,167 @@
+"""Kernels run by address only: nothing is allocated, every address is checked.
+
+Programs run in the interpreter with loads that give zeros, stores that go nowhere and waits that are
+served, while each address must lie in the tensor or workspace it belongs to, and no int32 sum or
+product may wrap. Loop variables have the types that the compiler gives them, and long loops do their
+first and last steps only.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from interlace.kernels import (
+    all_gather_matmul,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduction,
+    signal,
+    transfer,
+)
+from interlace.runtime.interpreter import program_function, session
+from interlace.runtime.launch import KernelLaunch
+
+MODULES = (
+    all_gather_matmul,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduction,
+    signal,
+    transfer,
+)
+SPACING = 1 << 42
+
+
+@dataclass
+class Fake:
+    """A tensor as far as a kernel argument needs one."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass
+class Memory:
+    """What may be touched: (first byte, last byte + 1) of fake tensors and of real tables."""
+
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    real: list[tuple[int, int]] = field(default_factory=list)
+
+    def fake(self, nbytes: int) -> int:
+        address = (len(self.extents) + 2) * SPACING
+        self.extents.append((address, address + nbytes))
+        return address
+
+    def holds(self, addresses: np.ndarray, ranges: list[tuple[int, int]], size: int) -> np.ndarray:
+        inside = np.zeros(addresses.shape, bool)
+        for first, end in ranges:
+            inside |= (addresses >= first) & (addresses + size <= end)
+        return inside
+
+
+class Checker:
+    """Interpreter hooks that look at addresses instead of memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory, self.bad, self.touched = memory, [], 0
+
+    def _check(self, what: str, pointers: Any, mask: Any) -> bool:
+        """Whether this access is to a real table and has to be done."""
+        addresses = pointers.data.astype(np.int64).ravel()
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(mask.data, pointers.data.shape).ravel()]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        if addresses.size and self.memory.holds(addresses, self.memory.real, size).all():
+            return True
+        inside = self.memory.holds(addresses, self.memory.extents, size)
+        self.touched = max([self.touched, *(addresses % SPACING).tolist()])
+        if not inside.all():
+            self.bad.append(f"{what} at {hex(int(addresses[~inside][0]))}")
+        return False
+
+    def load(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
+        if self._check("load", pointers, mask):
+            return perform()
+        kind = pointers.get_element_ty()
+        zeros = np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind))
+        return interpreter.TensorHandle(zeros, kind)
+
+    def store(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> None:
+        if self._check("store", pointers, mask):
+            perform()
+
+    def atomic(self, pointers: Any, mask: Any, reads_only: bool, perform: Callable[[], Any]) -> Any:
+        self._check("signal", pointers, mask)
+        served = np.full(pointers.data.shape, 1 << 40, np.int64)
+        return interpreter.TensorHandle(served, tl.int64)
+
+    def barrier(self) -> None: ...
+
+    def wrapping(self, binary_op: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(lhs: Any, rhs: Any, op: Any) -> Any:
+            out = binary_op(lhs, rhs, op)
+            narrow = lhs.data.dtype == rhs.data.dtype == np.int32
+            if narrow and op in (np.add, np.subtract, np.multiply):
+                exact = op(lhs.data.astype(np.int64), rhs.data.astype(np.int64))
+                if (exact != out.data).any():
+                    self.bad.append(f"int32 {op.__name__} wraps: {int(exact.ravel()[-1])}")
+            return out
+
+        return checked
+
+
+def typed_range(*bounds: Any) -> Iterator[Any]:
+    """``range`` with the compiler's types: int32 unless a bound is int64."""
+    values, wide = [], False
+    for bound in bounds:
+        bound = getattr(bound, "value", bound)
+        handle = getattr(bound, "handle", None)
+        values.append(int(bound if handle is None else handle.data.ravel()[0]))
+        wide |= handle is not None and handle.data.dtype.itemsize == 8
+        wide |= handle is None and abs(values[-1]) >= 1 << 31
+    numpy_type, kind = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
+    steps = builtins.range(*values)
+    chosen = steps if len(steps) <= 6 else [*steps[:2], *steps[-2:]]
+    for value in chosen:
+        yield tl.tensor(interpreter.TensorHandle(np.array([value], numpy_type), kind), kind)
+
+
+def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
+    """Run the first and the last few of ``tiles`` programs, so many that each has about one tile."""
+    checker, arguments = Checker(memory), dict(launch.arguments)
+    kept = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            nbytes = sum((e - 1) * s for e, s in zip(value.shape, value.stride(), strict=True)) + 1
+            key = id(value)
+            kept.setdefault(key, Fake(memory.fake(nbytes * value.element_size()), value.dtype))
+            arguments[name] = kept[key]
+        elif isinstance(value, torch.Tensor):
+            memory.real.append((value.data_ptr(), value.data_ptr() + value.nbytes))
+    programs = tiles + arguments.get("COPIERS", 0)
+    with ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(mock.patch.object(module, "range", typed_range, create=True))
+        builder = stack.enter_context(session(checker))
+        wrapped = checker.wrapping(builder.binary_op)
+        stack.enter_context(mock.patch.object(builder, "binary_op", wrapped))
+        body = program_function(launch.kernel, arguments)
+        for program in sorted({0, 1, programs // 2, programs - 2, programs - 1}):
+            builder.grid_dim, builder.grid_idx = (programs, 1, 1), (program, 0, 0)
+            body()
+    return checker

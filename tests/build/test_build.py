@@ -1,0 +1,232 @@
+"""Every kernel compiles well for GPUs that this machine does not have, and every rule can fail.
+
+The entries compile once per session, in worker processes; Triton's cache keeps them between sessions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import pathlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import build as command
+from interlace.runtime import catalogue, machine_code
+from interlace.runtime.build import Report, build
+from interlace.runtime.catalogue import ARCHES, Entry, entries
+
+HERE = pathlib.Path(__file__).parent
+KERNELS = HERE.parents[1] / "kernels"
+
+
+def representatives(arch: int) -> list[Entry]:
+    """Every kernel once, in the first of its variants: bf16, the default path."""
+    return list({entry.kernel: entry for entry in reversed(entries(arch))}.values())
+
+
+OLDER = [entry for entry in representatives(80) if entry.kernel == "all_gather_matmul_kernel"]
+CHOSEN = [*representatives(90), *representatives(100), *OLDER]
+
+
+def mutant(kernel: str, types: dict[str, str], **constants: int) -> Entry:
+    return Entry("mutant_kernels", kernel, "mutant", 90, types, dict(constants))
+
+
+_MATMUL = {name: "*bf16" for name in ("input_ptr", "weight_ptr", "output_ptr")} | {
+    "slots_ptr": "*i64",
+    "epoch": "i64",
+}
+_MATMUL |= dict.fromkeys("MNK", "i32")
+_ALIGNED = ("input_ptr", "weight_ptr", "output_ptr", "M", "N", "K")
+_TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+MUTANTS = {
+    "release without a barrier": mutant(
+        "publish_kernel",
+        {"data_ptr": "*i32", "slot_ptr": "*i64", "epoch": "i64"},
+        BLOCK=1024,
+    ),
+    "read without acquire": mutant("wait_kernel", {"slot_ptr": "*i64", "epoch": "i64"}),
+    "release of a descriptor store": replace(
+        mutant("matmul_reduce_scatter_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
+    ),
+    "descriptor load without a fence": replace(
+        mutant("all_gather_matmul_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
+    ),
+    "load before a wait": replace(
+        mutant("all_gather_matmul_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
+    ),
+    "does not compile: TypeError": mutant("publish_kernel", {"data_ptr": "*i32"}),
+    "does not compile: the compiler ended with code 7": replace(
+        mutant("publish_kernel", {}), module="compiler_that_exits"
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Report]]:
+    """By name (of a mutant: what it must be accused of) and architecture."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "compiler_that_exits.py").write_text("import os\nos._exit(7)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        patch.syspath_prepend(folder)
+        made = build([*CHOSEN, *MUTANTS.values()])
+    names = [entry.name for entry in CHOSEN] + list(MUTANTS)
+    yield {(name, report.arch): report for name, report in zip(names, made, strict=True)}
+
+
+@pytest.mark.parametrize("entry", CHOSEN, ids=lambda entry: f"{entry.name} sm_{entry.arch}")
+def test_kernel(entry: Entry, reports: dict[tuple[str, int], Report]) -> None:
+    report = reports[entry.name, entry.arch]
+    assert report.problems() == []
+    assert (report.stack, report.spills) == (0, 0)
+    assert 0 < report.registers <= 255
+    if entry.multiplies:
+        assert report.tensor_cores
+    else:
+        assert report.tensor_cores is None
+
+
+@pytest.mark.parametrize("accusation", MUTANTS)
+def test_mutant_is_caught(accusation: str, reports: dict[tuple[str, int], Report]) -> None:
+    problems = reports[accusation, 90].problems()
+    assert any(accusation in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_catalogue_covers_every_kernel(arch: int) -> None:
+    shipped = set()
+    for file in KERNELS.glob("*.py"):
+        module = f"interlace.kernels.{file.stem}"
+        names = vars(importlib.import_module(module)).items()
+        shipped |= {
+            (module, name)
+            for name, value in names
+            if name.endswith("_kernel") and value.fn.__module__ == module
+        }
+    listed = entries(arch)
+    assert {(entry.module, entry.kernel) for entry in listed} == shipped
+    assert len({entry.name for entry in listed}) == len(listed)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_catalogue_names_all_arguments(arch: int) -> None:
+    for entry in entries(arch):
+        kernel = getattr(importlib.import_module(entry.module), entry.kernel)
+        assert sorted([*entry.types, *entry.constants]) == sorted(kernel.arg_names), entry.name
+        assert set(entry.divisible) <= set(entry.types), entry.name
+
+
+def test_old_chips_have_no_descriptors() -> None:
+    assert not any(entry.constants.get("DESCRIPTORS") for entry in entries(80))
+    assert any(entry.constants.get("DESCRIPTORS") for entry in entries(90))
+
+
+# -- the rules, on text ------------------------------------------------------------------------
+
+STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1 };\n"
+BARRIER = "bar.sync 0;\n"
+RELEASE = "@%p1 atom.global.sys.release.exch.b64 %rd2, [ %rd3 + 0 ], %rd4;\n"
+ACQUIRE = "@%p1 ld.global.sys.acquire.b64 %rd2, [ %rd3 + 0 ];\n"
+FENCE = "fence.proxy.async; mov.u32 %r1, 0;\n"
+SHARED_FENCE = "fence.proxy.async.shared::cta;\n"
+BULK_LOAD = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1];\n"
+BULK_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];\n"
+BULK_READ = "cp.async.bulk.wait_group.read 0 ;\n"
+BULK_DONE = "cp.async.bulk.wait_group 0 ;\n"
+RULES = {
+    machine_code.unordered_releases: (
+        [STORE + BARRIER + RELEASE, BARRIER + "mov.b64 %rd1, %rd2;\n" + RELEASE],
+        [STORE + RELEASE, BARRIER + STORE + RELEASE, BARRIER + "$L__BB0_1:\n" + RELEASE],
+    ),
+    machine_code.published_bulk_stores: (
+        [BULK_STORE + BULK_DONE + RELEASE, RELEASE + BULK_STORE, STORE + RELEASE],
+        [BULK_STORE + RELEASE, BULK_STORE + BULK_READ + BARRIER + RELEASE],
+    ),
+    machine_code.unfenced_bulk_loads: (
+        [ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD, ACQUIRE + "ret;\n" + BULK_LOAD],
+        [
+            ACQUIRE + BULK_LOAD,
+            ACQUIRE + SHARED_FENCE + BULK_LOAD,
+            ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
+            "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n",
+        ],
+    ),
+    machine_code.early_loads: (
+        [ACQUIRE + BULK_LOAD, BULK_LOAD],
+        [BULK_LOAD + ACQUIRE, "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 16;\n" + ACQUIRE],
+    ),
+    machine_code.weak_polls: (
+        [ACQUIRE, RELEASE, "ld.global.b64 %rd1, [ %rd2 ];\n"],
+        ["ld.volatile.global.b64 %rd1, [ %rd2 ];\n", ACQUIRE.replace("acquire", "relaxed")],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: machine_code.Rule) -> None:
+    right, wrong = RULES[rule]
+    for ptx in right:
+        assert rule(ptx) == [], ptx
+    for ptx in wrong:
+        assert len(rule(ptx)) == 1, ptx
+
+
+def test_instruction_counts() -> None:
+    sass = (
+        "        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8] ;\n"
+        "        /*0020*/              @!P0 STL.64 [R1+0x8], R2 ;\n"
+        "        /*0030*/                   LDL R2, [R1] ;\n"
+        "        /*0040*/                   UTCHMMA gdesc[UR4], gdesc[UR6] ;\n"
+    )
+    counts = machine_code.instruction_counts(sass)
+    assert counts == {"HGMMA": 1, "STL": 1, "LDL": 1, "UTCHMMA": 1}
+    assert machine_code.spills(counts) == 2
+    assert [machine_code.tensor_core_instructions(counts, a) for a in (80, 90, 100)] == [0, 1, 1]
+
+
+# -- the command -------------------------------------------------------------------------------
+
+GOOD = Report("some kernel", 90, True, registers=80, tensor_cores=4)
+
+
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [
+        (GOOD, 0),
+        (replace(GOOD, error="RuntimeError: no"), 1),
+        (replace(GOOD, spills=2), 1),
+        (replace(GOOD, stack=8), 1),
+        (replace(GOOD, stack=8, default=False), 0),
+        (replace(GOOD, stack=8, arch=80), 0),
+        (replace(GOOD, tensor_cores=0), 1),
+        (replace(GOOD, tensor_cores=None), 0),
+        (replace(GOOD, faults=["line 1: load before a wait"]), 1),
+    ],
+)
+def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
+    out = io.StringIO()
+    assert command.build(Console(file=out, width=200), [90], False) == code
+    assert "some kernel" in out.getvalue()
+    out = io.StringIO()
+    assert command.build(Console(file=out, width=20), [90], True) == code
+    (facts,) = json.loads(out.getvalue())
+    assert facts["name"] == "some kernel" and bool(facts["problems"]) == bool(code)
+
+
+def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Entry] = []
+
+    def collect(wanted: list[Entry], on_report: object) -> list[Report]:
+        seen.extend(wanted)
+        return []
+
+    monkeypatch.setattr(command, "build_entries", collect)
+    assert command.build(Console(file=io.StringIO()), [80, 90], False) == 0
+    assert seen == [*catalogue.entries(80), *catalogue.entries(90)]

@@ -1,0 +1,220 @@
+"""Every kernel at sizes past 2^31 elements, by address only (see ``address_only``).
+
+The launches are the real host code's, made from tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from address_only import Memory, run_programs
+from interlace.kernels import matmul
+from interlace.runtime import collective_algorithms, fused_algorithms
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.fused_algorithms import Linear
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
+
+HUGE = (1 << 26) + 77  # times 64 columns: 4.3e9 elements
+HUGE_FLAT = (1 << 32) + 123
+WORLD = 2
+CONFIGURATION = Configuration(block_m=64, block_n=64, block_k=64, copy_rows=64, copy_columns=64)
+
+
+class FakeCommunicator:
+    """Just enough of a communicator to let an algorithm lay out its workspace and launch."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self.memory, self.rank, self.world_size = memory, rank, WORLD
+        self.place = mock.Mock(interpreted=True, direct_access=False)
+        self.place.program_limit.return_value = 1 << 30
+        self.compute = self.copying = mock.Mock()
+        self.compute.launch = lambda launch: self.launches.append(launch)
+        self.launches: list[KernelLaunch] = []
+
+    def table(self, key: Any, rows: Callable[[], Any]) -> torch.Tensor:
+        return torch.tensor([value for row in rows() for value in row] or [0])
+
+    def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> None:
+        slots, data = HEADER_WORDS * WORD, (HEADER_WORDS + layout.slots) * WORD
+        peers = torch.tensor([self.memory.fake(data + layout.nbytes) for _ in range(WORLD)])
+        buffer = SymmetricBuffer(self.rank, data + layout.nbytes, peers, [])
+        body(Workspace(0, buffer, slots, data, WORLD, op))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launched(build: Callable[[FakeCommunicator], None], rank: int) -> tuple[Memory, KernelLaunch]:
+    memory = Memory()
+    communicator = FakeCommunicator(memory, rank)
+    build(communicator)
+    (launch,) = communicator.launches
+    return memory, launch
+
+
+def assert_lawful(build: Callable[[FakeCommunicator], None], tiles: int) -> None:
+    for rank in range(WORLD):
+        checker = run_programs(*launched(build, rank), tiles)
+        assert checker.bad == [], f"rank {rank}"
+        assert checker.touched > 1 << 32, "no address far enough out to prove anything"
+
+
+def tiles_of(rows: int, columns: int) -> int:
+    return -(-rows // 64) * -(-columns // 64)
+
+
+SHAPES = [(HUGE, 96), (33, HUGE)]
+PATHS = [
+    ("pointers", False, False),
+    ("pointers transposed", False, True),
+    ("kn", True, False),
+    ("nk", True, True),
+]
+
+
+def operands(columns: int, path: tuple[str, bool, bool]) -> tuple[torch.Tensor, Configuration]:
+    _, descriptors, transposed = path
+    weight = meta(columns, 64).T if transposed else meta(64, columns)
+    values = {**CONFIGURATION.__dict__, "descriptors": descriptors}
+    return weight, Configuration(**values)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
+def test_all_gather_matmul(rows: int, columns: int, path: tuple[str, bool, bool]) -> None:
+    weight, configuration = operands(columns, path)
+
+    def build(communicator: Any) -> None:
+        linear = Linear(weight, meta(columns), meta(WORLD * rows, columns))
+        fused_algorithms.all_gather_matmul_fused(
+            communicator, meta(rows, 64), [linear], [rows] * WORLD, None, configuration
+        )
+
+    assert_lawful(build, WORLD * tiles_of(rows, columns))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
+@pytest.mark.parametrize("along", ["n", "m"])
+def test_matmul_reduce_scatter(
+    rows: int, columns: int, path: tuple[str, bool, bool], along: str
+) -> None:
+    weight, configuration = operands(columns, path)
+    bias = meta(columns if along == "n" else rows)
+
+    def build(communicator: Any) -> None:
+        fused_algorithms.matmul_reduce_scatter_fused(
+            communicator,
+            meta(WORLD * rows, 64),
+            Linear(weight, bias, meta(rows, columns), along),
+            [(0, rows), (rows, rows)],
+            configuration,
+            average=True,
+        )
+
+    assert_lawful(build, WORLD * tiles_of(rows, columns))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
+def test_matmul_all_reduce(rows: int, columns: int, path: tuple[str, bool, bool]) -> None:
+    weight, configuration = operands(columns, path)
+
+    def build(communicator: Any) -> None:
+        linear = Linear(weight, meta(columns), meta(rows, columns))
+        fused_algorithms.matmul_all_reduce_fused(
+            communicator, meta(rows, 64), linear, configuration, average=False
+        )
+
+    assert_lawful(build, tiles_of(rows, columns))
+
+
+def flat_blocks() -> int:
+    return -(-HUGE_FLAT // CONFIGURATION.block_elements)
+
+
+def test_all_gather() -> None:
+    def build(communicator: Any) -> None:
+        collective_algorithms.all_gather_kernel(
+            communicator, meta(HUGE_FLAT), meta(2 * HUGE_FLAT), [HUGE_FLAT] * 2, CONFIGURATION
+        )
+
+    assert_lawful(build, 4)
+
+
+def test_reduce_scatter() -> None:
+    def build(communicator: Any) -> None:
+        collective_algorithms.reduce_scatter_kernel(
+            communicator,
+            meta(2 * HUGE_FLAT),
+            meta(HUGE_FLAT),
+            [HUGE_FLAT] * 2,
+            CONFIGURATION,
+            average=False,
+        )
+
+    assert_lawful(build, WORLD * flat_blocks())
+
+
+def test_all_reduce() -> None:
+    def build(communicator: Any) -> None:
+        flat = meta(HUGE_FLAT)
+        collective_algorithms.all_reduce_kernel(
+            communicator, flat, flat, CONFIGURATION, average=False
+        )
+
+    assert_lawful(build, flat_blocks())
+
+
+@triton.jit
+def int32_rows(x_ptr, y_ptr, stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    offsets = row * stride + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets))
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_control_an_int32_row_offset_is_seen(wide: bool) -> None:
+    arguments = {"x_ptr": meta(HUGE, 64), "y_ptr": meta(HUGE, 64), "stride": 64}
+    launch = KernelLaunch(int32_rows, 1, {**arguments, "BLOCK": 64, "WIDE": wide}, "copy")
+    checker = run_programs(Memory(), launch, HUGE)
+    assert bool(checker.bad) != wide
+    if not wide:
+        assert any("wraps" in bad for bad in checker.bad)
+        assert any("at 0x" in bad for bad in checker.bad)
+
+
+def test_control_an_address_past_the_end_is_seen() -> None:
+    arguments = {"x_ptr": meta(HUGE, 64), "y_ptr": meta(HUGE, 63), "stride": 64}
+    launch = KernelLaunch(int32_rows, 1, {**arguments, "BLOCK": 64, "WIDE": True}, "copy")
+    assert run_programs(Memory(), launch, HUGE).bad
+
+
+@triton.jit
+def int32_tile_offsets(tile, BLOCK: tl.constexpr):
+    return tile * BLOCK + tl.arange(0, BLOCK)
+
+
+def test_control_the_shipped_kernel_with_int32_tile_offsets_is_seen() -> None:
+    weight, configuration = operands(96, PATHS[0])
+
+    def build(communicator: Any) -> None:
+        linear = Linear(weight, None, meta(HUGE, 96))
+        fused_algorithms.matmul_all_reduce_fused(
+            communicator, meta(HUGE, 64), linear, configuration, average=False
+        )
+
+    with mock.patch.object(matmul, "tile_offsets", int32_tile_offsets):
+        checker = run_programs(*launched(build, 0), tiles_of(HUGE, 96))
+    assert any("wraps" in bad for bad in checker.bad)

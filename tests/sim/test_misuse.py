@@ -1,0 +1,224 @@
+"""Misuse is a ValueError or TypeError that names the argument, both values and the rank(s)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from support import failure
+
+W22 = torch.ones(2, 2)
+ag, rs, ar = (
+    interlace.all_gather_matmul,
+    interlace.matmul_reduce_scatter,
+    interlace.matmul_all_reduce,
+)
+
+
+def rank() -> int:
+    return interlace.get_rank()
+
+
+def mine(*values: Any) -> Any:
+    """This rank's of ``values``."""
+    return values[rank()]
+
+
+def both(first: object, second: object) -> str:
+    """Either rank may report first; both values and both ranks are there, in either order."""
+    a, b = f"{first} on rank 0", f"{second} on rank 1"
+    return f"differs between ranks: (?:{a}, {b}|{b}, {a})"
+
+
+DIFFERENT: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    ("ag rest of shape", lambda: ag(torch.ones(mine((3, 2, 2), (3, 4, 2))), W22), ValueError,
+     "all_gather_matmul: the shape of input off gather_dim " + both(r"\(2, 2\)", r"\(4, 2\)")),
+    ("ag dim", lambda: ag(W22, W22, gather_dim=mine(0, 1), algorithm="unfused"), ValueError,
+     "gather_dim " + both(0, 1)),
+    ("ag ndim", lambda: ag(torch.ones(mine((2, 2), (2, 2, 2))), W22), ValueError,
+     "number of dimensions of input " + both(2, 3)),
+    ("ag dtype", lambda: ag(W22.to(mine(torch.float32, torch.float16)),
+                            W22.to(mine(torch.float32, torch.float16))), TypeError,
+     "dtype of input " + both("torch.float32", "torch.float16")),
+    ("ag algorithm", lambda: ag(W22, W22, algorithm=mine("fused", "unfused")), ValueError,
+     "algorithm " + both("fused", "unfused")),
+    ("ag weights", lambda: ag(W22, [W22] * mine(1, 2)), ValueError,
+     "(number|rows) of weights? differs between ranks: "),
+    ("ag return_gathered", lambda: ag(W22, W22, return_gathered=mine(True, False)), ValueError,
+     "return_gathered " + both("True", "False")),
+    ("ag out_dtype", lambda: ag(W22, W22, out_dtype=mine(None, torch.float16)), ValueError,
+     "out_dtype " + both("torch.float32", "torch.float16")),
+    ("rs rows", lambda: rs(torch.ones(mine(3, 4), 2), W22), ValueError,
+     "matmul_reduce_scatter: the shape of input without k " + both(r"\(3,\)", r"\(4,\)")),
+    ("rs columns", lambda: rs(W22, torch.ones(2, mine(3, 4))), ValueError,
+     "the columns of weight " + both(3, 4)),
+    ("rs dim", lambda: rs(W22, W22, scatter_dim=mine(0, -1)),
+     ValueError, "scatter_dim " + both(0, 1)),
+    ("rs op", lambda: rs(W22, W22, reduce_op=mine("sum", "avg")), ValueError,
+     "reduce_op " + both("sum", "avg")),
+    ("rs dtype", lambda: rs(W22.to(mine(torch.float32, torch.bfloat16)),
+                            W22.to(mine(torch.float32, torch.bfloat16))), TypeError,
+     "dtype of input " + both("torch.float32", "torch.bfloat16")),
+    ("rs bias", lambda: rs(W22, W22, bias=mine(None, torch.ones(2))), ValueError,
+     "whether there is a bias " + both("False", "True")),
+    ("ar algorithm", lambda: ar(W22, W22, algorithm=mine("auto", "pipelined")), ValueError,
+     "matmul_all_reduce: algorithm " + both("auto", "pipelined")),
+    ("ops", lambda: mine(rs, ar)(W22, W22), ValueError,
+     "ranks call different ops at the same time: rank . calls matmul_.*, rank . calls matmul_"),
+    ("op and barrier", lambda: mine(lambda: ar(W22, W22), interlace.barrier)(), ValueError,
+     "different ops .* calls (matmul_all_reduce|barrier), rank . calls (matmul_all_reduce|barrier)"),
+    ("reduce shape", lambda: interlace.all_reduce(torch.ones(mine(2, 3))), ValueError,
+     "all_reduce: shape of tensor " + both(r"\(2,\)", r"\(3,\)")),
+    ("reduce dtype", lambda: interlace.all_reduce(torch.ones(2, dtype=mine(torch.int32, torch.int64))),
+     TypeError, "all_reduce: dtype of tensor " + both("torch.int32", "torch.int64")),
+    ("reduce op", lambda: interlace.all_reduce(torch.ones(2), mine("sum", "avg")), ValueError,
+     "all_reduce: op " + both("sum", "avg")),
+    ("reduce algorithm", lambda: interlace.all_reduce(torch.ones(2), algorithm=mine("copy", "auto")),
+     ValueError, "all_reduce: algorithm " + both("copy", "auto")),
+    ("scatter shapes", lambda: interlace.reduce_scatter(torch.ones(2 + rank()), torch.ones(4 + 2 * rank())),
+     ValueError, "reduce_scatter: shapes of input differs between ranks"),
+    ("gather dtype", lambda: interlace.all_gather(
+        torch.ones(4, dtype=mine(torch.int32, torch.float32)),
+        torch.ones(2, dtype=mine(torch.int32, torch.float32))), TypeError,
+     "all_gather: dtype of tensor " + both("torch.int32", "torch.float32")),
+    ("gather shape", lambda: interlace.all_gather(torch.ones(2, 2 + rank()), torch.ones(1, 2 + rank())),
+     ValueError, r"output\[.\] has shape \(1, .\) on rank ., tensor has \(1, .\) on rank ."),
+    ("new_group", lambda: interlace.new_group(mine([0, 1], [1, 0])), ValueError,
+     "new_group: ranks " + both(r"\[0, 1\]", r"\[1, 0\]")),
+]  # fmt: skip
+
+WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    ("input type", lambda: ag([1.0], W22), TypeError, "input must be a tensor, got list"),
+    ("input 1-D", lambda: ag(torch.ones(2), W22),
+     ValueError, r"input .*2 dimensions, got shape \(2,\)"),
+    ("input ints", lambda: rs(W22.int(), W22.int()),
+     TypeError, "input must be float32.*got torch.int32"),
+    ("input device", lambda: ar(W22.to("meta"), W22), ValueError, "input is on meta, .* cpu"),
+    ("input sparse", lambda: ag(W22.to_sparse(), W22), TypeError, "input must be a strided tensor"),
+    ("input negated", lambda: ag(torch._neg_view(W22), W22), ValueError, "input is lazily negated"),
+    ("weight type", lambda: ag(W22, None), TypeError, "weight must be a tensor .*got NoneType"),
+    ("weight empty", lambda: ag(W22, []),
+     TypeError, "weight must be a tensor or a non-empty sequence"),
+    ("weight in list", lambda: ag(W22, [W22, 3]),
+     TypeError, r"weight\[1\] must be a tensor, got int"),
+    ("weight 3-D", lambda: rs(W22, torch.ones(1, 2, 2)), ValueError, r"weight .*\(1, 2, 2\)"),
+    ("weight rows", lambda: ar(W22, torch.ones(3, 2)),
+     ValueError, "weight has 3 rows, input has k = 2"),
+    ("weight rows along k", lambda: ag(W22, W22, gather_dim=1), ValueError,
+     r"weight has 2 rows, the gathered input has k = 4"),
+    ("weight dtype", lambda: ag(W22, W22.half()),
+     TypeError, "weight is torch.float16, input is torch.float32"),
+    ("weight negated", lambda: ag(W22, torch._neg_view(W22)),
+     ValueError, "weight is lazily negated"),
+    ("bias shape", lambda: rs(W22, W22, bias=torch.ones(3)),
+     ValueError, r"bias .*\(2,\).*got \(3,\)"),
+    ("bias dtype", lambda: ag(W22, W22, bias=torch.ones(2).double()),
+     TypeError, "bias is torch.float64"),
+    ("bias type", lambda: ag(W22, W22, bias=1.0), TypeError, "bias must be a tensor, got float"),
+    ("biases", lambda: ag(W22, [W22], bias=torch.ones(2)), TypeError, "bias must be a sequence"),
+    ("biases count", lambda: ag(W22, [W22], bias=[None, None]),
+     ValueError, "bias has 2 entries, weight has 1"),
+    ("gather_dim", lambda: ag(W22, W22, gather_dim=2), ValueError, r"gather_dim .*-2\.\.1 .*got 2"),
+    ("gather_dim low", lambda: ag(W22, W22, gather_dim=-3), ValueError, "gather_dim .*got -3"),
+    ("gather_dim bool", lambda: ag(W22, W22, gather_dim=True),
+     TypeError, "gather_dim must be an int, got True"),
+    ("gather_dim float", lambda: ag(W22, W22, gather_dim=0.0),
+     TypeError, "gather_dim must be an int"),
+    ("scatter_dim", lambda: rs(W22, W22, scatter_dim=5), ValueError, "scatter_dim .*got 5"),
+    ("algorithm", lambda: ag(W22, W22, algorithm="fast"),
+     ValueError, "algorithm must be one of .*got 'fast'"),
+    ("algorithm None", lambda: ag(W22, W22, algorithm=None),
+     ValueError, "algorithm must be one of"),
+    ("fused along k", lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"),
+     ValueError,
+     "algorithm='fused' cannot .* gather_dim=1"),
+    ("fused float64", lambda: rs(W22.double(), W22.double(), algorithm="fused"), TypeError,
+     'algorithm="fused" supports float32.* input is torch.float64'),
+    ("fused out float64", lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"),
+     TypeError,
+     "out_dtype is torch.float64"),
+    ("reduce_op", lambda: rs(W22, W22, reduce_op="max"),
+     ValueError, "reduce_op must be one of sum, avg, got 'max'"),
+    ("reduce_op torch", lambda: interlace.all_reduce(W22, dist.ReduceOp.MAX),
+     ValueError, "op must be one of"),
+    ("out_dtype", lambda: ag(W22, W22, out_dtype="float32"),
+     TypeError, "out_dtype must be a torch.dtype"),
+    ("out_dtype int", lambda: ag(W22, W22, out_dtype=torch.int8),
+     TypeError, "out_dtype must be float32"),
+    ("group", lambda: ag(W22, W22, group="world"), TypeError, "group must be None, .*got str"),
+    ("non-member", lambda: ag(W22, W22, group=dist.GroupMember.NON_GROUP_MEMBER),
+     ValueError, "not a member"),
+    ("gather list", lambda: interlace.all_gather([W22], W22),
+     ValueError, "output must have one tensor per rank, 2, got 1"),
+    ("gather type", lambda: interlace.all_gather(3, W22),
+     TypeError, "output must be a tensor or a list.* got int"),
+    ("gather form", lambda: interlace.all_gather(torch.ones(3, 2), W22), ValueError,
+     r"output must have shape \(4, 2\) or \(2, 2, 2\).*got \(3, 2\)"),
+    ("gather dtype", lambda: interlace.all_gather(torch.ones(4, 2).int(), W22),
+     TypeError, "output is torch.int32, tensor is"),
+    ("gather kernel", lambda: interlace.all_gather(torch.ones(4).int(), torch.ones(2).int(), algorithm="kernel"),
+     TypeError, 'algorithm="kernel" supports float32'),
+    ("expanded", lambda: interlace.all_reduce(torch.ones(1).expand(3)),
+     ValueError, "tensor .*expanded"),
+    ("scatter output", lambda: interlace.reduce_scatter(torch.ones(3), torch.ones(4)), ValueError,
+     r"input must have shape \(6,\) or \(2, 3\).*got \(4,\)"),
+    ("reduce bool", lambda: interlace.all_reduce(torch.ones(2).bool()),
+     TypeError, "tensor of dtype torch.bool"),
+    ("reduce uint16", lambda: interlace.all_reduce(torch.ones(2).to(torch.uint16)),
+     TypeError, "torch.uint16"),
+    ("avg of ints", lambda: interlace.all_reduce(torch.ones(2).int(), "avg"),
+     TypeError, 'op="avg" needs a floating tensor'),
+    ("ranks twice", lambda: interlace.new_group([0, 0]),
+     ValueError, r"ranks must be distinct .*\[0, 0\]"),
+    ("ranks outside", lambda: interlace.new_group([0, 2]),
+     ValueError, r"within 0\.\.1, got \[0, 2\]"),
+    ("ranks bool", lambda: interlace.new_group([True, False]), TypeError, "ranks must be ints"),
+]  # fmt: skip
+
+
+def check(case: Callable[[], Any], kind: type[Exception], pattern: str) -> None:
+    error = failure(case, 2)
+    assert isinstance(error, kind) and isinstance(error, interlace.RankError), repr(error)
+    with pytest.raises(kind, match=pattern):
+        raise error
+    assert re.search(r"\brank [01]\b", str(error))
+
+
+@pytest.mark.parametrize(("case", "kind", "pattern"), [c[1:] for c in DIFFERENT],
+                         ids=[c[0] for c in DIFFERENT])  # fmt: skip
+def test_a_difference_between_ranks(case: Any, kind: type[Exception], pattern: str) -> None:
+    check(case, kind, pattern)
+
+
+@pytest.mark.parametrize(("case", "kind", "pattern"), [c[1:] for c in WRONG],
+                         ids=[c[0] for c in WRONG])  # fmt: skip
+def test_a_wrong_argument(case: Any, kind: type[Exception], pattern: str) -> None:
+    check(case, kind, pattern)
+
+
+RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: interlace.run(rank, 2, place="moon"), ValueError, "place must be one of sim.*'moon'"),
+    (lambda: interlace.run(rank, 0), ValueError, r"world_size must be within 1\.\..*got 0"),
+    (lambda: interlace.run(rank, -1), ValueError, "got -1"),
+    (lambda: interlace.run(rank, True), TypeError, "world_size must be an int, got True"),
+    (lambda: interlace.run(rank, 2.0), TypeError, "world_size must be an int, got 2.0"),
+    (lambda: interlace.run(3, 2), TypeError, "fn must be callable, got int"),
+    (lambda: interlace.run(rank, 2, timeout=0), ValueError, "timeout must be positive, got 0"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "pattern"), RUNS)
+def test_a_wrong_run(case: Callable[[], Any], kind: type[Exception], pattern: str) -> None:
+    with pytest.raises(kind, match=pattern):
+        case()
+
+
+def test_outside_a_run() -> None:
+    with pytest.raises(interlace.InterlaceError, match=r"inside a function run by interlace\.run"):
+        interlace.get_rank()
