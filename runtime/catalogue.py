@@ -2,7 +2,8 @@
 
 One :class:`Entry` is one compilation, written down as the launch would specialise it: the types of
 the arguments, which of them are divisible by 16, the constexprs, warps and stages. The values mirror
-``fused_algorithms.py`` and ``collective_algorithms.py``; the sizes come from ``configuration.py``.
+``gather_algorithms.py``, ``reduce_algorithms.py`` and ``collective_algorithms.py``; the sizes come from
+``configuration.py``.
 
 Variants of a fused kernel, named in this order::
 

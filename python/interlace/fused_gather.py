@@ -2,7 +2,7 @@
 
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
 rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
-``runtime/fused_algorithms.py``.
+``runtime/gather_algorithms.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from interlace import checks
 from interlace.groups import resolve
 from interlace.kernels.tiling import prefix_sums
 from interlace.runtime import collective_algorithms, configuration
-from interlace.runtime import fused_algorithms as algorithms
+from interlace.runtime import gather_algorithms as algorithms
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
-from interlace.runtime.fused_algorithms import Linear
+from interlace.runtime.operands import Linear, multiply
 from interlace.runtime.work import Outcome
 from interlace.shapes import rows_of, unrows
 
@@ -212,33 +212,10 @@ def _gather_rows(
         whole = gathered
         if whole is None:
             whole = torch.empty(total, inner, dtype=input.dtype, device=input.device)
-        event = _all_gather_then_matmul(communicator, shard, whole, targets, rows)
+        event = algorithms.all_gather_matmul_unfused(communicator, shard, targets, rows, whole)
     shape = [sum(lengths), *others]
     outputs = [unrows(target.output, shape, dim) for target in targets]
     return None if gathered is None else unrows(gathered, shape, dim), outputs, event
-
-
-def _all_gather_then_matmul(
-    communicator: Communicator,
-    shard: torch.Tensor,
-    whole: torch.Tensor,
-    targets: list[Linear],
-    rows: list[int],
-) -> Any:
-    """The unfused algorithm: gather everything, then one torch matmul per weight."""
-    firsts = prefix_sums(rows)
-    parts = [
-        whole[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
-    ]
-    collective_algorithms.all_gather_copy(communicator, shard.contiguous().view(-1), parts)
-    for target in targets:
-        communicator.compute.call(
-            lambda target=target: algorithms.multiply(  # type: ignore[misc]
-                target.output, whole, target.weight, target.bias
-            ),
-            "matmul",
-        )
-    return communicator.compute.record()
 
 
 def _gather_inner(
@@ -284,7 +261,7 @@ def _gather_inner(
     ]
     for target in targets:
         communicator.compute.call(
-            lambda target=target: algorithms.multiply(  # type: ignore[misc]
+            lambda target=target: multiply(  # type: ignore[misc]
                 target.output, whole.reshape(total, inner), target.weight, target.bias
             ),
             "matmul",

@@ -2,7 +2,7 @@
 
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
 rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
-``runtime/fused_algorithms.py``.
+``runtime/reduce_algorithms.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from interlace import checks
 from interlace.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.runtime import collective_algorithms, configuration
-from interlace.runtime import fused_algorithms as algorithms
+from interlace.runtime import reduce_algorithms as algorithms
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
-from interlace.runtime.fused_algorithms import Linear
+from interlace.runtime.operands import Linear
 from interlace.runtime.work import Outcome
 from interlace.shapes import rows_of, unrows
 

@@ -16,11 +16,11 @@ import triton.language as tl
 
 from address_only import Memory, run_programs
 from interlace.kernels import matmul
-from interlace.runtime import collective_algorithms, fused_algorithms
+from interlace.runtime import collective_algorithms, gather_algorithms, reduce_algorithms
 from interlace.runtime.configuration import Configuration
-from interlace.runtime.fused_algorithms import Linear
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
+from interlace.runtime.operands import Linear
 
 HUGE = (1 << 26) + 77  # times 64 columns: 4.3e9 elements
 HUGE_FLAT = (1 << 32) + 123
@@ -95,7 +95,7 @@ def test_all_gather_matmul(rows: int, columns: int, path: tuple[str, bool, bool]
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, meta(columns), meta(WORLD * rows, columns))
-        fused_algorithms.all_gather_matmul_fused(
+        gather_algorithms.all_gather_matmul_fused(
             communicator, meta(rows, 64), [linear], [rows] * WORLD, None, configuration
         )
 
@@ -112,7 +112,7 @@ def test_matmul_reduce_scatter(
     bias = meta(columns if along == "n" else rows)
 
     def build(communicator: Any) -> None:
-        fused_algorithms.matmul_reduce_scatter_fused(
+        reduce_algorithms.matmul_reduce_scatter_fused(
             communicator,
             meta(WORLD * rows, 64),
             Linear(weight, bias, meta(rows, columns), along),
@@ -131,7 +131,7 @@ def test_matmul_all_reduce(rows: int, columns: int, path: tuple[str, bool, bool]
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, meta(columns), meta(rows, columns))
-        fused_algorithms.matmul_all_reduce_fused(
+        reduce_algorithms.matmul_all_reduce_fused(
             communicator, meta(rows, 64), linear, configuration, average=False
         )
 
@@ -211,7 +211,7 @@ def test_control_the_shipped_kernel_with_int32_tile_offsets_is_seen() -> None:
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, None, meta(HUGE, 96))
-        fused_algorithms.matmul_all_reduce_fused(
+        reduce_algorithms.matmul_all_reduce_fused(
             communicator, meta(HUGE, 64), linear, configuration, average=False
         )
 

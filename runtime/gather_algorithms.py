@@ -1,0 +1,245 @@
+"""The host half of all-gather + matmul: workspace layout, grid, launch sequence.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls on chunks, each as soon as its chunk is there
+``unfused``    all-gather, then matmul; any dtype
+
+Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
+strides, results are contiguous. ``rows`` lists the rows of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import all_gather_matmul as all_gather_matmul_kernels
+from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
+from interlace.runtime.collective_algorithms import all_gather_copy, transfer_tables
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.memory import Layout, Workspace
+from interlace.runtime.operands import (
+    Linear,
+    is_aligned,
+    kernel_operands,
+    launch_options,
+    multiply,
+    persistent_programs,
+)
+from interlace.runtime.stream import Event
+
+
+def chunk_rows(configuration: Configuration, rows: Sequence[int]) -> int:
+    """Rows per chunk: whole tiles, and the longest shard in about ``configuration.chunks`` chunks."""
+    tiles = -(-max(rows) // configuration.block_m)
+    return -(-tiles // configuration.chunks) * configuration.block_m
+
+
+def _chunk_table(
+    communicator: Communicator,
+    configuration: Configuration,
+    rows: Sequence[int],
+    columns: int,
+) -> tuple[torch.Tensor, int, int]:
+    """Lines of ``all_gather_matmul_kernel``'s ``chunks``; their number; the number of tiles."""
+    rank, world_size = communicator.rank, communicator.world_size
+    size = chunk_rows(configuration, rows)
+    chunks = [chunks_of(count, size) for count in rows]
+    counts = [len(part) for part in chunks]
+    order = arrival_order(rank, world_size, counts)
+    first_slots, first_rows = prefix_sums(counts), prefix_sums(rows)
+    tiles_n = -(-columns // configuration.block_n)
+    lines, start = [], 0
+    for source, chunk in order:
+        first, count = chunks[source][chunk]
+        slot = first_slots[source] + chunk
+        lines.append([source, first, count, first_rows[source] + first, slot, start])
+        start += -(-count // configuration.block_m) * tiles_n
+    key = ("chunks", tuple(rows), size, configuration.block_m, tiles_n)
+    return communicator.table(key, lambda: lines), len(lines), start
+
+
+def all_gather_matmul_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """One kernel per weight; the first carries the copiers, or the copy engine sends."""
+    rank, inner = communicator.rank, input.shape[1]
+    total = sum(rows)
+    size = chunk_rows(configuration, rows)
+    sends, num_sends, _, _, slots = transfer_tables(communicator, rows, size)
+    layout = Layout()
+    layout.add_slots(slots)
+    layout.add_data(total * inner * input.element_size())
+
+    def body(workspace: Workspace) -> None:
+        most = max(1, communicator.place.program_limit() // 4)
+        copiers = min(configuration.copiers, num_sends, most)
+        if not copiers:
+            _send_by_copy_engine(communicator, workspace, input, rows, size)
+        for index, linear in enumerate(linears):
+            columns = linear.weight.shape[1]
+            chunks, num_chunks, tiles = _chunk_table(communicator, configuration, rows, columns)
+            mine = copiers if index == 0 else 0
+            operands = kernel_operands(communicator, configuration, input, linear)
+            aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
+            communicator.compute.launch(
+                KernelLaunch(
+                    all_gather_matmul_kernels.all_gather_matmul_kernel,
+                    mine + persistent_programs(communicator, configuration, tiles, mine),
+                    {
+                        **workspace.kernel_arguments(),
+                        **operands,
+                        "sends_ptr": sends,
+                        "num_sends": num_sends,
+                        "chunks_ptr": chunks,
+                        "num_chunks": num_chunks,
+                        "COPIERS": mine,
+                        "COPY_ROWS": configuration.copy_rows,
+                        "COPY_COLUMNS": configuration.copy_columns,
+                        "ALIGNED": aligned,
+                        "COMPILED": not communicator.place.interpreted,
+                    },
+                    "all_gather_matmul",
+                    **launch_options(configuration),
+                )
+            )
+        if not any(linear.weight.shape[1] for linear in linears):
+            # No tile, so no program has waited; but what arrives late would hit the next op.
+            counts = [len(chunks_of(count, size)) for count in rows]
+            for source, chunk in arrival_order(rank, communicator.world_size, counts):
+                if source != rank:
+                    communicator.compute.wait(workspace, source, sum(counts[:source]) + chunk)
+        if gathered is not None:
+            arrived = workspace.data(rank, 0, (total, inner), input.dtype)
+            first = sum(rows[:rank])
+            for begin, end in ((0, first), (first + rows[rank], total)):
+                if begin < end:
+                    communicator.compute.copy(gathered[begin:end], arrived[begin:end], "gathered")
+            if rows[rank]:
+                communicator.compute.copy(gathered[first : first + rows[rank]], input, "own shard")
+
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def _send_by_copy_engine(
+    communicator: Communicator,
+    workspace: Workspace,
+    input: torch.Tensor,
+    rows: Sequence[int],
+    size: int,
+) -> None:
+    """Push the chunks of the own shard on the copy stream, in ``send_order``."""
+    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
+    stream = communicator.copying
+    counts = [len(chunks_of(count, size)) for count in rows]
+    first_slot, first_row = sum(counts[:rank]), sum(rows[:rank])
+    stream.wait_credits(workspace)
+    for chunk, (first, count) in enumerate(chunks_of(rows[rank], size)):
+        for step in range(1, world_size):
+            peer = (rank + step) % world_size
+            begin = (first_row + first) * inner * input.element_size()
+            theirs = workspace.data(peer, begin, (count, inner), input.dtype)
+            stream.copy(theirs, input[first : first + count], f"chunk {chunk} to rank {peer}")
+            stream.publish(workspace, peer, first_slot + chunk)
+
+
+def all_gather_matmul_pipelined(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """Torch matmuls on chunks in the order of arrival.
+
+    Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
+    as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
+    """
+    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
+    itemsize = input.element_size()
+    direct = communicator.place.direct_access
+    # a CPU gains more from large matmuls than from finer overlap
+    size = max(1, -(-max(rows) // (1 if direct else configuration.chunks)))
+    chunks = [chunks_of(count, size) for count in rows]
+    counts = [len(part) for part in chunks]
+    first_slots, first_rows = prefix_sums(counts), prefix_sums(rows)
+    layout = Layout(pulled=True)
+    layout.add_slots(first_slots[-1])
+    staged = layout.add_data(max(rows) * inner * itemsize)
+    if gathered is None and not direct:
+        gathered = torch.empty(sum(rows), inner, dtype=input.dtype, device=input.device)
+
+    def body(workspace: Workspace) -> None:
+        stream, copying = communicator.compute, communicator.copying
+        copying.wait_credits(workspace)
+        for chunk, (first, count) in enumerate(chunks[rank]):
+            mine = workspace.data(
+                rank, staged + first * inner * itemsize, (count, inner), input.dtype
+            )
+            copying.copy(mine, input[first : first + count], f"stage chunk {chunk}")
+            for step in range(1, world_size):
+                peer = (rank + step) % world_size
+                copying.publish(workspace, peer, first_slots[rank] + chunk)
+        for source, chunk in arrival_order(rank, world_size, counts):
+            first, count = chunks[source][chunk]
+            row = first_rows[source] + first
+            operand = input[first : first + count]
+            if source != rank:
+                slot = first_slots[source] + chunk
+                begin = staged + first * inner * itemsize
+                theirs = workspace.data(source, begin, (count, inner), input.dtype)
+                if direct:
+                    stream.wait(workspace, source, slot)
+                    operand = theirs
+                else:
+                    assert gathered is not None
+                    copying.wait(workspace, source, slot)
+                    copying.copy(
+                        gathered[row : row + count], theirs, f"chunk {chunk} of rank {source}"
+                    )
+                    stream.wait_event(copying.record())
+                    operand = gathered[row : row + count]
+            for linear in linears:
+                part = linear.output[row : row + count]
+                stream.call(
+                    lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
+                        part, operand, linear.weight, linear.bias
+                    ),
+                    f"matmul chunk {chunk} of rank {source}",
+                )
+            if gathered is not None and (direct or source == rank):
+                stream.copy(gathered[row : row + count], operand, "gathered")
+
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def all_gather_matmul_unfused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor,
+) -> Event:
+    """Gather everything into ``gathered``, then one torch matmul per weight."""
+    firsts = prefix_sums(rows)
+    parts = [
+        gathered[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
+    ]
+    all_gather_copy(communicator, input.contiguous().view(-1), parts)
+    for linear in linears:
+        communicator.compute.call(
+            lambda linear=linear: multiply(  # type: ignore[misc]
+                linear.output, gathered, linear.weight, linear.bias
+            ),
+            "matmul",
+        )
+    return communicator.compute.record()

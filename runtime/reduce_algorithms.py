@@ -1,0 +1,197 @@
+"""The host half of matmul + reduce-scatter and matmul + all-reduce.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls per owner, each product on its way as soon as it is done
+``unfused``    matmul, then the collective; any dtype
+
+Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
+strides, results are contiguous. ``segments`` lists (first row, rows) by
+owner; ``linear.output`` is what this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
+from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
+from interlace.kernels.tiling import owner_order
+from interlace.runtime.collective_algorithms import segment_table, sum_in_rank_order
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.memory import Layout, Workspace
+from interlace.runtime.operands import (
+    Linear,
+    kernel_operands,
+    launch_options,
+    multiply,
+    persistent_programs,
+)
+from interlace.runtime.stream import Event
+
+
+def matmul_reduce_scatter_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part."""
+    rank, world_size = communicator.rank, communicator.world_size
+    columns = linear.weight.shape[1]
+    tiles_n = -(-columns // configuration.block_n)
+    rows = [count for _, count in segments]
+    tiles = [-(-count // configuration.block_m) * tiles_n for count in rows]
+    layout = Layout()
+    layout.add_slots(world_size * max(tiles))
+    layout.add_data(world_size * max(rows) * columns * linear.output.element_size())
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel,
+                persistent_programs(communicator, configuration, sum(tiles)),
+                {
+                    **workspace.kernel_arguments(),
+                    **kernel_operands(communicator, configuration, input, linear),
+                    "segments_ptr": segment_table(
+                        communicator, segments, configuration.block_m, tiles_n
+                    ),
+                    "own_rows": rows[rank],
+                    "AVERAGE": average,
+                },
+                "matmul_reduce_scatter",
+                **launch_options(configuration),
+            )
+        )
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def matmul_reduce_scatter_pipelined(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = linear.weight.shape[1], linear.output.dtype
+    layout = Layout()
+    slots = layout.add_slots(world_size)
+    region = max(count for _, count in segments) * columns * dtype.itemsize
+    offset = layout.add_data(world_size * region)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        for owner in owner_order(rank, world_size):
+            first, count = segments[owner]
+            theirs = workspace.data(owner, offset + rank * region, (count, columns), dtype)
+            part = input[first : first + count]
+            stream.call(
+                lambda theirs=theirs, part=part: multiply(theirs, part, linear.weight, None),  # type: ignore[misc]
+                f"matmul for rank {owner}",
+            )
+            if owner != rank:
+                stream.publish(workspace, owner, slots + rank)
+        for source in range(world_size):
+            if source != rank:
+                stream.wait(workspace, source, slots + source)
+        parts = [
+            workspace.data(rank, offset + source * region, linear.output.shape, dtype)
+            for source in range(world_size)
+        ]
+        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: bool) -> None:
+    """Sum in rank order, add the bias once, round once."""
+    if linear.bias is None:
+        sum_in_rank_order(parts, linear.output, average=average)
+        return
+    wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
+    total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
+    sum_in_rank_order(parts, total, average=average)
+    bias = linear.bias.to(wide)
+    linear.output.copy_(total + (bias if linear.bias_along == "n" else bias[:, None]))
+
+
+def matmul_reduce_scatter_unfused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """The whole product first, staged in the own workspace; then everyone sums its part of all."""
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = linear.weight.shape[1], linear.output.dtype
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    offset = layout.add_data(input.shape[0] * columns * dtype.itemsize)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        product = workspace.data(rank, offset, (input.shape[0], columns), dtype)
+        stream.call(lambda: multiply(product, input, linear.weight, None), "matmul")
+        for step in range(1, world_size):
+            stream.publish(workspace, (rank + step) % world_size, slots + rank)
+        first, count = segments[rank]
+        begin = offset + first * columns * dtype.itemsize
+        for source in range(world_size):
+            if source != rank:
+                stream.wait(workspace, source, slots + source)
+        parts = [
+            workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
+        ]
+        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def matmul_all_reduce_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """One-shot: one kernel, every tile to every rank."""
+    world_size = communicator.world_size
+    rows, columns = linear.output.shape
+    tiles = -(-rows // configuration.block_m) * -(-columns // configuration.block_n)
+    layout = Layout()
+    layout.add_slots(world_size * tiles)
+    layout.add_data(world_size * rows * columns * linear.output.element_size())
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                matmul_all_reduce_kernels.matmul_all_reduce_kernel,
+                persistent_programs(communicator, configuration, tiles),
+                {
+                    **workspace.kernel_arguments(),
+                    **kernel_operands(communicator, configuration, input, linear),
+                    "M": rows,
+                    "AVERAGE": average,
+                },
+                "matmul_all_reduce",
+                **launch_options(configuration),
+            )
+        )
+
+    return communicator.enqueue("matmul_all_reduce", layout, body)
