@@ -48,11 +48,13 @@ def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: t
     """Which path of ``kernels/matmul.py`` these operands allow: "", "kn" or "nk"."""
     inner = input.shape[1]
     usable = configuration.descriptors and inner > 0 and is_aligned(input, inner)
-    if not usable or not is_aligned(input, input.stride(0)):
+    if not usable or input.stride(0) < inner or not is_aligned(input, input.stride(0)):
         return ""
-    if weight.stride(1) == 1 and weight.shape[1] > 1 and is_aligned(weight, weight.stride(0)):
+    across, along = weight.stride(0), weight.stride(1)
+    # rows that overlap, as of an expanded tensor, are no matter for a pointer but for a descriptor
+    if along == 1 and across >= weight.shape[1] > 1 and is_aligned(weight, across):
         return "kn"
-    if weight.stride(0) == 1 and inner > 1 and is_aligned(weight, weight.stride(1)):
+    if across == 1 and along >= inner > 1 and is_aligned(weight, along):
         return "nk"
     return ""
 

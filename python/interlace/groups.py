@@ -166,11 +166,12 @@ def barrier(group: Any = None) -> None:
     resolve(group).barrier()
 
 
-def new_group(ranks: Sequence[int] | None = None, group: Any = None) -> Communicator | None:
-    """A group of some ranks of ``group`` (default: of all ranks); None on the ranks outside it.
+def new_group(ranks: Sequence[int] | None = None, group: Any = None) -> Any:
+    """A group of some ranks of ``group``, by default of all ranks.
 
     Collective over ``group``: every rank calls it with the same ``ranks``, as with
-    ``torch.distributed.new_group``. Position in ``ranks`` is the rank in the new group.
+    ``torch.distributed.new_group``. Position in ``ranks`` is the rank in the new group. Ranks outside
+    it get ``GroupMember.NON_GROUP_MEMBER``, as from torch, with which every op raises ValueError.
     """
     parent = resolve(group)
     members = list(range(parent.world_size)) if ranks is None else list(ranks)
@@ -183,7 +184,8 @@ def new_group(ranks: Sequence[int] | None = None, group: Any = None) -> Communic
             f"ranks must be distinct and within 0..{parent.world_size - 1}, got {members} "
             f"on rank {parent.rank}"
         )
-    return parent.split(members)
+    communicator = parent.split(members)
+    return dist.GroupMember.NON_GROUP_MEMBER if communicator is None else communicator
 
 
 def device() -> torch.device:

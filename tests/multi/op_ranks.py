@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed import GroupMember
+
+NON_GROUP_MEMBER = GroupMember.NON_GROUP_MEMBER
 
 import interlace
 
@@ -56,7 +59,7 @@ def in_subgroups() -> list[float]:
     sums = []
     for parity in (0, 1):
         group = interlace.new_group(list(range(parity, world_size, 2)))
-        if group is not None:
+        if group != NON_GROUP_MEMBER:
             x = torch.full((4,), float(rank))
             interlace.all_reduce(x, group=group)
             sums.append(float(x[0]))

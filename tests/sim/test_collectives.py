@@ -24,6 +24,8 @@ SUMMED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 SMALL = {"block_elements": 16, "copiers": 2, "chunks": 2}
 WORLDS = st.sampled_from([1, 2, 3, 5, 8])
 
+NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
+
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     assert a.dtype == b.dtype and a.shape == b.shape
@@ -166,7 +168,7 @@ def test_all_reduce(
 
 
 def test_groups_at_once() -> None:
-    """Overlapping groups, a group of a group, one whose ranks are not in order; non-members get None."""
+    """Overlapping groups, a group of a group, one whose ranks are not in order; non-members get torch's mark."""
 
     def on_rank() -> None:
         rank = interlace.get_rank()
@@ -176,7 +178,9 @@ def test_groups_at_once() -> None:
         for call in range(3):
             for number, (group, ranks) in enumerate(zip(groups, members, strict=True)):
                 if rank not in ranks:
-                    assert group is None
+                    assert group == NON_GROUP_MEMBER
+                    with pytest.raises(ValueError, match="not a member"):
+                        interlace.barrier(group)
                     continue
                 assert interlace.get_rank(group) == ranks.index(rank)
                 assert interlace.get_world_size(group) == len(ranks)
@@ -192,9 +196,9 @@ def test_groups_at_once() -> None:
                 work.wait()
             assert torch.equal(out, expected)
             assert torch.equal(summed, expected.sum(0))
-        if groups[2] is not None:
+        if groups[2] != NON_GROUP_MEMBER:
             inner = interlace.new_group([2, 1], groups[2])  # ranks 2 and 0 of the run
-            if inner is not None:
+            if inner != NON_GROUP_MEMBER:
                 x = torch.tensor([float(rank)])
                 out = torch.empty(2, 1)
                 interlace.all_gather(out, x, inner)

@@ -163,7 +163,8 @@ WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("gather dtype", lambda: interlace.all_gather(torch.ones(4, 2).int(), W22),
      TypeError, "output is torch.int32, tensor is"),
     ("gather kernel", lambda: interlace.all_gather(
-        torch.ones(4).int(), torch.ones(2).int(), algorithm="kernel"), TypeError, 'algorithm="kernel" supports float32'),
+        torch.ones(4).int(), torch.ones(2).int(), algorithm="kernel"),
+     TypeError, 'algorithm="kernel" supports float32'),
     ("expanded", lambda: interlace.all_reduce(torch.ones(1).expand(3)),
      ValueError, "tensor .*expanded"),
     ("scatter output", lambda: interlace.reduce_scatter(torch.ones(3), torch.ones(4)), ValueError,

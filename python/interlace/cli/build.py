@@ -37,15 +37,29 @@ def build(console: Console, arches: list[int], as_json: bool) -> int:
 
 
 def _render(console: Console, reports: list[Report]) -> None:
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Kernels", title_justify="left")
-    table.add_column("kernel", overflow="fold")
-    for column in ("sm", "registers", "stack", "spills", "shared", "tensor cores"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict", overflow="fold")
-    for report in reports:
+    table = Table(
+        title="registers per thread, bytes of stack, spill instructions, bytes of shared memory, "
+        "tensor-core instructions",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("kernel, variant", min_width=28)
+    for column in ("sm", "regs", "stack", "spills", "shared", "tensor"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    kernels = list(dict.fromkeys(report.name.split(" ")[0] for report in reports))
+    kernel = ""
+    for report in sorted(reports, key=lambda report: kernels.index(report.name.split(" ")[0])):
+        name, _, variant = report.name.partition(" ")
+        if name != kernel:
+            kernel = name
+            table.add_row(Text(kernel, "bold"))
         problems = report.problems()
         numbers: tuple[int | None, ...] = (
             report.registers,
@@ -57,7 +71,7 @@ def _render(console: Console, reports: list[Report]) -> None:
         if report.error is not None:
             numbers = (None,) * len(numbers)
         table.add_row(
-            Text(report.name),
+            Text(f"  {variant or 'any'}"),
             str(report.arch),
             *("-" if number is None else str(number) for number in numbers),
             Text("; ".join(problems), "red") if problems else _good(report),
