@@ -94,9 +94,11 @@ def show(console: Console, measurements: list[Measurement]) -> None:
     for op in dict.fromkeys(m.op for m in measurements):
         rows = [m for m in measurements if m.op == op]
         names = list(rows[0].microseconds)
-        table = Table(title=f"{op}: median us (times as fast as {rows[0].baseline})")
+        table = Table(
+            title=f"{op}, {rows[0].shape['dtype']}: median us (times as fast as {rows[0].baseline})"
+        )
         table.add_column("ranks", justify="right")
-        table.add_column("shape")
+        table.add_column(" x ".join(k for k, v in rows[0].shape.items() if isinstance(v, int)))
         for name in names:
             table.add_column(name, justify="right")
         for row in rows:
@@ -105,7 +107,7 @@ def show(console: Console, measurements: list[Measurement]) -> None:
                 + ("" if name == row.baseline else f" ({row.ratio(name):.2f})")
                 for name in names
             ]
-            shape = " ".join(f"{k}={v}" for k, v in row.shape.items())
+            shape = " x ".join(str(v) for v in row.shape.values() if isinstance(v, int))
             table.add_row(str(row.world_size), shape, *cells)
         console.print(table)
 

@@ -197,9 +197,9 @@ def _gather_rows(
     )
     empty = not total * inner
     if algorithm == "auto" or empty:
-        bytes_moved = (total - min(rows)) * inner * input.element_size()
+        bytes_gathered = (total - min(rows)) * inner * input.element_size()
         wide = torch.float64 if dtype == torch.float64 else input.dtype
-        algorithm = choose_algorithm(communicator.place, wide, total, bytes_moved, empty=empty)
+        algorithm = choose_algorithm(communicator.place, wide, total, bytes_gathered, empty=empty)
     if algorithm == "fused":
         event = algorithms.all_gather_matmul_fused(
             communicator, shard, targets, rows, gathered, config

@@ -167,8 +167,7 @@ class _Product:
         if self.algorithm != "auto" and not empty:
             return self.algorithm
         wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
-        bytes_moved = rows * columns * self.dtype.itemsize
-        return choose_algorithm(self.communicator.place, wide, rows, bytes_moved, empty=empty)
+        return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty)
 
 
 def _reduce_scatter(

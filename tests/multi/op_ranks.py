@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed import GroupMember
 
-NON_GROUP_MEMBER = GroupMember.NON_GROUP_MEMBER
-
 import interlace
+
+NON_GROUP_MEMBER = GroupMember.NON_GROUP_MEMBER
 
 
 def operands(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

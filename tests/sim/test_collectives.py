@@ -16,6 +16,8 @@ from interlace import reference
 from interlace.runtime.configuration import override
 from support import LAYOUTS, laid_out, noise, payload, poison, poisoned
 
+NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+
 MOVED = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16,
@@ -23,8 +25,6 @@ MOVED = [
 SUMMED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64]
 SMALL = {"block_elements": 16, "copiers": 2, "chunks": 2}
 WORLDS = st.sampled_from([1, 2, 3, 5, 8])
-
-NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -168,7 +168,7 @@ def test_all_reduce(
 
 
 def test_groups_at_once() -> None:
-    """Overlapping groups, a group of a group, one whose ranks are not in order; non-members get torch's mark."""
+    """Overlapping groups, a group of a group, one whose ranks are not in order; outsiders get a mark."""
 
     def on_rank() -> None:
         rank = interlace.get_rank()
