@@ -6,8 +6,8 @@ measurements: break-even near 512 rows per group).
 
 On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
 all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on and up to 23 % slower
-below 4 MiB; matmul + reduce-scatter is unfused up to 21 % faster and at most 2 % slower at all sizes, because
-one large torch.mm beats one per owner.
+below 4 MiB; matmul + reduce-scatter is unfused up to 21 % faster and at most 2 % slower at all sizes,
+because one large torch.mm beats one per owner.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class CudaPlace(Place):
     ) -> None:
         self.rank = rank
         self.world_size = len(members)
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = current_device()
         self._turns = turns
         self._members = members
         self._key = key
@@ -322,8 +322,13 @@ def run_virtual_ranks(
         return run_threads(main, world_size, turns)
 
 
+def current_device() -> torch.device:
+    """The GPU that all virtual ranks share."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return torch.empty(size, dtype=torch.int8, device=current_device())
 
 
 @contextmanager
