@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import interlace
 import pytest
 import torch
 import triton
+
+import interlace
 from interlace.runtime import place_cuda
 from interlace.runtime.launch import KernelLaunch
 
