@@ -8,14 +8,18 @@ Every op of a group goes through :meth:`Communicator.run`, which is the life of 
     finish   credit to the peers, epoch + 1
     Work     a handle on the result
 
-Ops of one group run in the order of the calls; ops of different groups are independent.
+Ops of one group run in the order of the calls. Groups share no memory and no streams, but a call waits
+on the host for the other ranks' agreement: ranks that share several groups call their ops in the same
+order, as torch.distributed asks for too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +31,15 @@ from interlace.runtime.stream import Event
 from interlace.runtime.work import Outcome, Work
 
 CHANNELS = 2
+MESSAGE_LENGTH = 2000
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a rank sends instead of its part of an agreement: why it cannot take part in the op."""
+
+    kind: type[Exception]
+    text: str
 
 
 class Communicator:
@@ -52,14 +65,33 @@ class Communicator:
 
     # -- host-side agreement -------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _numbered(self) -> Iterator[None]:
+        """Errors count ranks within the group; say so where that is not how the caller counts."""
+        try:
+            yield
+        except (TypeError, ValueError, InterlaceError) as error:
+            note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
+            own_count = self.ranks != tuple(range(self.world_size))
+            if own_count and error.args and not str(error.args[0]).endswith(note):
+                error.args = (f"{error.args[0]}{note}", *error.args[1:])
+            raise
+
     def agree(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
+        with self._numbered():
+            return self._agree(op, mine)
+
+    def _agree(self, op: str, mine: Any) -> list[Any]:
         if self._closed:
             raise InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
         if self.world_size == 1:
             return [mine]
         messages = self.place.exchange(pickle.dumps((op, mine), protocol=5), op)
         answers = [pickle.loads(message) for message in messages]
+        for rank, (other_op, answer) in enumerate(answers):
+            if isinstance(answer, Refusal):
+                raise answer.kind(f"{other_op}: rank {rank} cannot take part: {answer.text}")
         for rank, (other_op, _) in enumerate(answers):
             if other_op != answers[0][0]:
                 raise ValueError(
@@ -67,6 +99,27 @@ class Communicator:
                     f"rank {rank} calls {other_op}"
                 )
         return [answer for _, answer in answers]
+
+    @contextlib.contextmanager
+    def accepting(self, op: str) -> Iterator[None]:
+        """Around the validation of an op's arguments: what one rank refuses, all ranks refuse.
+
+        Otherwise the others would wait for this rank, and take its next call for this one.
+        """
+        try:
+            with self._numbered():
+                yield
+        except (TypeError, ValueError) as error:
+            if self.world_size > 1 and not self._closed:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                refusal = Refusal(kind, str(error)[:MESSAGE_LENGTH])
+                message = pickle.dumps((op, refusal), protocol=5)
+                doing = f"{op}, which this rank refused ({kind.__name__}: {refusal.text})"
+                with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
+                    self.place.submit(
+                        lambda: self.place.exchange(message, doing), asynchronous=False
+                    ).result()
+            raise
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -124,8 +177,13 @@ class Communicator:
 
     def run(self, op: str, function: Callable[[], Outcome], *, async_op: bool) -> Any:
         """Run the host part of an op. A :class:`Work` if ``async_op``, else what it waits for."""
+
+        def numbered() -> Outcome:
+            with self._numbered():
+                return function()
+
         self.place.check()
-        future: Future[Outcome] = self.place.submit(function, asynchronous=async_op)
+        future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
         work = Work(op, self.place, future)
         return work if async_op else work.wait()
 

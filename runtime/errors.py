@@ -6,6 +6,7 @@ the rank. Everything else derives from :class:`InterlaceError`, so one ``except`
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class PeerDiedError(InterlaceError):
         super().__init__(f"rank {rank} (pid {pid}) died while this rank was in {doing}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.pid, self.doing)
+        return type(self), (self.rank, self.pid, self.doing), {"args": self.args}
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,13 @@ def rank_error(rank: int, original: BaseException, details: str = "") -> RankErr
     if isinstance(original, RankError):
         return original
     base = type(original)
-    try:
-        kind = type(f"Rank{base.__name__}", (RankError, base), {"__init__": RankError.__init__})
-        error: RankError = kind(rank, original, details)
-    except TypeError:  # layouts of some built-in exceptions cannot be combined
-        error = RankError(rank, original, details)
+    error = RankError(rank, original, details)
+    if isinstance(original, Exception):
+        # layouts of some built-in exceptions cannot be combined
+        with contextlib.suppress(TypeError):
+            namespace = {"__init__": RankError.__init__}
+            error = type(f"Rank{base.__name__}", (RankError, base), namespace)(
+                rank, original, details
+            )
     error.__cause__ = original
     return error

@@ -45,7 +45,8 @@ class Hooks(Protocol):
 
 def require_interpreter(kernel: Any) -> None:
     """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
-    if isinstance(kernel, triton_interpreter.InterpretedFunction):
+    kind = triton_interpreter.InterpretedFunction
+    if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
         return
     raise PlaceUnavailableError(
         "this place runs kernels in Triton's interpreter, but they were loaded for the compiler: "
@@ -98,6 +99,9 @@ def session(hooks: Hooks) -> Iterator[Any]:
                     scope = triton_interpreter._patch_lang(function)
                     if scope is not None:
                         stack.callback(scope.restore)
+                # the language is patched for good; kernels that user code launches in between must
+                # not patch and restore it in an order of their own
+                stack.enter_context(_attribute(triton_interpreter, "_patch_lang", _patched))
                 stack.enter_context(exact_arithmetic())
                 stack.enter_context(_plain_device_calls())
                 # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
@@ -130,6 +134,14 @@ def _numpy_dtype(dtype: Any) -> Any:
     if found is None:
         found = _numpy_dtypes[dtype.name] = _stock_numpy_dtype(dtype)
     return found
+
+
+class _NothingToRestore:
+    def restore(self) -> None: ...
+
+
+def _patched(function: Any) -> _NothingToRestore:
+    return _NothingToRestore()
 
 
 def _as_index(tensor: Any) -> int:
@@ -213,8 +225,3 @@ def source_frames(frame: Any) -> list[Any]:
             frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def is_interpreting() -> bool:
-    """Whether a session is open, in any thread."""
-    return _open_sessions > 0

@@ -327,5 +327,7 @@ def run_sim(
         scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None
+        if isinstance(failure.__cause__, KeyboardInterrupt):
+            raise failure.__cause__ from None
         raise rank_error(failure.task.rank, failure.__cause__) from failure.__cause__
     return results

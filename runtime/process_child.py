@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import ctypes
 import faulthandler
+import functools
 import os
 import pickle
 import signal
@@ -85,7 +86,7 @@ def _perform(task: Task) -> Report:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
         function, arguments, keywords, setup = _unpickled(task.call)
-        store = TCPStore("127.0.0.1", task.store_port, is_master=False)
+        store = _store(task.store_port)
         place = ShmPlace.connect(
             store,
             task.rank,
@@ -104,6 +105,12 @@ def _perform(task: Task) -> Report:
     if place is not None:
         place.close()
     return report
+
+
+@functools.cache
+def _store(port: int) -> TCPStore:
+    """One client per process: torch looks names up when it connects, which may take seconds."""
+    return TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _unpickled(call: bytes) -> Any:

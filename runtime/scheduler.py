@@ -136,11 +136,11 @@ class Scheduler:
 
     def give_way(self) -> None:
         """Let the scheduler choose who goes on."""
-        task = self.current
+        # host code may be inside a kernel that the user has launched, so every task has a grid
+        builder = self._builder
+        grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
         self._hub.switch()
-        if task.program is not None:
-            self._builder.grid_dim = (task.program.count, 1, 1)
-            self._builder.grid_idx = (task.program.index, 0, 0)
+        builder.grid_dim, builder.grid_idx = grid
 
     def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None:
         """Suspend the current task until ``ready()``; ``waiting`` describes it in a report."""

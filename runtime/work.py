@@ -38,8 +38,9 @@ class Work:
         On a GPU the current stream waits and the host goes on at once; on a CPU this blocks.
         Returns the op's result, or True for an op that works in place, as torch does.
 
-        ``timeout``, in seconds or a timedelta, bounds the blocking of the host; the group's own
-        timeout always does. Raises what the op failed with, on every later call again.
+        ``timeout``, in seconds or a timedelta, bounds the blocking of the host in ``shm``; the
+        group's own timeout always does, and in ``sim``, which has no clock, that of the run. Raises
+        what the op failed with, on every later call again.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and seconds <= 0:

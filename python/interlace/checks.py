@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -85,14 +86,15 @@ def one_of(name: str, value: Any, allowed: Sequence[str], rank: int) -> str:
 
 def dimension(name: str, value: Any, ndim: int, rank: int) -> int:
     """``value`` as an index from 0; negative counts from the end."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
+    value = int(operator.index(value))
     if not -ndim <= value < ndim:
         raise ValueError(
             f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value} "
             f"on rank {rank}"
         )
-    return value % ndim
+    return int(value) % ndim
 
 
 def matrix(

@@ -76,30 +76,33 @@ def all_gather(
     """
     communicator = resolve(group)
     rank, world_size = communicator.rank, communicator.world_size
-    algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-    tensor = checks.tensor("tensor", tensor, communicator)
-    parts = _parts("output", output, tensor, communicator)
-    for part in parts:
-        checks.output("output", part, communicator)
-    if tuple(parts[rank].shape) != tuple(tensor.shape):
-        raise ValueError(
-            f"output[{rank}] has shape {tuple(parts[rank].shape)}, tensor has {tuple(tensor.shape)}, "
-            f"on rank {rank}"
-        )
-    expected = [tuple(part.shape) for part in parts]
+    with communicator.accepting("all_gather"):
+        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+        tensor = checks.tensor("tensor", tensor, communicator)
+        parts = _parts("output", output, tensor, communicator)
+        for part in parts:
+            checks.output("output", part, communicator)
+        if tuple(parts[rank].shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"output[{rank}] has shape {tuple(parts[rank].shape)}, tensor has {tuple(tensor.shape)}, "
+                f"on rank {rank}"
+            )
+        expected = [tuple(part.shape) for part in parts]
 
     def host() -> Outcome:
-        answers = communicator.agree("all_gather", (tuple(tensor.shape), tensor.dtype, algorithm))
+        mine = (tuple(tensor.shape), tensor.dtype, algorithm, expected)
+        answers = communicator.agree("all_gather", mine)
         checks.equal_on_all(
             "all_gather", "dtype of tensor", [a[1] for a in answers], rank, kind=TypeError
         )
         checks.equal_on_all("all_gather", "algorithm", [a[2] for a in answers], rank)
-        for source, (shape, _, _) in enumerate(answers):
-            if expected[source] != shape:
-                raise ValueError(
-                    f"all_gather: output[{source}] has shape {expected[source]} on rank {rank}, "
-                    f"tensor has {shape} on rank {source}"
-                )
+        for receiver, (_, _, _, outputs) in enumerate(answers):
+            for source, (shape, _, _, _) in enumerate(answers):
+                if outputs[source] != shape:
+                    raise ValueError(
+                        f"all_gather: output[{source}] has shape {outputs[source]} on rank "
+                        f"{receiver}, tensor has {shape} on rank {source}"
+                    )
         return Outcome(None, _gather(communicator, tensor, output, parts, algorithm))
 
     # shapes on other ranks are known only after the exchange; all of it may run in the background
@@ -219,15 +222,16 @@ def reduce_scatter(
     """
     communicator = resolve(group)
     rank = communicator.rank
-    algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-    output = checks.output("output", output, communicator)
-    average = _check_reduction("output", output, op, rank)
-    parts = _parts("input", input, output, communicator)
-    shapes = [tuple(part.shape) for part in parts]
-    if shapes[rank] != tuple(output.shape):
-        raise ValueError(
-            f"input[{rank}] has shape {shapes[rank]}, output has {tuple(output.shape)}, on rank {rank}"
-        )
+    with communicator.accepting("reduce_scatter"):
+        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+        output = checks.output("output", output, communicator)
+        average = _check_reduction("output", output, op, rank)
+        parts = _parts("input", input, output, communicator)
+        shapes = [tuple(part.shape) for part in parts]
+        if shapes[rank] != tuple(output.shape):
+            raise ValueError(
+                f"input[{rank}] has shape {shapes[rank]}, output has {tuple(output.shape)}, on rank {rank}"
+            )
 
     def host() -> Outcome:
         op_name = "reduce_scatter"
@@ -292,9 +296,10 @@ def all_reduce(
     """
     communicator = resolve(group)
     rank = communicator.rank
-    algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-    tensor = checks.output("tensor", tensor, communicator)
-    average = _check_reduction("tensor", tensor, op, rank)
+    with communicator.accepting("all_reduce"):
+        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+        tensor = checks.output("tensor", tensor, communicator)
+        average = _check_reduction("tensor", tensor, op, rank)
 
     def host() -> Outcome:
         name = "all_reduce"

@@ -69,18 +69,19 @@ def all_gather_matmul(
     rank = communicator.rank
     several = not isinstance(weight, torch.Tensor)
     checks.warn_without_gradients(op, input, weight, bias)
-    input = checks.tensor("input", input, communicator)
-    checks.float_dtype("input", input.dtype, rank)
-    if input.dim() < 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
-        )
-    dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
-    along_k = dim == input.dim() - 1
-    algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
-    result_dtype = checks.output_dtype(out_dtype, input, rank)
-    checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
-    weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
+    with communicator.accepting(op):
+        input = checks.tensor("input", input, communicator)
+        checks.float_dtype("input", input.dtype, rank)
+        if input.dim() < 2:
+            raise ValueError(
+                f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
+            )
+        dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
+        along_k = dim == input.dim() - 1
+        algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
+        result_dtype = checks.output_dtype(out_dtype, input, rank)
+        checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
+        weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
 
     def host() -> Outcome:
         lengths = _agree_on_shards(

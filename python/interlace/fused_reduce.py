@@ -67,8 +67,9 @@ def matmul_reduce_scatter(
     communicator = resolve(group)
     rank, world_size = communicator.rank, communicator.world_size
     checks.warn_without_gradients(op, input, weight, bias)
-    request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
-    dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
+    with communicator.accepting(op):
+        request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+        dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
 
     def host() -> Outcome:
         request.agree(dim)
@@ -225,7 +226,8 @@ def matmul_all_reduce(
     op = "matmul_all_reduce"
     communicator = resolve(group)
     checks.warn_without_gradients(op, input, weight, bias)
-    request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+    with communicator.accepting(op):
+        request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
 
     def host() -> Outcome:
         request.agree(None)

@@ -36,12 +36,6 @@ def install(place: Place) -> Communicator:
     return communicator
 
 
-def install_for_process(communicator: Communicator | None) -> None:
-    """Make ``communicator`` the default group of every thread of this process."""
-    global _of_process
-    _of_process = communicator
-
-
 def default_group() -> Communicator:
     """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
     communicator = _default.get() or _of_process

@@ -53,8 +53,12 @@ def run(
         raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {type(fn).__name__}")
-    if timeout <= 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
+    if not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
 
     def host(rank_place: Place) -> Any:
         groups.install(rank_place)

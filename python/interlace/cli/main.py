@@ -23,14 +23,14 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="run the fused ops on real input and draw what happened"
     )
-    demo.add_argument("--ranks", type=_positive, default=None, help="world size (default 4)")
+    demo.add_argument("--ranks", type=positive_int, default=None, help="world size (default 4)")
     demo.add_argument("--place", choices=("sim", "shm", "cuda"), default="sim")
     for name, meaning in (
         ("m", "rows of the whole activations (tokens)"),
         ("n", "hidden features of the MLP"),
         ("k", "features of the activations"),
     ):
-        demo.add_argument(f"--{name}", type=_positive, default=None, help=meaning)
+        demo.add_argument(f"--{name}", type=positive_int, default=None, help=meaning)
     demo.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     demo.add_argument("--seed", type=int, default=0, help="schedule, embedding and weights")
     source = demo.add_mutually_exclusive_group()
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive, got {value}")
