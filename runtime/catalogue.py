@@ -219,13 +219,14 @@ def _matmul(
         "N": "i32",
         "K": "i32",
     }
+    descriptors = operands.layout if operands.tma else ""
     constants: dict[str, Constant] = {
         along: 1,
         "BLOCK_M": configuration.block_m,
         "BLOCK_N": configuration.block_n,
-        "BLOCK_K": configuration.block_k,
+        "BLOCK_K": configuration.inner_block(descriptors),
         "GROUP_M": configuration.group_m,
-        "DESCRIPTORS": operands.layout if operands.tma else "",
+        "DESCRIPTORS": descriptors,
         "BIAS": operands.bias,
         "INPUT_PRECISION": "ieee",
     }

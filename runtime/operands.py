@@ -73,6 +73,7 @@ def kernel_operands(
 ) -> dict[str, Any]:
     """The arguments of the matmul loop that all fused kernels share."""
     weight = linear.weight
+    descriptors = descriptor_path(configuration, input, weight)
     return {
         "input_ptr": input,
         "input_stride": input.stride(0),
@@ -85,9 +86,9 @@ def kernel_operands(
         "K": weight.shape[0],
         "BLOCK_M": configuration.block_m,
         "BLOCK_N": configuration.block_n,
-        "BLOCK_K": configuration.block_k,
+        "BLOCK_K": configuration.inner_block(descriptors),
         "GROUP_M": configuration.group_m,
-        "DESCRIPTORS": descriptor_path(configuration, input, weight),
+        "DESCRIPTORS": descriptors,
         "BIAS": "" if linear.bias is None else linear.bias_along,
         "INPUT_PRECISION": input_precision(input.dtype),
     }

@@ -120,6 +120,15 @@ def folder_packages() -> dict[str, str]:
     return found
 
 
+def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
+    """pytest skips folders named build, dist and others unless it is told not to."""
+    if request.config.args != ["tests"]:
+        pytest.skip("only a part of the tests was asked for")
+    collected = {item.path for item in request.session.items}
+    files = set((ROOT / "tests").rglob("test_*.py"))
+    assert files <= collected, sorted(map(str, files - collected))
+
+
 def test_every_folder_is_packaged() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

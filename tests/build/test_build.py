@@ -213,7 +213,9 @@ def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
     out = io.StringIO()
     assert command.build(Console(file=out, width=200), [90], False) == code
-    assert "some kernel" in out.getvalue()
+    name, variant = GOOD.name.split()
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert [name] in lines and any(line[:2] == [variant, str(report.arch)] for line in lines)
     out = io.StringIO()
     assert command.build(Console(file=out, width=20), [90], True) == code
     (facts,) = json.loads(out.getvalue())
