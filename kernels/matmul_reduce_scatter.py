@@ -111,7 +111,7 @@ def matmul_reduce_scatter_kernel(
     rows, number of the first tile. Program p of P takes tiles t with ``t % P == p``.
 
     Ordering: a producer waits for the owner's credit, stores the tile with ``tl.store``, publishes
-    the slot (source, tile). The owner waits for each source's slot in rank order, then loads. The
+    the slot (source, tile). The owner waits for the slots of all sources, then loads. The
     workspace is free again when finish_kernel, next on the stream, has given this rank's credit.
 
     Example: W = 2, M = 128, N = 64, 64 x 64 tiles, one program per rank. Rank 0 computes rows 64-127,

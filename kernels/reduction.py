@@ -1,8 +1,8 @@
 """Sums over ranks: fp32, in rank order, whoever arrives first. Plain reduce-scatter and all-reduce.
 
 The part that a rank owns collects W contributions in its workspace, one region per source rank, and a
-slot per (source, block). The owner adds source 0, 1, ... W-1, waiting for each in turn: the result does
-not depend on timing, and where several ranks compute the same sum they get the same bits.
+slot per (source, block). The owner waits for all sources of a block, then adds source 0, 1, ... W-1: the
+result does not depend on timing, and where several ranks compute the same sum they get the same bits.
 """
 
 import triton
@@ -89,8 +89,8 @@ def reduce_scatter_kernel(
     per owner in ``tiling.owner_order``: owner, first element, elements, number of the first block.
 
     Ordering: every program first stores its blocks into the owners' workspaces (after the owner's
-    credit) and publishes a slot per block; then it sums its share of the own segment, waiting for
-    source after source. Producing never waits for a sum of this op, so any program order progresses.
+    credit) and publishes a slot per block; then it sums its share of the own segment, a block when
+    it has arrived from all sources. Producing never waits for a sum of this op, so any program order progresses.
 
     Example: W = 2, 10 elements, BLOCK = 4: segments of 5. Rank 0 stores elements 5-9 as its
     contribution to rank 1 in blocks of 4 and 1, slots 0 and 1 there; rank 1 adds rank 0's and its own.
