@@ -90,7 +90,8 @@ def reduce_scatter_kernel(
 
     Ordering: every program first stores its blocks into the owners' workspaces (after the owner's
     credit) and publishes a slot per block; then it sums its share of the own segment, a block when
-    it has arrived from all sources. Producing never waits for a sum of this op, so any program order progresses.
+    it has arrived from all sources. Producing never waits for a sum of this op, so any program order
+    progresses.
 
     Example: W = 2, 10 elements, BLOCK = 4: segments of 5. Rank 0 stores elements 5-9 as its
     contribution to rank 1 in blocks of 4 and 1, slots 0 and 1 there; rank 1 adds rank 0's and its own.
