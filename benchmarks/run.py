@@ -33,7 +33,7 @@ from rich.table import Table
 
 import interlace
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "collectives")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -47,7 +47,8 @@ def matmul_all_reduce_kernel(
     Legend: as matmul_reduce_scatter_kernel, with every rank the owner of all M rows.
 
     Ordering: a producer waits for each peer's credit, stores the tile into the peer's region [rank],
-    publishes the slot (source, tile) there. Sums follow in the same programs, source after source.
+    publishes the slot (source, tile) there. Sums follow in the same programs, a tile when it has
+    arrived from all sources.
     Producing waits for no sum of this op. finish_kernel gives the credit for reuse.
 
     Example: W = 2, one 64 x 64 tile. Rank 1 stores its tile in region 1 of rank 0, publishes slot 1
