@@ -33,6 +33,26 @@ Header of a channel, in int64 words; every rank has its own::
     6 EXPECTED    the epoch it waited for            7 SEEN      what it saw last
     8 PROGRAM     program id
     64 + r CREDIT rank r has finished this many ops on this channel
+
+Flags: what torch's handle of symmetric memory does
+---------------------------------------------------
+A *flag* is no slot: it is a 32-bit word of a *signal pad*, goes up and down, and belongs to one pair.
+Every rank has a pad, and flag ``channel * world_size + source`` of it is what rank ``source`` raises
+for the pad's owner on that channel. The protocol is that of ``torch.distributed._symmetric_memory``,
+so kernels which use a pad by themselves, and ``put_signal``, ``wait_signal`` and ``barrier`` of the
+handle, mix as they do there::
+
+    put    source   0 -> 1, a compare-and-swap with release; waits first while the flag is still up
+    wait   owner    1 -> 0, a compare-and-swap with acquire; waits first until it is up
+
+``put_flag``   everything that any thread of this program stored before is visible to whom takes it.
+``wait_flag``  loads after it see what was stored before the put; and what this program stored before
+               is over when ``source`` may raise the flag again.
+
+Between two ranks one put answers one wait, so pads are zero at rest and may be used again at once.
+Both are bounded: after ``polls`` polls they return 0 instead of 1. They look before they swap: a poll
+that only reads is known for one, so a simulated program sleeps in it, and it keeps the cache line
+shared.
 """
 
 import triton
@@ -182,3 +202,107 @@ def finish_kernel(peers_ptr, rank, world_size):
     for peer in range(world_size):
         publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), epoch)
     tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)
+
+
+@triton.jit
+def flag_pointer(pads_ptr, owner, world_size, channel, source):
+    """The flag that ``source`` raises for ``owner``. ``pads_ptr``: table of the pads' addresses."""
+    pad = tl.load(pads_ptr + owner).to(tl.pointer_type(tl.int32))
+    return pad + (channel * world_size + source)
+
+
+@triton.jit
+def put_flag(flag_ptr, polls):
+    """Raise a flag, after all earlier stores of the whole program; 0 if it never came down, else 1."""
+    tl.debug_barrier()
+    down = tl.zeros((), tl.int32)
+    up = down + 1
+    seen = up
+    while (seen != 0) & (polls > 0):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        if seen == 0:
+            seen = tl.atomic_cas(flag_ptr, down, up, sem="release", scope="sys")
+        polls -= 1
+    return 1 - seen
+
+
+@triton.jit
+def wait_flag(flag_ptr, polls):
+    """Take a flag down once it is up; 0 if it never was, else 1."""
+    down = tl.zeros((), tl.int32)
+    up = down + 1
+    seen = down
+    while (seen != 1) & (polls > 0):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        if seen == 1:
+            seen = tl.atomic_cas(flag_ptr, up, down, sem="acquire", scope="sys")
+        polls -= 1
+    return seen
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "channel", "peer", "polls"])
+def put_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, polls):
+    """Raise this rank's flag at ``peer``; ``status_ptr`` is 1 + peer until that is done, then 0.
+
+    Ordering: one program, alone. What precedes it on its stream is visible to whoever takes the flag:
+    the kernel boundary orders it before the release.
+
+    Example: with 4 ranks, ``put_signal_kernel[(1,)](pads, status, 2, 4, 1, 0, 1 << 62)`` turns word
+    1 * 4 + 2 = 6 of rank 0's pad from 0 to 1.
+    """
+    tl.store(status_ptr, peer + 1)
+    if put_flag(flag_pointer(pads_ptr, peer, world_size, channel, rank), polls) != 0:
+        tl.store(status_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "channel", "peer", "polls"])
+def wait_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, polls):
+    """Take down ``peer``'s flag here; ``status_ptr`` is 1 + peer until that is done, then 0.
+
+    Ordering: one program, alone; the end of the kernel orders everything later on the stream after it.
+
+    Example: with 4 ranks, ``wait_signal_kernel[(1,)](pads, status, 0, 4, 1, 2, 1 << 62)`` waits until
+    word 1 * 4 + 2 = 6 of rank 0's pad is 1 and turns it to 0.
+    """
+    tl.store(status_ptr, peer + 1)
+    if wait_flag(flag_pointer(pads_ptr, rank, world_size, channel, peer), polls) != 0:
+        tl.store(status_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "channel", "polls"])
+def handle_barrier_kernel(pads_ptr, status_ptr, rank, world_size, channel, polls):
+    """Raise a flag at every other rank, then take every other rank's down.
+
+    ``status_ptr``: 1 + the rank that is waited for, 0 at the end.
+
+    Ordering: one program, alone, after and before everything else on its stream. Every rank publishes
+    to every other, and waits for every other, so all that precedes it on any rank is visible to all
+    that follows it on any rank. A flag is raised again only after its owner took it down, so a rank
+    cannot run ahead by two barriers.
+
+    Example: rank 1 of 3 on channel 2 raises word 2 * 3 + 1 = 7 at ranks 0 and 2, then waits for words
+    6 and 8 of its own pad. All are 0 afterwards.
+    """
+    done = tl.zeros((), tl.int32) + 1
+    for peer in range(world_size):
+        if (peer != rank) & (done != 0):
+            tl.store(status_ptr, peer + 1)
+            done = put_flag(flag_pointer(pads_ptr, peer, world_size, channel, rank), polls)
+    for peer in range(world_size):
+        if (peer != rank) & (done != 0):
+            tl.store(status_ptr, peer + 1)
+            done = wait_flag(flag_pointer(pads_ptr, rank, world_size, channel, peer), polls)
+    if done != 0:
+        tl.store(status_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["value"])
+def write_value_kernel(word_ptr, value):
+    """Set a 32-bit word from the host's point of view, as a stream item after a copy.
+
+    Ordering: as publish_kernel: what precedes it on its stream is visible to whoever acquires the word.
+
+    Example: ``write_value_kernel[(1,)](progress[3:], 1)`` sets progress[3] to 1 after the copies that
+    precede it.
+    """
+    publish(word_ptr, value)

@@ -83,6 +83,17 @@ def _signals(arch: int) -> Iterator[Entry]:
     for kernel, integers in kernels.items():
         types = {"peers_ptr": "*i64"} | dict.fromkeys(integers, "i32")
         yield Entry("interlace.kernels.signal", kernel, "", arch, types, divisible=("peers_ptr",))
+    flags = {
+        "put_signal_kernel": ("rank", "world_size", "channel", "peer"),
+        "wait_signal_kernel": ("rank", "world_size", "channel", "peer"),
+        "handle_barrier_kernel": ("rank", "world_size", "channel"),
+    }
+    for kernel, integers in flags.items():
+        pointers = {"pads_ptr": "*i64", "status_ptr": "*i64"}
+        types = pointers | dict.fromkeys(integers, "i32") | {"polls": "i64"}
+        yield Entry("interlace.kernels.signal", kernel, "", arch, types, divisible=tuple(pointers))
+    types = {"word_ptr": "*u32", "value": "i64"}
+    yield Entry("interlace.kernels.signal", "write_value_kernel", "", arch, types)
 
 
 _WORKSPACE = {

@@ -251,6 +251,7 @@ def reduce_scatter_kernel(
     layout.add_slots(blocks * communicator.world_size)
     layout.add_data(max(lengths) * communicator.world_size * output.dtype.itemsize)
     limit = configuration.programs or communicator.place.program_limit()
+    table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
@@ -261,7 +262,7 @@ def reduce_scatter_kernel(
                     **workspace.kernel_arguments(),
                     "input_ptr": input,
                     "output_ptr": output,
-                    "segments_ptr": segment_table(communicator, segments, block, 1),
+                    "segments_ptr": table,
                     "own_elements": lengths[communicator.rank],
                     "BLOCK": block,
                     "AVERAGE": average,

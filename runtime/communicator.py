@@ -122,8 +122,10 @@ class Communicator:
             raise
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called it, and what their callers had issued has finished."""
+        self.place.arrive()
         self.agree("barrier", None)
+        self.place.depart()
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator over some of this group's ranks; None on the others.

@@ -51,7 +51,8 @@ class BlockedWait:
     source: int | None = None
 
     def __str__(self) -> str:
-        values = "" if self.expected is None else f", seen {self.seen}, expected {self.expected}"
+        values = "" if self.seen is None else f", seen {self.seen}"
+        values += "" if self.expected is None else f", expected {self.expected}"
         place = f" at {self.where}" if self.where else ""
         return f"rank {self.rank} {self.who} waits for {self.waiting_for}{values}{place}"
 

@@ -78,17 +78,20 @@ def all_gather_matmul_fused(
     layout = Layout()
     layout.add_slots(slots)
     layout.add_data(total * inner * input.element_size())
+    # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    operands = [kernel_operands(communicator, configuration, input, linear) for linear in linears]
+    tables = [
+        _chunk_table(communicator, configuration, rows, linear.weight.shape[1])
+        for linear in linears
+    ]
 
     def body(workspace: Workspace) -> None:
         most = max(1, communicator.place.program_limit() // 4)
         copiers = min(configuration.copiers, num_sends, most)
         if not copiers:
             _send_by_copy_engine(communicator, workspace, input, rows, size)
-        for index, linear in enumerate(linears):
-            columns = linear.weight.shape[1]
-            chunks, num_chunks, tiles = _chunk_table(communicator, configuration, rows, columns)
+        for index, (chunks, num_chunks, tiles) in enumerate(tables):
             mine = copiers if index == 0 else 0
-            operands = kernel_operands(communicator, configuration, input, linear)
             aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
             communicator.compute.launch(
                 KernelLaunch(
@@ -96,7 +99,7 @@ def all_gather_matmul_fused(
                     mine + persistent_programs(communicator, configuration, tiles, mine),
                     {
                         **workspace.kernel_arguments(),
-                        **operands,
+                        **operands[index],
                         "sends_ptr": sends,
                         "num_sends": num_sends,
                         "chunks_ptr": chunks,

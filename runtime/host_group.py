@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from interlace.runtime import rendezvous
 from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, Control
 from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
-from interlace.runtime.segment import Identity, Mapping, create_segment, map_segment
+from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
 
 if TYPE_CHECKING:
@@ -76,84 +76,113 @@ class HostGroup:
     def _join(self) -> None:
         """Trade control segments and pidfds, check them, and forget the store's keys."""
         nonce = self._rendezvous.nonce
-        own = create_segment(Identity(nonce, self.rank, self.world_size, CONTROL_BYTES))
+        own = self.new_segment(CONTROL_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self._interruption)
         doing = f"joining group {self.prefix!r}"
         try:
             received = self._rendezvous.trade(
-                (own, pidfd), lambda missing: patience.step(doing, missing)
+                (own.descriptor, pidfd), lambda missing: patience.step(doing, missing)
             )
             for peer, delivery in received.items():
                 self._pids[peer] = delivery.pid
                 self._pidfds[peer] = delivery.descriptors.pop()
-            self._control = Control(self.rank, self._map(own, received, CONTROL_BYTES))
+            identities = [
+                Identity(nonce, rank, self.world_size, CONTROL_BYTES)
+                for rank in range(self.world_size)
+            ]
+            self._control = Control(self.rank, self._map(own.mapping, received, identities))
         finally:
-            rendezvous.close_all((own, pidfd))
+            own.close()
+            os.close(pidfd)
         self.exchange(b"", doing)  # everyone has read the keys
         rendezvous.forget(self.store, self.rank, self.world_size, self.prefix, nonce)
         self.exchange(b"", doing)  # they are gone: the next generation cannot find them
 
     def _map(
-        self, own: int, received: dict[int, rendezvous.Delivery], nbytes: int
+        self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
     ) -> list[Mapping]:
-        """Check and map every rank's segment. Closes the descriptors of the peers."""
-        nonce, mappings = self._rendezvous.nonce, []
+        """Check and map the segments of the peers. Closes their descriptors."""
+        mappings = []
         try:
-            for rank in range(self.world_size):
-                descriptor = own if rank == self.rank else received[rank].descriptors[0]
-                identity = Identity(nonce, rank, self.world_size, nbytes)
-                mappings.append(map_segment(descriptor, identity))
+            for rank, identity in enumerate(identities):
+                if rank == self.rank:
+                    mappings.append(own)
+                else:
+                    mappings.append(map_segment(received[rank].descriptors[0], identity))
         finally:
             for delivery in received.values():
                 rendezvous.close_all(delivery.descriptors)
         return mappings
 
-    def share(self, nbytes: int, doing: str) -> list[Mapping]:
+    def new_segment(self, nbytes: int) -> Segment:
+        """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
+        return Segment(Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes))
+
+    def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
         """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
 
         Either all ranks get it or all raise: InterlaceError naming the rank and the size when
         memory is short, ValueError when the ranks ask for different sizes.
         """
+        self.check_usable()
+        own, problem = None, ""
+        try:
+            own = self.new_segment(nbytes)
+        except InterlaceError as error:
+            problem = str(error)
+        try:
+            return self._share(own, nbytes, problem, doing)
+        finally:
+            if own is not None:
+                own.close()
+
+    def share(self, own: Segment, doing: str) -> list[Mapping]:
+        """Every rank's segment, mapped here; the own mapping is ``own``'s. Collective.
+
+        A segment may be shared in several groups, whichever made it. Errors as of :meth:`allocate`.
+        """
+        return self._share(own, own.identity.nbytes, "", doing)
+
+    def _share(self, own: Segment | None, nbytes: int, problem: str, doing: str) -> list[Mapping]:
+        """First everybody says what it has, or why not; then descriptors go round.
+
+        A header is compared with what its owner has said, which came through memory of this group
+        only, so a descriptor from elsewhere is found out.
+        """
         with self._collective_lock:
             self.check_usable()
-            own, problem = None, ""
-            mappings: list[Mapping] = []
+            said = bytes(HEADER_BYTES) if own is None else own.identity.pack()
+            identities = self._compare(nbytes, said, problem, doing)
+            assert own is not None  # or its problem was raised
+            patience, mappings = self.patience(), []
+            received = self._rendezvous.trade(
+                (own.descriptor,), lambda missing: patience.step(doing, missing)
+            )
             try:
-                try:
-                    nonce = self._rendezvous.nonce
-                    own = create_segment(Identity(nonce, self.rank, self.world_size, nbytes))
-                except InterlaceError as error:
-                    problem = str(error)
-                self._compare_sizes(nbytes, problem, doing)
-                assert own is not None
-                patience = self.patience()
-                received = self._rendezvous.trade(
-                    (own,), lambda missing: patience.step(doing, missing)
-                )
-                try:
-                    mappings = self._map(own, received, nbytes)
-                except InterlaceError as error:
-                    problem = str(error)
-                self._compare_sizes(nbytes, problem, doing)
-            finally:
-                if own is not None:
-                    os.close(own)
+                mappings = self._map(own.mapping, received, identities)
+            except InterlaceError as error:
+                problem = str(error)
+            self._compare(nbytes, said, problem, doing)
         return mappings
 
-    def _compare_sizes(self, nbytes: int, problem: str, doing: str) -> None:
-        """Raise the same on every rank if one has a problem or the sizes differ."""
-        answers = self.exchange(_SIZE.pack(nbytes) + problem.encode(), doing)
+    def _compare(self, nbytes: int, said: bytes, problem: str, doing: str) -> list[Identity]:
+        """What every rank says of its segment.
+
+        Raises the same on every rank if one has a problem or the sizes differ.
+        """
+        answers = self.exchange(_SIZE.pack(nbytes) + said + problem.encode(), doing)
         sizes = [_SIZE.unpack_from(answer)[0] for answer in answers]
-        problems = [answer[_SIZE.size :].decode() for answer in answers]
+        start = _SIZE.size + HEADER_BYTES
         for rank, size in enumerate(sizes):
             if size != sizes[0]:
                 raise ValueError(
                     f"nbytes differs: rank 0 allocates {sizes[0]} bytes, rank {rank} {size}"
                 )
-        for rank, text in enumerate(problems):
-            if text:
+        for rank, answer in enumerate(answers):
+            if text := answer[start:].decode():
                 raise InterlaceError(f"rank {rank}: {text}")
+        return [Identity.unpack(answer[_SIZE.size : start]) for answer in answers]
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective.
@@ -201,9 +230,10 @@ class HostGroup:
         while not predicate():
             patience.step(doing, others)
 
-    def patience(self) -> Patience:
-        """For one wait: step it after every poll that failed."""
-        return Patience(self.rank, self.timeout, self._interruption, spins=self._spins)
+    def patience(self, timeout: float | None = None) -> Patience:
+        """For one wait: step it after every poll that failed. Bounded as the group is by default."""
+        bound = self.timeout if timeout is None else timeout
+        return Patience(self.rank, bound, self._interruption, spins=self._spins)
 
     def _interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """Why a wait for these ranks can never end. Root causes come first.

@@ -11,36 +11,22 @@ The builder is global to the process, so only one session exists at a time; a se
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.exact import exact_arithmetic
-
-Thunk = Callable[[], Any]
-
-
-class Hooks(Protocol):
-    """What a session tells about a program's memory operations.
-
-    ``perform`` does the operation and returns its handle (None for stores); a hook calls it once and
-    returns what it returned. A poll may perform more than once.
-    """
-
-    def load(self, pointers: Any, mask: Any, perform: Thunk) -> Any: ...
-
-    def store(self, pointers: Any, mask: Any, perform: Thunk) -> Any: ...
-
-    def atomic(self, pointers: Any, mask: Any, reads_only: bool, perform: Thunk) -> Any: ...
-
-    def barrier(self) -> None: ...
+from interlace.runtime.hooks import Atomic, Hooks
+from interlace.runtime.inline_ptx import InlineAssembly
 
 
 def require_interpreter(kernel: Any) -> None:
@@ -111,6 +97,8 @@ def session(hooks: Hooks) -> Iterator[Any]:
                     # checks every integer operation for overflow, then drops what it found
                     unchecked = replace(builder.options, sanitize_overflow=False)
                     stack.enter_context(_attribute(builder, "options", unchecked))
+                kind = triton_interpreter.InterpretedFunction
+                stack.enter_context(_attribute(kind, "run", _launched(hooks)))
                 for name, replacement in _hooked(builder, hooks).items():
                     stack.enter_context(_attribute(builder, name, replacement))
                 yield builder
@@ -182,25 +170,36 @@ def _plain_device_calls() -> Iterator[None]:
 def _hooked(builder: Any, hooks: Hooks) -> dict[str, Callable[..., Any]]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
-    add = triton_interpreter._ir.ATOMIC_OP.ADD
+    assembly = InlineAssembly(builder, hooks)
 
-    def masked_load(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        return hooks.load(pointers, mask, lambda: load(pointers, mask, *rest, **named))
+    def masked_load(
+        pointers: Any,
+        mask: Any,
+        other: Any,
+        cache_modifier: Any,
+        eviction_policy: Any,
+        is_volatile: bool,
+    ) -> Any:
+        def perform() -> Any:
+            return load(pointers, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+        return hooks.load(pointers, mask, perform, volatile=bool(is_volatile))
 
     def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        return hooks.store(pointers, mask, lambda: store(pointers, value, mask, *rest, **named))
+        return hooks.store(
+            pointers, value, mask, lambda: store(pointers, value, mask, *rest, **named)
+        )
 
     def atomic_cas(pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         reads_only = bool((compare.data == value.data).all())
-        return hooks.atomic(
-            pointers, None, reads_only, lambda: cas(pointers, compare, value, sem, scope)
-        )
+        atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
+        return hooks.atomic(atomic, lambda: cas(pointers, compare, value, sem, scope))
 
     def atomic_rmw(op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        reads_only = op == add and not value.data.any()
-        return hooks.atomic(
-            pointers, mask, reads_only, lambda: rmw(op, pointers, value, mask, sem, scope)
-        )
+        kind = _KINDS[op]
+        reads_only = kind == "add" and not value.data.any()
+        atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
+        return hooks.atomic(atomic, lambda: rmw(op, pointers, value, mask, sem, scope))
 
     return {
         "create_masked_load": masked_load,
@@ -208,7 +207,67 @@ def _hooked(builder: Any, hooks: Hooks) -> dict[str, Callable[..., Any]]:
         "create_atomic_cas": atomic_cas,
         "create_atomic_rmw": atomic_rmw,
         "create_barrier": hooks.barrier,
+        "create_inline_asm": assembly.create,
     }
+
+
+_ir = triton_interpreter._ir
+_SEMS = {
+    _ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    _ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    _ir.MEM_SEMANTIC.RELEASE: "release",
+    _ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+_SCOPES = {
+    _ir.MEM_SYNC_SCOPE.CTA: "cta",
+    _ir.MEM_SYNC_SCOPE.GPU: "gpu",
+    _ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
+}
+_KINDS = {
+    getattr(_ir.ATOMIC_OP, name): kind
+    for name, kind in {
+        "ADD": "add",
+        "FADD": "add",
+        "MIN": "min",
+        "UMIN": "min",
+        "MAX": "max",
+        "UMAX": "max",
+        "AND": "and",
+        "OR": "or",
+        "XOR": "xor",
+        "XCHG": "xchg",
+    }.items()
+}
+
+
+def _launched(hooks: Hooks) -> Callable[..., None]:
+    """In place of ``InterpretedFunction.run``, which runs one program after another."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if warmup:
+            return
+        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+        given = {name: value for name, value in named.items() if name in kernel.arg_names}
+        bound = inspect.signature(kernel.fn).bind(*args, **given)
+        bound.apply_defaults()
+        for hook in kernel.pre_run_hooks:
+            hook(*args, **given)
+        extents = tuple(grid(bound.arguments) if callable(grid) else grid)
+        assert 1 <= len(extents) <= 3, f"grid must have 1 to 3 dimensions, got {extents}"
+        hooks.launch(kernel, extents, dict(bound.arguments), options)
+
+    return run
+
+
+def active_addresses(pointers: Any, mask: Any) -> Any:
+    """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
+    addresses = np.asarray(pointers.data).ravel()
+    if mask is None:
+        return addresses
+    chosen = mask if isinstance(mask, np.ndarray) else mask.data  # descriptors pass bare arrays
+    if chosen.all():
+        return addresses
+    return addresses[np.broadcast_to(chosen, pointers.data.shape).ravel()]
 
 
 def source_frames(frame: Any) -> list[Any]:
@@ -220,7 +279,8 @@ def source_frames(frame: Any) -> list[Any]:
     frames = []
     while frame is not None:
         name = frame.f_code.co_filename
-        ours = frame.f_globals.get("__name__", "").startswith("interlace.runtime.")
+        module = frame.f_globals.get("__name__", "")
+        ours = module.startswith(("interlace.runtime.", "interlace.verify."))
         if not name.startswith(triton_home) and not ours and "greenlet" not in name:
             frames.append(frame)
         frame = frame.f_back

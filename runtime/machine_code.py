@@ -1,130 +1,31 @@
-"""What PTX and SASS say about a kernel: ordering faults, and instruction counts.
+"""What a kernel's IR, PTX and SASS say about it: faults, and instruction counts.
 
-Pure functions over text, so that each rule is tested on text that it must flag. Rules return a list
-of findings, one line of text each; empty is good. They follow the branches of the PTX: "reaches"
-means along some path through the kernel.
+Pure functions over text, so that each rule is tested on text that it must flag. The rules of memory
+ordering are in ``ptx_rules.py`` and ``triton_ir.py``; here are those over SASS, and :func:`faults`, which
+asks all of them.
 
-unordered_releases   a release that a barrier does not precede leaves other threads' stores unordered
-published_bulk_stores  a descriptor store reaches a release before it is complete
-unfenced_bulk_loads  a wait reaches a descriptor load without ``fence.proxy.async`` in between
-early_loads          an asynchronous load precedes the wait it depends on
-weak_polls           a poll that acquires nothing
+Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas keeps loads behind an
+acquire, and the control flow of SASS cannot be had from its text for every architecture (on sm_80 a
+jump may be a CALL that never returns, and inlined calls leave no trace).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-Rule = Callable[[str], list[str]]
+from interlace.runtime.compiled_lines import describe
+from interlace.runtime.faults import Fault, selected
+from interlace.runtime.ptx import Program
+from interlace.runtime.ptx_rules import PTX_RULES, is_acquire, is_release
+from interlace.runtime.triton_ir import Dot, TritonIR
 
-# "@%p1 atom.global.sys.release.exch.b64 ..." and "atom.release.sys.global.exch.b64 ..." alike.
-_PREDICATE = re.compile(r"@!?%p\d+\s+")
-_RELEASE = re.compile(r"(atom|red|st)\.[\w.:]*\b(release|acq_rel)\b")
-_ACQUIRE = re.compile(r"(ld|atom)\.[\w.:]*\bacquire\b")
-_GLOBAL_STORE = re.compile(r"st\.(?!shared|local|async)|cp\.async\.bulk[\w.:]*\.global\.shared")
-_BULK_LOAD = re.compile(r"cp\.async\.bulk\.tensor[\w.:]*\.shared::\w+\.global")
-_BULK_STORE = re.compile(r"cp\.async\.bulk\.tensor[\w.:]*\.global\.shared::cta")
-_BULK_DONE = re.compile(r"cp\.async\.bulk\.wait_group\s+0")
-_ASYNC_LOAD = re.compile(r"cp\.async\.c[ag]\.shared\.global")
-_PROXY_FENCE = re.compile(r"fence\.proxy\.async(\.global)?\s*;")
-_WEAK_POLL = re.compile(r"(ld|atom)\.[\w.:]*\b(volatile|relaxed)\b")
-_BARRIER = re.compile(r"(bar\.sync|barrier\.sync|barrier\.cta\.sync)\b")
-_LABEL = re.compile(r"(\$L__BB\w+):")
-_BRANCH = re.compile(r"bra(?:\.uni)?\s+(\$\w+)")
-_SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", re.MULTILINE)
+# On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
+STRICT_ARCHES = (90, 100)
 
-
-def _statements(ptx: str) -> list[str]:
-    """One stripped line each, predicates and comments removed except on branches and returns."""
-    lines = []
-    for line in ptx.splitlines():
-        text = line.split("//")[0].strip()
-        bare = _PREDICATE.sub("", text)
-        lines.append(text if bare.startswith(("bra", "ret")) else bare)
-    return lines
-
-
-def _reach(lines: Sequence[str], first: int, stop: re.Pattern[str]) -> Iterable[int]:
-    """Indices of the lines on some path after ``first``, up to those that ``stop`` matches."""
-    labels = {m.group(1): i for i, line in enumerate(lines) if (m := _LABEL.match(line))}
-    seen, todo = set(), [first + 1]
-    while todo:
-        index = todo.pop()
-        if index in seen or index >= len(lines) or stop.match(lines[index]):
-            continue
-        seen.add(index)
-        line = lines[index]
-        branch = _BRANCH.search(line)
-        if branch and branch.group(1) in labels:
-            todo.append(labels[branch.group(1)])
-        if line.startswith("@") or not line.startswith(("bra", "ret")):
-            todo.append(index + 1)
-    return sorted(seen)
-
-
-def _from_to(
-    ptx: str, start: re.Pattern[str], end: re.Pattern[str], stop: re.Pattern[str], what: str
-) -> list[str]:
-    lines = _statements(ptx)
-    ends = [
-        found
-        for index, line in enumerate(lines)
-        if start.match(line)
-        for found in _reach(lines, index, stop)
-        if end.match(lines[found])
-    ]
-    return [f"line {index + 1}: {what}: {lines[index]}" for index in sorted(set(ends))]
-
-
-def unordered_releases(ptx: str) -> list[str]:
-    """Releases with a store, or the beginning of a block, between them and the barrier before them."""
-    lines = _statements(ptx)
-    found = []
-    for index, line in enumerate(lines):
-        if not _RELEASE.match(line):
-            continue
-        before = index - 1
-        while before >= 0 and not _BARRIER.match(lines[before]):
-            if before == 0 or _GLOBAL_STORE.match(lines[before]) or _LABEL.match(lines[before]):
-                found.append(f"line {index + 1}: release without a barrier before it: {line}")
-                break
-            before -= 1
-    return found
-
-
-def published_bulk_stores(ptx: str) -> list[str]:
-    """Releases that a descriptor store reaches without ``cp.async.bulk.wait_group 0``."""
-    return _from_to(ptx, _BULK_STORE, _RELEASE, _BULK_DONE, "release of a descriptor store")
-
-
-def unfenced_bulk_loads(ptx: str) -> list[str]:
-    """Descriptor loads that a wait reaches without ``fence.proxy.async``."""
-    return _from_to(ptx, _ACQUIRE, _BULK_LOAD, _PROXY_FENCE, "descriptor load without a fence")
-
-
-def early_loads(ptx: str) -> list[str]:
-    """Asynchronous loads before the last wait: for kernels whose waits all precede their matmul.
-
-    In the text, not along paths: every round of a loop of chunks comes back from loads to the wait.
-    """
-    lines = _statements(ptx)
-    last = max((i for i, line in enumerate(lines) if _ACQUIRE.match(line)), default=-1)
-    return [
-        f"line {index + 1}: load before a wait: {lines[index]}"
-        for index in range(last)
-        if _BULK_LOAD.match(lines[index]) or _ASYNC_LOAD.match(lines[index])
-    ]
-
-
-def weak_polls(ptx: str) -> list[str]:
-    """Volatile or relaxed reads of signals."""
-    return [
-        f"line {index + 1}: read without acquire: {line}"
-        for index, line in enumerate(_statements(ptx))
-        if _WEAK_POLL.match(line)
-    ]
+_SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)([.\w]*)", re.MULTILINE)
+_SASS_LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 
 
 def instruction_counts(sass: str) -> Counter[str]:
@@ -132,13 +33,98 @@ def instruction_counts(sass: str) -> Counter[str]:
     return Counter(match.group(1) for match in _SASS.finditer(sass))
 
 
-def tensor_core_instructions(counts: Counter[str], arch: int) -> int:
-    """Matrix instructions of the kind that ``arch`` is fast with: HGMMA on 9.0, UTC*MMA on 10.x."""
-    kinds = {9: r"HGMMA", 10: r"UTC\w*MMA"}
-    kind = re.compile(kinds.get(arch // 10, r"HMMA"))
-    return sum(count for name, count in counts.items() if kind.fullmatch(name))
+def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool = False) -> int:
+    """Matrix instructions of the kind that ``arch`` is fast with: HGMMA on 9.0, UTC*MMA on 10.x.
+
+    ``any_kind`` counts those of older architectures too, which small tiles are compiled to.
+    """
+    older = r"[HIQD]?MMA"
+    kinds = {9: r"[HIQ]GMMA", 10: r"UTC\w*MMA"}
+    kind = kinds.get(arch // 10, older)
+    wanted = re.compile(f"{kind}|{older}" if any_kind else kind)
+    return sum(count for name, count in counts.items() if wanted.fullmatch(name))
 
 
 def spills(counts: Counter[str]) -> int:
     """Accesses to local memory: registers that did not fit, or arrays that were indexed."""
     return counts["LDL"] + counts["STL"]
+
+
+def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
+    """A fault where an architecture that should need no stack uses it."""
+    if arch not in STRICT_ARCHES or not (stack or spill_instructions):
+        return []
+    message = f"{stack} bytes of stack, {spill_instructions} spill instructions"
+    return [Fault("spills", message)]
+
+
+def wants_tensor_cores(dots: Sequence[Dot]) -> bool:
+    """Whether a kernel with these matmuls has a use for tensor cores."""
+    return any(not dot.exact for dot in dots)
+
+
+def without_tensor_cores(
+    dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
+) -> list[Fault]:
+    """Matmuls that became ordinary instructions, or large ones of 16 bits those of older chips."""
+    wanted = [dot for dot in dots if not dot.exact]
+    large = [dot for dot in wanted if _fits(dot, num_warps)]
+    if wanted and not tensor_core_instructions(counts, arch, any_kind=True):
+        missed, what = wanted, "no matrix instruction"
+    elif large and not tensor_core_instructions(counts, arch):
+        missed, what = large, f"no matrix instruction of sm_{arch}"
+    else:
+        return []
+    return [Fault("no tensor cores", f"{what} for a {dot}", describe(dot.chain)) for dot in missed]
+
+
+def _fits(dot: Dot, num_warps: int) -> bool:
+    """Whether the instructions of 9.0 and 10.x, by groups of 4 warps and 64 rows, are certainly for it."""
+    whole = len(dot.shape) == 2 and dot.shape[0] % 64 == 0 and dot.shape[1] % 16 == 0
+    return whole and dot.dtype in ("bf16", "f16") and num_warps in (4, 8)
+
+
+def weakened(program: Program, sass: str) -> list[Fault]:
+    """System-scope acquires and releases of the PTX whose line has no such instruction in SASS.
+
+    ``sass`` with line information (``nvdisasm -g``). A line that SASS does not mention is not judged.
+    """
+    strength: dict[tuple[str, int], set[str]] = {}
+    place = ("", 0)
+    for text in sass.splitlines():
+        if found := _SASS_LINE.match(text):
+            place = (found.group(1), int(found.group(2)))
+        elif found := _SASS.match(text):
+            name, modifiers = found.groups()
+            words = strength.setdefault(place, set())
+            if "SYS" in modifiers.split("."):
+                words.add("release" if name in ("MEMBAR", "FENCE") else "acquire")
+    found_faults = []
+    for one in program.instructions:
+        if "sys" not in one.parts or not one.chain:
+            continue
+        kept = strength.get((one.chain[0].path, one.chain[0].line))
+        lost = [
+            kind
+            for kind, test in (("acquire", is_acquire), ("release", is_release))
+            if kept is not None and test(one) and kind not in kept
+        ]
+        if lost:
+            message = f"{one.operation} has no {' and no '.join(lost)} of scope SYS in SASS"
+            found_faults.append(Fault("weakened by ptxas", message, describe(one.chain)))
+    return found_faults
+
+
+def faults(
+    ir: TritonIR, ptx: str, sass: str, *, arch: int, num_warps: int, ignore: Collection[str] = ()
+) -> tuple[Fault, ...]:
+    """Everything that the rules have to say, except of registers.
+
+    ``ir`` is the first IR of the kernel, before any pass; ``sass`` has line information.
+    """
+    program = Program(ptx)
+    found = [fault for rule in PTX_RULES for fault in rule(program)]
+    found += ir.dropped_waits(program)
+    found += weakened(program, sass)
+    found += without_tensor_cores(ir.dots(), instruction_counts(sass), arch, num_warps)
+    return selected(found, ignore)

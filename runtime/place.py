@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
+from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.local_memory import Array, LocalMemory
 from interlace.runtime.memory import SymmetricBuffer
 from interlace.runtime.stream import Event, Stream
 
@@ -46,6 +49,14 @@ class Place(ABC):
         Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
         """
 
+    def arrive(self) -> None:
+        """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
+        self.record_current().synchronize()
+
+    def depart(self) -> None:
+        """All ranks have come; the caller's later torch code is after all of theirs."""
+        return
+
     @abstractmethod
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         """A stream of this rank; ``priority`` asks for precedence over other streams."""
@@ -75,6 +86,38 @@ class Place(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give memory and handles back. The place is unusable afterwards. Idempotent."""
+
+    # -- memory that user code shares, and kernels on the caller's current stream ----------------
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
+        raise PlaceUnavailableError(
+            f"interlace.symmetric_memory is for tensors on a CPU, and place {self.name!r} has none; "
+            "use torch.distributed._symmetric_memory there"
+        )
+
+    def owns(self, memory: LocalMemory) -> bool:
+        """Whether this rank made ``memory``, in this run."""
+        return False
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        """The parts of every rank's ``memory``, by rank; ``doing`` names the call in errors.
+
+        Collective, with parts of the same sizes on every rank.
+        """
+        raise NotImplementedError
+
+    def run_kernel(
+        self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
+    ) -> None:
+        """Run a kernel on the caller's current stream, to its end.
+
+        ``waited_for()`` says which ranks it waits for now. ``timeout`` bounds it, in seconds, where
+        a place has a clock; None is the group's own.
+        """
+        raise NotImplementedError
+
+    # -- what most places do not need ------------------------------------------------------------
 
     def program_limit(self) -> int:
         """How many programs of one persistent kernel may wait for each other: all stay resident."""

@@ -8,6 +8,7 @@
 ``waiting.py``       polite and bounded polling
 ``stream_inline.py`` items run in the calling thread
 ``worker.py``        async ops: one thread per process and root group, in order of submission
+``user_launches.py`` kernels that user code launches, once it has shared memory
 ===================  ===============================================================================
 """
 
@@ -21,12 +22,16 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
-from interlace.runtime import trace
+from interlace.runtime import trace, user_launches
 from interlace.runtime.atomics import Cells
 from interlace.runtime.errors import BlockedWait
 from interlace.runtime.host_group import HostGroup
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.local_memory import Array, LocalMemory, split, total_bytes
 from interlace.runtime.memory import WORD, SymmetricBuffer
 from interlace.runtime.place import Place
+from interlace.runtime.scheduler import run_interpreted
+from interlace.runtime.segment import Segment
 from interlace.runtime.stream import Event, Stream
 from interlace.runtime.stream_inline import CompletedEvent, InlineStream
 from interlace.runtime.worker import OrderedWorker
@@ -101,7 +106,7 @@ class ShmPlace(Place):
         if nbytes < 0:
             raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
         self._worker.drain()
-        mappings = self._group.share(nbytes, f"an allocation of {nbytes} bytes")
+        mappings = self._group.allocate(nbytes, f"an allocation of {nbytes} bytes")
         tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
         peers = torch.tensor([m.data_address for m in mappings], dtype=torch.int64)
         recorder = trace.current()
@@ -112,6 +117,29 @@ class ShmPlace(Place):
         self._buffers = [ref for ref in self._buffers if ref() is not None]
         self._buffers.append(weakref.ref(buffer))
         return buffer
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        """Memory of this process; it holds a descriptor until it is given up."""
+        segment = self._group.new_segment(total_bytes(sizes))
+        return LocalMemory(split(segment.mapping.array(), sizes), segment)
+
+    def owns(self, memory: LocalMemory) -> bool:
+        return isinstance(memory.origin, Segment)
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""
+        self._worker.drain()
+        sizes = [len(part) for part in memory.parts]
+        mappings = self._group.share(memory.origin, doing)
+        shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
+        shared[self.rank] = memory.parts
+        recorder = trace.current()
+        if recorder is not None:
+            for rank, parts in enumerate(shared):
+                for part in parts:
+                    recorder.on_allocate(rank, torch.from_numpy(part))
+        user_launches.route(self)
+        return shared
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
@@ -166,6 +194,20 @@ class ShmPlace(Place):
             return self._worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
 
+    def run_kernel(
+        self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
+    ) -> None:
+        patience = self._group.patience(timeout)
+
+        def idle(wait: BlockedWait) -> None:
+            patience.step(launch.op, waited_for())
+
+        run_interpreted(launch, self.rank, idle, observer=trace.current())
+
+    def drain(self) -> None:
+        """Return once the async ops that were submitted so far have finished."""
+        self._worker.drain()
+
     # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
@@ -190,6 +232,7 @@ class ShmPlace(Place):
 
     def close(self) -> None:
         """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
+        user_launches.unroute(self)
         if self._owns_worker:
             self._worker.close()
         self._group.close()

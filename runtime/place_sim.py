@@ -11,8 +11,9 @@ an output before waiting reads what is there: the same mistake as on a GPU, with
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,11 @@ from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime import trace
 from interlace.runtime.errors import BlockedWait, rank_error
 from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import DATA_ALIGNMENT, SymmetricBuffer, Workspace
+from interlace.runtime.local_memory import Array, LocalMemory, aligned
+from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
-from interlace.runtime.scheduler import MEMORY_SWITCH, Scheduler, TaskFailed, user_line
+from interlace.runtime.scheduler import Scheduler, TaskFailed
+from interlace.runtime.source_lines import line_of, user_frame, user_line
 from interlace.runtime.stream import Event, Stream
 
 COPY_PIECES = 3
@@ -35,7 +38,9 @@ class _Group:
     """What the ranks of one group share: messages and buffers, by sequence number."""
 
     exchanges: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    allocations: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    allocations: dict[int, dict[int, LocalMemory]] = field(default_factory=dict)
+    departures: Counter[int] = field(default_factory=Counter)
+    observed: list[LocalMemory] = field(default_factory=list)
 
 
 class SimWorld:
@@ -43,7 +48,7 @@ class SimWorld:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.tracer: Any = None
+        self.observer = scheduler.observer
         self._groups: dict[Any, _Group] = {}
 
     def group(self, key: Any) -> _Group:
@@ -71,26 +76,33 @@ class SimStream(Stream):
         self._place = place
         self._name = name
         self._scheduler = place.world.scheduler
-        self._items: deque[tuple[str, Callable[[], None], torch.Tensor | None]] = deque()
+        self._items: deque[tuple[str, Callable[[], None], torch.Tensor | None, str]] = deque()
         self._busy = False
+        self.running = "", ""  # where the present item was enqueued, and its label
 
     def _enqueue(
         self, label: str, item: Callable[[], None], copied_to: torch.Tensor | None = None
     ) -> None:
-        self._items.append((label, item, copied_to))
+        observed = self._place.world.observer is not None
+        where = line_of(user_frame(sys._getframe(2))) if observed else ""
+        self._items.append((label, item, copied_to, where))
         if not self._busy:
             self._busy = True
-            self._scheduler.spawn(self._place.global_rank, f"stream {self._name}", self._work_off)
+            self._scheduler.spawn(
+                self._place.global_rank, f"stream {self._name}", self._work_off, owner=self
+            )
 
     def _work_off(self) -> None:
         while self._items:
-            label, item, copied_to = self._items.popleft()
-            tracer = self._place.world.tracer
-            start = 0 if tracer is None else tracer.now()
+            label, item, copied_to, where = self._items.popleft()
+            self.running = where, label
+            observer = self._place.world.observer
+            start = 0 if observer is None else observer.now()
             item()
             self._scheduler.progress()
-            if tracer is not None:
-                tracer.on_item(self._place.global_rank, self._name, label, start, copied_to)
+            if observer is not None:
+                task = self._scheduler.current
+                observer.on_item(task, self._name, label, start, copied_to)
             self._scheduler.give_way()
         self._busy = False
 
@@ -114,7 +126,7 @@ class SimStream(Stream):
                 nonlocal done
                 done = True
 
-            launch.spawn(self._scheduler, self._place.global_rank, finished)
+            self._scheduler.spawn_programs(launch, self._place.global_rank, finished)
             self._block(lambda: done, f"{launch.name} of {launch.op}", None)
 
         self._enqueue(launch.name, item)
@@ -140,34 +152,26 @@ class SimStream(Stream):
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
         def item() -> None:
-            view = workspace.slots(peer, slot, 1)
-            view[0] = _epoch(workspace)
-            tracer = self._place.world.tracer
-            if tracer is not None:
-                tracer.on_publish(self._place.global_rank, self._name, workspace.op, view)
+            self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op)
 
         self._enqueue(f"publish slot {slot} of rank {peer}", item)
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
         def item() -> None:
-            view = workspace.slots(workspace.rank, slot, 1)
-            epoch = _epoch(workspace)
-            self._block(
-                lambda: int(view[0]) >= epoch,
-                f"slot {slot} from rank {source} in {workspace.op}",
-                lambda: (int(view[0]), epoch),
+            self._wait_signals(
+                workspace.slots(workspace.rank, slot, 1),
+                _epoch(workspace),
+                lambda seen: f"slot {slot} from rank {source} in {workspace.op}",
             )
 
         self._enqueue(f"wait slot {slot} from rank {source}", item)
 
     def wait_credits(self, workspace: Workspace) -> None:
         def item() -> None:
-            credits = _credits(workspace, workspace.rank)
-            epoch = _epoch(workspace) - 1
-            self._block(
-                lambda: int(credits.min()) >= epoch,
-                f"credit of rank {int(credits.argmin())} in {workspace.op}",
-                lambda: (int(credits.min()), epoch),
+            self._wait_signals(
+                _credits(workspace, workspace.rank),
+                _epoch(workspace) - 1,
+                lambda seen: f"credit of rank {int(seen.argmin())} in {workspace.op}",
             )
 
         self._enqueue("wait for credits", item)
@@ -176,26 +180,49 @@ class SimStream(Stream):
         def item() -> None:
             epoch = _epoch(workspace)
             for peer in range(workspace.world_size):
-                _credits(workspace, peer)[workspace.rank] = epoch
+                credit = _credits(workspace, peer)[workspace.rank : workspace.rank + 1]
+                self._signal(credit, epoch, workspace.op)
                 self._scheduler.progress()
                 self._scheduler.give_way()
             workspace.header(workspace.rank)[EPOCH_WORD] = epoch
 
         self._enqueue("finish", item)
 
+    def _signal(self, slot: torch.Tensor, epoch: int, op: str) -> None:
+        """Publish ``slot``, as ``publish_kernel`` does."""
+        slot.numpy()[0] = epoch
+        observer = self._place.world.observer
+        if observer is not None:
+            observer.on_signal(self._scheduler.current, slot, op)
+
+    def _wait_signals(self, slots: torch.Tensor, epoch: int, what: Callable[[Any], str]) -> None:
+        """Hold this stream until all ``slots`` are at least ``epoch``, as ``wait_kernel`` does."""
+        seen = slots.numpy()
+        if int(seen.min()) < epoch:
+            self._block(
+                lambda: int(seen.min()) >= epoch, what(seen), lambda: (int(seen.min()), epoch)
+            )
+        observer = self._place.world.observer
+        if observer is not None:
+            observer.on_signals_seen(self._scheduler.current, slots)
+
     def record(self) -> Event:
         event = SimEvent(self._place)
 
         def item() -> None:
             event.completed = True
+            self._place.note_record(event)
 
         self._enqueue("event", item)
         return event
 
     def wait_event(self, event: Event) -> None:
-        if event.is_completed():
-            return
-        self._enqueue("wait for event", lambda: self._block(event.is_completed, "an event", None))
+        def item() -> None:
+            if not event.is_completed():
+                self._block(event.is_completed, "an event", None)
+            self._place.note_wait(event)
+
+        self._enqueue("wait for event", item)
 
 
 def _epoch(workspace: Workspace) -> int:
@@ -225,6 +252,7 @@ class SimPlace(Place):
         self._group = world.group(key)
         self._exchanged = 0
         self._allocated = 0
+        self._barriers = 0
 
     def _meet(self, box: dict[int, Any], doing: str) -> None:
         """Block the host task until every rank has put something into ``box``."""
@@ -242,6 +270,36 @@ class SimPlace(Place):
         if len(box) < self.world_size:
             self.world.scheduler.block(lambda: len(box) == self.world_size, describe)
 
+    def _in_step(self, box: dict[int, Any], doing: str) -> None:
+        """Meet, and order all work before it on any rank before all work after it."""
+        task, observer = self.world.scheduler.current, self.world.observer
+        if observer is not None:
+            observer.on_meeting(task, id(box), self.world_size)
+        self._meet(box, doing)
+        if observer is not None:
+            observer.on_met(task, id(box))
+
+    def arrive(self) -> None:
+        observer = self.world.observer
+        if observer is not None:
+            meeting = ("barrier", self._key, self._barriers)
+            observer.on_meeting(self.world.scheduler.current, meeting, self.world_size)
+
+    def depart(self) -> None:
+        observer = self.world.observer
+        if observer is not None:
+            meeting = ("barrier", self._key, self._barriers)
+            observer.on_met(self.world.scheduler.current, meeting)
+        self._barriers += 1
+
+    def note_record(self, event: Event) -> None:
+        if self.world.observer is not None:
+            self.world.observer.on_record(self.world.scheduler.current, event)
+
+    def note_wait(self, event: Event) -> None:
+        if self.world.observer is not None:
+            self.world.observer.on_wait_event(self.world.scheduler.current, event)
+
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         number, self._exchanged = self._exchanged, self._exchanged + 1
         box = self._group.exchanges.setdefault(number, {})
@@ -253,23 +311,48 @@ class SimPlace(Place):
         return [box[rank] for rank in range(self.world_size)]
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        number, self._allocated = self._allocated, self._allocated + 1
-        box = self._group.allocations.setdefault(number, {})
-        memory = torch.zeros(nbytes + DATA_ALIGNMENT, dtype=torch.uint8)
-        shift = -memory.data_ptr() % DATA_ALIGNMENT
-        box[self.rank] = memory[shift : shift + nbytes]
-        if self.world.tracer is not None:
-            self.world.tracer.on_allocate(self.global_rank, box[self.rank])
-        self._meet(box, "an allocation of symmetric memory")
-        peer_bytes = [box[rank] for rank in range(self.world_size)]
+        parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")
+        peer_bytes = [torch.from_numpy(part) for (part,) in parts]
         peers = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
         return SymmetricBuffer(self.rank, nbytes, peers, peer_bytes)
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))
+        for part in memory.parts:
+            self.world.scheduler.memory.add(self.global_rank, part.ctypes.data, part.nbytes)
+        observer = self.world.observer
+        if observer is not None:
+            self._group.observed.append(memory)  # an address must not mean two things in one run
+            for part in memory.parts:
+                observer.on_allocate(self.global_rank, torch.from_numpy(part))
+        return memory
+
+    def owns(self, memory: LocalMemory) -> bool:
+        return bool(memory.origin == (self.world, self.global_rank))
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        number, self._allocated = self._allocated, self._allocated + 1
+        box = self._group.allocations.setdefault(number, {})
+        box[self.rank] = memory
+        self._in_step(box, doing)
+        shared = [box[rank].parts for rank in range(self.world_size)]
+        self._group.departures[number] += 1
+        if self._group.departures[number] == self.world_size:
+            box.clear()  # memory lives as long as its users; the box stays, as its id names a meeting
+        return shared
+
+    def run_kernel(
+        self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
+    ) -> None:
+        launch.kernel[launch.extents](**launch.arguments)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         return SimStream(self, name)
 
     def record_current(self) -> Event:
-        return SimEvent(self, completed=True)
+        event = SimEvent(self, completed=True)
+        self.note_record(event)
+        return event
 
     def hold_current(self, event: Event, waiting_for: str) -> None:
         def describe() -> BlockedWait:
@@ -278,6 +361,7 @@ class SimPlace(Place):
         task = self.world.scheduler.current
         if not event.is_completed():
             self.world.scheduler.block(event.is_completed, describe)
+        self.note_wait(event)
 
     def program_limit(self) -> int:
         return 8
@@ -298,24 +382,22 @@ def run_sim(
     host: Callable[[SimPlace], Any],
     world_size: int,
     *,
-    seed: int,
-    timeout: float,
-    tracer: Any = None,
-    memory_switch: float = MEMORY_SWITCH,
+    seed: int = 0,
+    timeout: float | None = None,
+    scheduler: Scheduler | None = None,
 ) -> list[Any]:
     """Run ``host(place)`` once per rank; what each returned, by rank.
 
-    ``tracer`` sees every memory operation; by default the recorder of ``trace.recording``, if any.
+    ``scheduler`` decides the order and has an observer, if any; by default one for ``seed`` and
+    ``timeout``, observed by the recorder of ``trace.recording``.
     """
-    tracer = trace.current() if tracer is None else tracer
-    switch = MEMORY_SWITCH if memory_switch is None else memory_switch
-    scheduler = Scheduler(seed, timeout=timeout, memory_switch=switch)
+    if scheduler is None:
+        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current())
     world = SimWorld(scheduler)
-    world.tracer = scheduler.observer = tracer
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))
-    if tracer is not None:
-        tracer.attach(scheduler)
+    if scheduler.observer is not None:
+        scheduler.observer.attach(lambda: scheduler.steps)
 
     def main(rank: int) -> None:
         results[rank] = host(SimPlace(world, members, rank, "world"))

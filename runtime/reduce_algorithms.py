@@ -51,6 +51,9 @@ def matmul_reduce_scatter_fused(
     layout = Layout()
     layout.add_slots(world_size * max(tiles))
     layout.add_data(world_size * max(rows) * columns * linear.output.element_size())
+    # before the streams wait for what the caller has issued
+    operands = kernel_operands(communicator, configuration, input, linear)
+    table = segment_table(communicator, segments, configuration.block_m, tiles_n)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
@@ -59,10 +62,8 @@ def matmul_reduce_scatter_fused(
                 persistent_programs(communicator, configuration, sum(tiles)),
                 {
                     **workspace.kernel_arguments(),
-                    **kernel_operands(communicator, configuration, input, linear),
-                    "segments_ptr": segment_table(
-                        communicator, segments, configuration.block_m, tiles_n
-                    ),
+                    **operands,
+                    "segments_ptr": table,
                     "own_rows": rows[rank],
                     "AVERAGE": average,
                 },
@@ -177,6 +178,7 @@ def matmul_all_reduce_fused(
     layout = Layout()
     layout.add_slots(world_size * tiles)
     layout.add_data(world_size * rows * columns * linear.output.element_size())
+    operands = kernel_operands(communicator, configuration, input, linear)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
@@ -185,7 +187,7 @@ def matmul_all_reduce_fused(
                 persistent_programs(communicator, configuration, tiles),
                 {
                     **workspace.kernel_arguments(),
-                    **kernel_operands(communicator, configuration, input, linear),
+                    **operands,
                     "M": rows,
                     "AVERAGE": average,
                 },

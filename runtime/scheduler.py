@@ -5,6 +5,9 @@ code of one rank. Tasks give way before and after every atomic, and now and then
 which one goes on is drawn from a seeded generator, so a seed is a schedule, and the same seed is the
 same schedule again. Nothing else enters: no clock, no thread.
 
+A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. What ran
+is recorded as segments, from which ``strategies.Replay`` makes the same schedule again.
+
 A task may *block* on a condition. A program that polls is found out: when a read-only atomic returns
 the same value twice in a row the program is spinning, and is not run again until the memory changes.
 So when no task can run, none ever will: that is a deadlock, found at once and reported with everything
@@ -15,48 +18,25 @@ wait, and the ``idle`` hook decides how and how long.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import hashlib
-import os
-import random
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import greenlet
-import numpy as np
 
 from interlace.runtime import interpreter
 from interlace.runtime.errors import BlockedWait, CollectiveTimeoutError, DeadlockError
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.observer import Observer
+from interlace.runtime.program_hooks import ProgramHooks
+from interlace.runtime.source_lines import MemoryNames, polling
+from interlace.runtime.store_buffers import StoreBuffers
+from interlace.runtime.strategies import Random, Segment, Strategy
+from interlace.runtime.task import Program, Task
 
-MEMORY_SWITCH = 0.2
-STALLED_POLLS = 20_000
-
-
-@dataclass
-class Program:
-    """Where a task stands in a launch."""
-
-    kernel: str
-    op: str
-    index: int
-    count: int
-
-
-@dataclass(eq=False)
-class Task:
-    """One coroutine. ``ready`` is None when it can run, else the condition it waits for."""
-
-    rank: int
-    who: str
-    greenlet: Any
-    program: Program | None = None
-    ready: Callable[[], bool] | None = None
-    waiting: Callable[[], BlockedWait] | None = None
-    last_poll: tuple[bytes, bytes] | None = None
-    on_finish: Callable[[], None] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
 
 
 class TaskFailed(Exception):
@@ -67,7 +47,7 @@ class TaskFailed(Exception):
         super().__init__(task.who)
 
 
-class Scheduler:
+class Scheduler(ProgramHooks):
     """Runs tasks in an order drawn from ``seed``.
 
     ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
@@ -78,26 +58,33 @@ class Scheduler:
         self,
         seed: int = 0,
         *,
+        strategy: Strategy | None = None,
+        store_buffers: bool = False,
+        observer: Observer | None = None,
         idle: Callable[[BlockedWait], None] | None = None,
         timeout: float | None = None,
-        memory_switch: float = MEMORY_SWITCH,
         block_polls: bool = True,
     ) -> None:
         self.seed = seed
         self.steps = 0
         self.finished: list[str] = []
-        self.observer: Any = None
-        self._random = random.Random(seed)
+        self.observer = observer
+        self.segments: list[Segment] = []
+        self.memory = MemoryNames()
+        self.strategy = Random(seed) if strategy is None else strategy
+        self.buffers = StoreBuffers(seed) if store_buffers else None
         self._idle = idle
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
-        self._memory_switch = memory_switch
-        self._block_polls = block_polls
+        self.block_polls = block_polls
         self._tasks: list[Task] = []
         self._current: Task | None = None
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
-        self._stalled = 0
+        self.stalled = 0
+        self._woken = 0
+        self._spawned: Counter[tuple[int, str]] = Counter()
+        self.points = 0
         self._digest = hashlib.blake2b(digest_size=8)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -109,10 +96,14 @@ class Scheduler:
         function: Callable[[], Any],
         *,
         program: Program | None = None,
+        owner: Any = None,
         on_finish: Callable[[], None] | None = None,
     ) -> Task:
         """Add a task; it starts when it is first drawn."""
-        task = Task(rank, who, None, program, on_finish=on_finish)
+        number = self._spawned[rank, who]
+        self._spawned[rank, who] += 1
+        name = f"rank {rank} {who}" + (f" #{number}" if number else "")
+        task = Task(rank, who, name, None, program, owner, on_finish=on_finish)
 
         def body() -> None:
             function()
@@ -122,6 +113,39 @@ class Scheduler:
         task.greenlet.gr_context = contextvars.copy_context()
         self._tasks.append(task)
         return task
+
+    def spawn_programs(
+        self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
+    ) -> None:
+        """Add every program of ``launch``; ``on_finish`` is called once all have ended."""
+        body = interpreter.program_function(launch.kernel, launch.arguments)
+        grid = launch.extents
+        count = left = grid[0] * grid[1] * grid[2]
+        parent = self.current
+        if self.observer is not None:
+            self.observer.on_launch(parent, launch)
+        if not count:
+            on_finish()
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                on_finish()
+
+        for index in range(count):
+            rest, x = divmod(index, grid[0])
+            z, y = divmod(rest, grid[1])
+            task = self.spawn(
+                rank,
+                f"{launch.name} program {index}",
+                body,
+                program=Program(launch.name, launch.op, index, (x, y, z), grid),
+                owner=parent.owner,
+                on_finish=one_ended,
+            )
+            if self.observer is not None:
+                self.observer.on_program(task, parent)
 
     @property
     def current(self) -> Task:
@@ -139,6 +163,8 @@ class Scheduler:
         # host code may be inside a kernel that the user has launched, so every task has a grid
         builder = self._builder
         grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
+        self.strategy.passes()
+        self.points += 1
         self._hub.switch()
         builder.grid_dim, builder.grid_idx = grid
 
@@ -178,10 +204,11 @@ class Scheduler:
             self._nothing_ready()
             return
         self._digest.update(f"{task.rank}:{task.who};".encode())
+        self._record(task)
         self._current = task
         if task.program is not None and not task.greenlet:
-            self._builder.grid_dim = (task.program.count, 1, 1)
-            self._builder.grid_idx = (task.program.index, 0, 0)
+            self._builder.grid_dim = task.program.grid
+            self._builder.grid_idx = task.program.position
         try:
             task.greenlet.switch()
         except greenlet.GreenletExit:
@@ -192,21 +219,42 @@ class Scheduler:
         finally:
             self._current = None
         if task.greenlet.dead:
+            self.points += 1  # so that a replay does not interrupt it just before its end
             self._tasks.remove(task)
-            self._stalled = 0
+            self.stalled = self._woken = 0
+            if task.program is not None:
+                self._program_ended(task)
             if task.on_finish is not None:
                 task.on_finish()
 
     def _draw(self) -> Task | None:
-        tasks = self._tasks
-        count = len(tasks)
-        first = int(self._random.random() * count)
-        for step in range(count):
-            task = tasks[(first + step) % count]
-            if task.ready is None or task.ready():
-                task.ready = task.waiting = None
-                return task
-        return None
+        task = self.strategy.choose(self._tasks)
+        if task is not None:
+            task.ready = task.waiting = None
+        return task
+
+    def recorded(self) -> tuple[Segment, ...]:
+        """What ran, in order, for ``strategies.Replay``."""
+        if not self.segments:
+            return ()
+        *before, last = self.segments
+        return (*before, Segment(last.task, self.points))
+
+    def _record(self, task: Task) -> None:
+        """Close the last segment if another task goes on now."""
+        if self.segments and self.segments[-1].task == task.name:
+            return
+        if self.segments:
+            self.segments[-1] = Segment(self.segments[-1].task, self.points)
+        self.segments.append(Segment(task.name, 0))
+        self.points = 0
+
+    def _program_ended(self, task: Task) -> None:
+        if self.buffers is not None:
+            self.buffers.end(task)
+            self.progress()
+        if self.observer is not None:
+            self.observer.on_program_end(task)
 
     def blocked(self) -> list[BlockedWait]:
         """Every wait that is going on, in the order of ranks."""
@@ -214,10 +262,25 @@ class Scheduler:
         return sorted(waits, key=lambda wait: (wait.rank, wait.who))
 
     def _nothing_ready(self) -> None:
+        if self.buffers:
+            self.buffers.drain_all()
+            return
+        if self._idle is None and self._wake_polls():
+            return
         waits = self.blocked()
         if self._idle is None:
             raise DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
+
+    def _wake_polls(self) -> bool:
+        """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
+        polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
+        self._woken += 1
+        if not polling_tasks or self._woken > LAST_TRIES:
+            return False
+        for task in polling_tasks:
+            task.ready = None
+        return True
 
     def _check_deadline(self) -> None:
         assert self._deadline is not None
@@ -242,117 +305,33 @@ class Scheduler:
         self._current = None
         self._tasks.clear()
 
-    # -- hooks of the interpreter session ------------------------------------------------------
-
-    def load(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
-        self._maybe_give_way()
-        result = perform()
-        if self.observer is not None:
-            self.observer.on_load(self._current, pointers, mask)
-        return result
-
-    def store(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
-        self._maybe_give_way()
-        result = perform()
-        self.progress()
-        if self.observer is not None:
-            self.observer.on_store(self._current, pointers, mask)
-        return result
-
-    def atomic(self, pointers: Any, mask: Any, reads_only: bool, perform: Callable[[], Any]) -> Any:
-        if self._current is None:
-            return perform()
-        self.give_way()
-        result = perform()
-        if not reads_only:
-            self.progress()
-        elif self._block_polls:
-            seen = (pointers.data.tobytes(), result.data.tobytes())
-            if self.current.last_poll == seen:
-                self._block_on_memory(pointers, mask, result)
-                result = perform()
-                seen = (seen[0], result.data.tobytes())
-            self.current.last_poll = seen
-            self._count_stalled()
-        if self.observer is not None:
-            self.observer.on_atomic(self._current, pointers, mask, reads_only, result)
-        return result
-
-    def barrier(self) -> None:
-        if self.observer is not None:
-            self.observer.on_barrier(self._current)
+    def give_up_on_polls(self) -> None:
+        """Programs have polled in turn for long and nothing has changed: call it a deadlock."""
+        self.stalled = 0
+        for task in self._tasks:
+            if task.program is not None and task.waiting is None:
+                task.waiting = polling(task, None, None, self.memory)
+        self._nothing_ready()
 
     def progress(self) -> None:
         """Memory has changed, so a program that polls may see something new."""
-        self._stalled = 0
+        self.stalled = self._woken = 0
         if self._current is not None:
-            self._current.last_poll = None
-
-    def _maybe_give_way(self) -> None:
-        if self._current is not None and self._random.random() < self._memory_switch:
-            self.give_way()
-
-    def _count_stalled(self) -> None:
-        """Programs that poll several slots in turn never repeat a poll; count them instead."""
-        self._stalled += 1
-        if self._stalled > STALLED_POLLS:
-            self._stalled = 0
-            for task in self._tasks:
-                if task.program is not None and task.waiting is None:
-                    task.waiting = _polling(task, None)
-            self._nothing_ready()
-
-    def _block_on_memory(self, pointers: Any, mask: Any, result: Any) -> None:
-        addresses = pointers.data.ravel()
-        values = np.ascontiguousarray(result.data).ravel()
-        if mask is not None:
-            chosen = np.broadcast_to(mask.data, pointers.data.shape).ravel()
-            addresses, values = addresses[chosen], values[chosen]
-        size = values.dtype.itemsize
-        watched = [(int(a), v.tobytes()) for a, v in zip(addresses, values, strict=True)]
-
-        def changed() -> bool:
-            return any(ctypes.string_at(a, size) != value for a, value in watched)
-
-        seen = int(values[0]) if values.size == 1 else None
-        self.block(changed, _polling(self.current, seen))
+            self._current.seen.clear()
 
 
-def _polling(task: Task, seen: int | None) -> Callable[[], BlockedWait]:
-    """Describe a program that polls, from the frames it is suspended in."""
-
-    def describe() -> BlockedWait:
-        frames = interpreter.source_frames(task.greenlet.gr_frame)
-        expected = source = slot = None
-        where = ""
-        for frame in frames:
-            if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
-                values = frame.f_locals
-                expected = _scalar(values["epoch"])
-                source = _scalar(values.get("source"))
-                slot = _scalar(values.get("slot_byte"))
-            elif not where or where.startswith("signal.py"):
-                name = os.path.basename(frame.f_code.co_filename)
-                where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        what = "a slot" if slot is None else f"slot at byte {slot} from rank {source}"
-        return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
-
-    return describe
-
-
-def user_line(task: Task) -> str:
-    """Where in the user's code a suspended host task stands."""
-    frame = task.greenlet.gr_frame
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("interlace", "torch", "contextlib", "concurrent")):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _scalar(value: Any) -> int | None:
-    handle = getattr(value, "handle", None)
-    if handle is not None:
-        return int(handle.data.ravel()[0])
-    return value if isinstance(value, int) else None
+def run_interpreted(
+    launch: KernelLaunch,
+    rank: int,
+    idle: Callable[[BlockedWait], None],
+    *,
+    observer: Observer | None = None,
+) -> None:
+    """Run a kernel to its end in this thread; ``idle`` is called while all programs wait for peers."""
+    scheduler = Scheduler(idle=idle, observer=observer)
+    scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank, lambda: None))
+    try:
+        scheduler.run()
+    except TaskFailed as failure:
+        assert failure.__cause__ is not None
+        raise failure.__cause__ from None

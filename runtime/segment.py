@@ -39,6 +39,7 @@ LAYOUT_VERSION = 1
 PAGE = 4096
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQ")
+HEADER_BYTES = _HEADER.size
 
 _PIECE = 64 << 20
 
@@ -67,6 +68,11 @@ class Identity:
     rank: int
     world_size: int
     nbytes: int
+
+    @classmethod
+    def unpack(cls, header: bytes) -> Identity:
+        """The identity in a header, or in a message that announces it."""
+        return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
 
     def pack(self) -> bytes:
         return _HEADER.pack(
@@ -126,6 +132,24 @@ class Mapping:
 
     def header(self) -> bytes:
         return ctypes.string_at(self.address, _HEADER.size)
+
+
+class Segment:
+    """A segment that this process has made: its mapping, and its descriptor to hand to peers.
+
+    The descriptor is closed by :meth:`close` or with this object; the mapping stays as long as an
+    array over it does.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.descriptor = create_segment(identity)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            self.mapping = map_segment(self.descriptor, identity)
+        except BaseException:
+            self.close()
+            raise
 
 
 def create_segment(identity: Identity) -> int:

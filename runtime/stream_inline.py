@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
+from interlace.runtime import trace
 from interlace.runtime.atomics import Cells, load_acquire, store_release
 from interlace.runtime.errors import AbortedError, BlockedWait
 from interlace.runtime.memory import WORD, Workspace
+from interlace.runtime.scheduler import run_interpreted
 from interlace.runtime.stream import Event, Stream
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ class InlineStream(Stream):
         self._waiter = waiter
 
     def launch(self, launch: KernelLaunch) -> None:
-        launch.run_interpreted(self._waiter.rank, self._waiter.idle_hook())
+        run_interpreted(
+            launch, self._waiter.rank, self._waiter.idle_hook(), observer=trace.current()
+        )
         # Waits in a kernel return early once the group is aborted: what it computed is void.
         everyone = range(self._waiter.world_size)
         self._waiter.check_during(f"{launch.op}, in {launch.name}", everyone)

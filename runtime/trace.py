@@ -24,20 +24,21 @@ from __future__ import annotations
 import contextvars
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
+from interlace.runtime.interpreter import active_addresses
+from interlace.runtime.observer import Observer
 from interlace.runtime.recording import MICROSECONDS, STEPS, TICKS, Recording, Signal, Slot, Span
 
 if TYPE_CHECKING:
     import torch
 
-    from interlace.runtime.scheduler import Scheduler, Task
+    from interlace.runtime.hooks import Atomic
+    from interlace.runtime.task import Task
 
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 
@@ -83,33 +84,34 @@ class _Memory:
         return Slot(rank, number, address - base) if address < end else None
 
 
-class Recorder:
-    """Takes the hooks of schedulers (``on_load`` and so on), places and streams."""
+class Recorder(Observer):
+    """Sees stores, polls and signals, and keeps what they amount to."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
         self._signals: list[Signal] = []
         self._memory = _Memory()
-        self._scheduler: Scheduler | None = None
+        self._steps: Callable[[], int] | None = None
+        self._lanes: dict[Task, _Lane] = {}
         self._last = 0
 
     def recording(self) -> Recording:
         """What was recorded so far, for :func:`merge`."""
-        unit = MICROSECONDS if self._scheduler is None else STEPS
+        unit = MICROSECONDS if self._steps is None else STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 
     def now(self) -> int:
         """The time. Strictly increasing in ``sim``, where much can happen within one step."""
-        if self._scheduler is None:
+        if self._steps is None:
             return time.monotonic_ns()
-        self._last = max(self._last + 1, self._scheduler.steps * TICKS)
+        self._last = max(self._last + 1, self._steps() * TICKS)
         return self._last
 
     # -- hooks of the place ----------------------------------------------------------------------
 
-    def attach(self, scheduler: Scheduler) -> None:
-        """Take the time from the steps of ``scheduler``."""
-        self._scheduler = scheduler
+    def attach(self, steps: Callable[[], int]) -> None:
+        """Take the time from the steps of a scheduler."""
+        self._steps = steps
 
     def on_allocate(self, rank: int, memory: torch.Tensor) -> None:
         """``memory`` is symmetric memory of ``rank``."""
@@ -118,9 +120,10 @@ class Recorder:
     # -- hooks of streams ------------------------------------------------------------------------
 
     def on_item(
-        self, rank: int, stream: str, label: str, start: int, copied_to: torch.Tensor | None
+        self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
     ) -> None:
         """An item of a stream has ended; a copy if ``copied_to`` is its destination."""
+        rank = task.rank
         span = Span("item", rank, f"stream {stream}", "", start, self.now(), label=label)
         if copied_to is not None:
             to = self._memory.find(copied_to.data_ptr())
@@ -129,9 +132,9 @@ class Recorder:
             span = span._replace(kind="copy", peer=peer, nbytes=away)
         self._spans.append(span)
 
-    def on_publish(self, rank: int, stream: str, op: str, slot: torch.Tensor) -> None:
+    def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         """A stream has published ``slot``."""
-        self._publish(rank, f"stream {stream}", op, self._memory.find(slot.data_ptr()), self.now())
+        self._publish(task.rank, task.who, op, self._memory.find(slot.data_ptr()), self.now())
 
     # -- hooks of programs -----------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class Recorder:
         """A tile, or a piece of a copy."""
         if task is None or task.program is None:
             return
-        addresses = _active(pointers, mask)
+        addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return
         place = self._memory.find(int(addresses[0]))
@@ -163,18 +166,16 @@ class Recorder:
         else:
             self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
 
-    def on_atomic(
-        self, task: Task | None, pointers: Any, mask: Any, reads_only: bool, result: Any
-    ) -> None:
+    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
         """A poll, or a publish."""
         if task is None or task.program is None:
             return
-        addresses = _active(pointers, mask)
+        addresses = active_addresses(atomic.pointers, atomic.mask)
         slot = self._memory.find(int(addresses[0])) if addresses.size else None
         if slot is None:
             return
         lane = self._lane(task)
-        if reads_only:
+        if atomic.reads_only:
             self._polled(task, lane, slot)
             return
         self._close_wait(task, lane)
@@ -184,15 +185,12 @@ class Recorder:
         lane.since = self.now()
         self._publish(task.rank, task.who, task.program.op, slot, lane.since)
 
-    def on_barrier(self, task: Task | None) -> None:
-        """Nothing to see."""
-
     # -- programs --------------------------------------------------------------------------------
 
     def _lane(self, task: Task) -> _Lane:
-        lane: _Lane | None = task.extra.get("trace")
+        lane = self._lanes.get(task)
         if lane is None:
-            lane = task.extra["trace"] = _Lane(self.now())
+            lane = self._lanes[task] = _Lane(self.now())
         return lane
 
     def _polled(self, task: Task, lane: _Lane, slot: Slot) -> None:
@@ -221,14 +219,6 @@ class Recorder:
     def _publish(self, rank: int, lane: str, op: str, slot: Slot | None, when: int) -> None:
         if slot is not None and slot.byte >= _HEADER_BYTES:
             self._signals.append(Signal(when, rank, lane, op, slot))
-
-
-def _active(pointers: Any, mask: Any) -> Any:
-    """The addresses that an access touches."""
-    addresses = pointers.data.ravel()
-    if mask is None or mask.data.all():
-        return addresses
-    return addresses[np.broadcast_to(mask.data, pointers.data.shape).ravel()]
 
 
 _current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(

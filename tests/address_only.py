@@ -29,6 +29,7 @@ from interlace.kernels import (
     signal,
     transfer,
 )
+from interlace.runtime.hooks import Atomic
 from interlace.runtime.interpreter import program_function, session
 from interlace.runtime.launch import KernelLaunch
 
@@ -94,23 +95,32 @@ class Checker:
             self.bad.append(f"{what} at {hex(int(addresses[~inside][0]))}")
         return False
 
-    def load(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
+    def load(
+        self, pointers: Any, mask: Any, perform: Callable[[], Any], *, volatile: bool = False
+    ) -> Any:
         if self._check("load", pointers, mask):
             return perform()
         kind = pointers.get_element_ty()
         zeros = np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind))
         return interpreter.TensorHandle(zeros, kind)
 
-    def store(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> None:
+    def store(self, pointers: Any, value: Any, mask: Any, perform: Callable[[], Any]) -> None:
         if self._check("store", pointers, mask):
             perform()
 
-    def atomic(self, pointers: Any, mask: Any, reads_only: bool, perform: Callable[[], Any]) -> Any:
-        self._check("signal", pointers, mask)
-        served = np.full(pointers.data.shape, 1 << 40, np.int64)
+    def atomic(self, atomic: Atomic, perform: Callable[[], Any]) -> Any:
+        self._check("signal", atomic.pointers, atomic.mask)
+        served = np.full(atomic.pointers.data.shape, 1 << 40, np.int64)
         return interpreter.TensorHandle(served, tl.int64)
 
     def barrier(self) -> None: ...
+
+    def fence(self, sem: str, scope: str) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def launch(self, *arguments: Any) -> None:
+        raise AssertionError("a program cannot launch")
 
     def wrapping(self, binary_op: Callable[..., Any]) -> Callable[..., Any]:
         def checked(lhs: Any, rhs: Any, op: Any) -> Any:

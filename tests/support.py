@@ -17,7 +17,8 @@ from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.memory import WORD, Layout, Workspace
 from interlace.runtime.place_sim import SimPlace
-from interlace.runtime.scheduler import Scheduler, Task
+from interlace.runtime.scheduler import Scheduler
+from interlace.runtime.task import Task
 
 # As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
 POISON_BYTE = 0xFF
@@ -64,7 +65,8 @@ def poisoned() -> Iterator[Counter[str]]:
     def poisoned_meet(self: SimPlace, box: dict[int, Any], doing: str) -> None:
         if "allocation" in doing:
             done["allocations"] += 1
-            box[self.rank][HEADER_WORDS * WORD :].fill_(POISON_BYTE)
+            for part in box[self.rank].parts:
+                part[HEADER_WORDS * WORD :] = POISON_BYTE
         meet(self, box, doing)
 
     def wipe(workspace: Workspace, layout: Layout) -> None:

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import importlib as _importlib
 import os as _os
+from typing import Any as _Any
 
 import torch as _torch
 
@@ -15,6 +17,7 @@ if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     # Decides how @triton.jit treats our kernels; has to be there before triton is imported.
     _os.environ["TRITON_INTERPRET"] = "1"
 
+from interlace import symmetric_memory
 from interlace.collectives import all_gather, all_reduce, reduce_scatter
 from interlace.fused_gather import all_gather_matmul
 from interlace.fused_reduce import matmul_all_reduce, matmul_reduce_scatter
@@ -42,6 +45,14 @@ from interlace.runtime.work import Work
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str) -> _Any:
+    """``interlace.verify``, on first use."""
+    if name == "verify":
+        return _importlib.import_module("interlace.verify")
+    raise AttributeError(f"module 'interlace' has no attribute {name!r}")
+
+
 __all__ = [
     "AbortedError",
     "CollectiveTimeoutError",
@@ -66,4 +77,5 @@ __all__ = [
     "reduce_scatter",
     "run",
     "shutdown",
+    "symmetric_memory",
 ]

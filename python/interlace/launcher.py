@@ -47,23 +47,10 @@ def run(
     """
     if place not in PLACES:
         raise ValueError(f"place must be one of {', '.join(PLACES)}, got {place!r}")
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size must be an int, got {world_size!r}")
-    if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
-    if not callable(fn):
-        raise TypeError(f"fn must be callable, got {type(fn).__name__}")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout}")
+    check_run(fn, world_size, timeout)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
-
-    def host(rank_place: Place) -> Any:
-        groups.install(rank_place)
-        return fn(*args, **kwargs)
-
+    host = host_function(fn, args, kwargs)
     if place == "sim":
         from interlace.runtime.place_sim import run_sim
 
@@ -76,6 +63,32 @@ def run(
 
     setup = functools.partial(_install, configuration.current_override())
     return run_processes(fn, args, kwargs, world_size, timeout=timeout, setup=setup)
+
+
+def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
+    """Raise TypeError or ValueError for what cannot be run on ranks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size must be an int, got {world_size!r}")
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {type(fn).__name__}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, got {timeout}")
+
+
+def host_function(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Place], Any]:
+    """What a rank of ``fn(*args, **kwargs)`` does with its place."""
+
+    def host(place: Place) -> Any:
+        groups.install(place)
+        return fn(*args, **kwargs)
+
+    return host
 
 
 def _install(overrides: dict[str, int | bool], place: Place) -> None:

@@ -1,6 +1,7 @@
-"""Kernels that each break one law of the device code. Compiled by test_build.py, never run.
+"""Kernels that each break one law of the device code. Compiled by the tests of this folder, never run.
 
-They are named and shaped as what they are mutants of, because rules depend on the kernel.
+The line that breaks it ends in ``# faulty:`` and the rules that must name it. Some are named and shaped
+as the kernels they are mutants of.
 """
 
 import triton
@@ -12,14 +13,70 @@ def publish_kernel(data_ptr, slot_ptr, epoch, BLOCK: tl.constexpr):
     """Law 1: the barrier is missing."""
     offsets = tl.arange(0, BLOCK)
     tl.store(data_ptr + offsets, offsets)
-    tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")  # faulty: release without barrier
+
+
+@triton.jit
+def _signal(slot_ptr, epoch):
+    tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")  # faulty: inlined
+
+
+@triton.jit
+def helper_kernel(data_ptr, slot_ptr, epoch, BLOCK: tl.constexpr):
+    """Law 1, in a function of the kernel's."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(data_ptr + offsets, offsets)
+    _signal(slot_ptr, epoch)  # faulty: calls
 
 
 @triton.jit
 def wait_kernel(slot_ptr, epoch):
     """Law 3: the poll is volatile, and acquires nothing."""
-    while tl.load(slot_ptr, volatile=True) < epoch:
+    while tl.load(slot_ptr, volatile=True) < epoch:  # faulty: weak poll
         pass
+
+
+@triton.jit
+def relaxed_kernel(slot_ptr, epoch):
+    """Law 3: the poll is relaxed; its value reaches the other threads through shared memory."""
+    while tl.atomic_add(slot_ptr, 0, sem="relaxed", scope="sys") < epoch:  # faulty: weak poll
+        pass
+
+
+@triton.jit
+def assembly_kernel(slot_ptr, data_ptr):
+    """Law 3, in inline assembly."""
+    address = slot_ptr.to(tl.int64)
+    seen = tl.zeros((), tl.int32)
+    while seen == 0:
+        seen = tl.inline_asm_elementwise(  # faulty: weak poll
+            "ld.relaxed.sys.global.s32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
+        )
+    tl.store(data_ptr, tl.load(data_ptr + 1))
+
+
+@triton.jit
+def plain_kernel(slot_ptr, epoch, data_ptr):
+    """Law 3: the poll is an ordinary load, and gone from the machine code."""
+    while tl.load(slot_ptr) < epoch:  # faulty: dropped wait
+        pass
+    tl.store(data_ptr, tl.load(data_ptr + 1))
+
+
+@triton.jit
+def unused_kernel(slot_ptr, data_ptr):
+    """Law 3: nothing uses what the acquire reads, so it is gone from the machine code."""
+    tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")  # faulty: dropped wait
+    tl.store(data_ptr, tl.load(data_ptr + 1))
+
+
+@triton.jit
+def narrow_kernel(data_ptr, slot_ptr, epoch, BLOCK: tl.constexpr):
+    """Law 1: an atomic of tl is of gpu scope unless told otherwise."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(data_ptr + offsets, offsets)
+    tl.debug_barrier()
+    tl.atomic_xchg(slot_ptr, epoch, sem="release")  # faulty: narrow scope
 
 
 @triton.jit
@@ -36,14 +93,41 @@ def matmul_reduce_scatter_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, e
         acc = tl.dot(a.load([tile * BLOCK_M, k]), b.load([k, 0]), acc)
     c.store([tile * BLOCK_M, 0], acc.to(tl.bfloat16))
     tl.debug_barrier()
-    tl.atomic_xchg(slots_ptr + tile, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(slots_ptr + tile, epoch, sem="release", scope="sys")  # faulty: published
 
 
 @triton.jit
 def all_gather_matmul_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, epoch, M, N, K,
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                              BLOCK_K: tl.constexpr):  # fmt: skip
-    """Laws 3 and 4: no fence after the wait, and the k loop is flattened into the tile loop."""
+    """Laws 3 and 4: tiles and k in one loop, no address depends on the wait, and there is no fence.
+
+    Were the tile counted up under the same ``if`` as the wait, its loads would depend on the wait.
+    """
+    a = tl.make_tensor_descriptor(input_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    b = tl.make_tensor_descriptor(weight_ptr, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+    offs_n = tl.arange(0, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(0, steps * tl.cdiv(M, BLOCK_M)):
+        k = step % steps
+        tile = step // steps
+        if k == 0:
+            while tl.atomic_add(slots_ptr + tile, 0, sem="acquire", scope="sys") < epoch:  # waits
+                pass
+        chunk = a.load([tile * BLOCK_M, k * BLOCK_K])  # faulty: early load
+        acc = tl.dot(chunk, b.load([k * BLOCK_K, 0]), acc)
+        if k == steps - 1:
+            offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(output_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def flattened_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, epoch, M, N, K,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     BLOCK_K: tl.constexpr):  # fmt: skip
+    """Right, as far as the wait goes: Triton flattens, and the tile's number comes after the wait."""
     a = tl.make_tensor_descriptor(input_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
     b = tl.make_tensor_descriptor(weight_ptr, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
     offs_n = tl.arange(0, BLOCK_N)
@@ -55,3 +139,46 @@ def all_gather_matmul_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, epoch
             acc = tl.dot(a.load([tile * BLOCK_M, k]), b.load([k, 0]), acc)
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(output_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def pipelined_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, N, K, BLOCK: tl.constexpr):
+    """Law 4 without descriptors: an acquire in the k loop, which is pipelined around it."""
+    offsets = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    late = tl.zeros((), tl.int64)
+    for k in range(0, K, BLOCK):
+        late += tl.atomic_add(slots_ptr + k, 0, sem="acquire", scope="sys")  # acquires
+        chunk = tl.load(input_ptr + offsets[:, None] * K + (k + offsets)[None, :])  # faulty: early
+        weight = tl.load(weight_ptr + (k + offsets)[:, None] * N + offsets[None, :])
+        acc = tl.dot(chunk, weight, acc)
+    tl.store(output_ptr + offsets[:, None] * N + offsets[None, :], acc.to(tl.bfloat16))
+    tl.store(slots_ptr, late)
+
+
+@triton.heuristics({"BLOCK": lambda arguments: 256})
+@triton.jit
+def unrolled_kernel(input_ptr, output_ptr, slots_ptr, rank, WORLD_SIZE: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """Right: the load of a round stands before the wait of the next, and need not wait at home."""
+    offsets = tl.arange(0, BLOCK)
+    for source in tl.static_range(WORLD_SIZE):
+        if source != rank:
+            while tl.atomic_add(slots_ptr + source, 0, sem="acquire", scope="sys") < 1:
+                pass
+        part = source * BLOCK + offsets
+        tl.store(output_ptr + part, tl.load(input_ptr + part))
+
+
+@triton.jit
+def spilling_kernel(input_ptr, output_ptr, BLOCK: tl.constexpr):
+    """More live values than registers."""
+    offsets = tl.arange(0, BLOCK)
+    values = tl.load(input_ptr + offsets)
+    tl.store(output_ptr + offsets, values / tl.sum(values))
+
+
+@triton.jit
+def refused_kernel(data_ptr):
+    """No such name."""
+    tl.store(data_ptr, undefined_name)  # noqa: F821  # faulty: does not compile

@@ -1,4 +1,4 @@
-"""Every kernel compiles well for GPUs that this machine does not have, and every rule can fail.
+"""Every kernel compiles well for GPUs that this machine does not have, and a bad one is refused.
 
 The entries compile once per session, in worker processes; Triton's cache keeps them between sessions.
 """
@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from interlace.cli import build as command
-from interlace.runtime import catalogue, machine_code
+from interlace.runtime import catalogue
 from interlace.runtime.build import Report, build
 from interlace.runtime.catalogue import ARCHES, Entry, entries
+from interlace.runtime.faults import Fault
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -45,19 +46,19 @@ _MATMUL |= dict.fromkeys("MNK", "i32")
 _ALIGNED = ("input_ptr", "weight_ptr", "output_ptr", "M", "N", "K")
 _TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
 MUTANTS = {
-    "release without a barrier": mutant(
+    "release without barrier": mutant(
         "publish_kernel",
         {"data_ptr": "*i32", "slot_ptr": "*i64", "epoch": "i64"},
         BLOCK=1024,
     ),
-    "read without acquire": mutant("wait_kernel", {"slot_ptr": "*i64", "epoch": "i64"}),
-    "release of a descriptor store": replace(
+    "weak poll": mutant("wait_kernel", {"slot_ptr": "*i64", "epoch": "i64"}),
+    "published descriptor store": replace(
         mutant("matmul_reduce_scatter_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
     ),
-    "descriptor load without a fence": replace(
+    "unfenced descriptor load": replace(
         mutant("all_gather_matmul_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
     ),
-    "load before a wait": replace(
+    "early load": replace(
         mutant("all_gather_matmul_kernel", _MATMUL, **_TILES), divisible=_ALIGNED
     ),
     "does not compile: TypeError": mutant("publish_kernel", {"data_ptr": "*i32"}),
@@ -98,6 +99,13 @@ def test_mutant_is_caught(accusation: str, reports: dict[tuple[str, int], Report
     assert any(accusation in problem for problem in problems), problems
 
 
+def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], Report]) -> None:
+    lines = (HERE / "mutant_kernels.py").read_text().splitlines()
+    line = next(i + 1 for i, text in enumerate(lines) if text.endswith("# faulty: published"))
+    (problem,) = reports["published descriptor store", 90].problems()
+    assert problem.startswith(f"mutant_kernels.py:{line}: published descriptor store: ")
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_catalogue_covers_every_kernel(arch: int) -> None:
     shipped = set()
@@ -127,69 +135,6 @@ def test_old_chips_have_no_descriptors() -> None:
     assert any(entry.constants.get("DESCRIPTORS") for entry in entries(90))
 
 
-# -- the rules, on text ------------------------------------------------------------------------
-
-STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1 };\n"
-BARRIER = "bar.sync 0;\n"
-RELEASE = "@%p1 atom.global.sys.release.exch.b64 %rd2, [ %rd3 + 0 ], %rd4;\n"
-ACQUIRE = "@%p1 ld.global.sys.acquire.b64 %rd2, [ %rd3 + 0 ];\n"
-FENCE = "fence.proxy.async; mov.u32 %r1, 0;\n"
-SHARED_FENCE = "fence.proxy.async.shared::cta;\n"
-BULK_LOAD = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1];\n"
-BULK_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];\n"
-BULK_READ = "cp.async.bulk.wait_group.read 0 ;\n"
-BULK_DONE = "cp.async.bulk.wait_group 0 ;\n"
-RULES = {
-    machine_code.unordered_releases: (
-        [STORE + BARRIER + RELEASE, BARRIER + "mov.b64 %rd1, %rd2;\n" + RELEASE],
-        [STORE + RELEASE, BARRIER + STORE + RELEASE, BARRIER + "$L__BB0_1:\n" + RELEASE],
-    ),
-    machine_code.published_bulk_stores: (
-        [BULK_STORE + BULK_DONE + RELEASE, RELEASE + BULK_STORE, STORE + RELEASE],
-        [BULK_STORE + RELEASE, BULK_STORE + BULK_READ + BARRIER + RELEASE],
-    ),
-    machine_code.unfenced_bulk_loads: (
-        [ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD, ACQUIRE + "ret;\n" + BULK_LOAD],
-        [
-            ACQUIRE + BULK_LOAD,
-            ACQUIRE + SHARED_FENCE + BULK_LOAD,
-            ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
-            "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n",
-        ],
-    ),
-    machine_code.early_loads: (
-        [ACQUIRE + BULK_LOAD, BULK_LOAD],
-        [BULK_LOAD + ACQUIRE, "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 16;\n" + ACQUIRE],
-    ),
-    machine_code.weak_polls: (
-        [ACQUIRE, RELEASE, "ld.global.b64 %rd1, [ %rd2 ];\n"],
-        ["ld.volatile.global.b64 %rd1, [ %rd2 ];\n", ACQUIRE.replace("acquire", "relaxed")],
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule(rule: machine_code.Rule) -> None:
-    right, wrong = RULES[rule]
-    for ptx in right:
-        assert rule(ptx) == [], ptx
-    for ptx in wrong:
-        assert len(rule(ptx)) == 1, ptx
-
-
-def test_instruction_counts() -> None:
-    sass = (
-        "        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8] ;\n"
-        "        /*0020*/              @!P0 STL.64 [R1+0x8], R2 ;\n"
-        "        /*0030*/                   LDL R2, [R1] ;\n"
-        "        /*0040*/                   UTCHMMA gdesc[UR4], gdesc[UR6] ;\n"
-    )
-    counts = machine_code.instruction_counts(sass)
-    assert counts == {"HGMMA": 1, "STL": 1, "LDL": 1, "UTCHMMA": 1}
-    assert machine_code.spills(counts) == 2
-    assert [machine_code.tensor_core_instructions(counts, a) for a in (80, 90, 100)] == [0, 1, 1]
-
-
 # -- the command -------------------------------------------------------------------------------
 
 GOOD = Report("some kernel", 90, True, registers=80, tensor_cores=4)
@@ -204,9 +149,8 @@ GOOD = Report("some kernel", 90, True, registers=80, tensor_cores=4)
         (replace(GOOD, stack=8), 1),
         (replace(GOOD, stack=8, default=False), 0),
         (replace(GOOD, stack=8, arch=80), 0),
-        (replace(GOOD, tensor_cores=0), 1),
         (replace(GOOD, tensor_cores=None), 0),
-        (replace(GOOD, faults=["line 1: load before a wait"]), 1),
+        (replace(GOOD, faults=(Fault("early load", "ld comes before the wait", "k.py:3"),)), 1),
     ],
 )
 def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_all_ranks_load_before_any_launches(log: Log) -> None:
 
 def test_grids_of_all_ranks_fit_the_gpu(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[int] = []
-    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: programs.append(launch.programs))
+    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: programs.append(launch.grid))
     for world_size in (1, 4, 16):
         programs.clear()
         interlace.run(call_ops, world_size, place="cuda")

@@ -215,7 +215,7 @@ class Ranks:
         def launch() -> None:
             body = program_function(kernel, {"peers_ptr": self.peers, "rank": rank, **arguments})
             for index in range(programs):
-                program = Program(kernel.__name__, "test", index, programs)
+                program = Program(kernel.__name__, "test", index, (index, 0, 0), (programs, 1, 1))
                 scheduler.spawn(rank, f"program {index}", body, program=program)
 
         scheduler.spawn(rank, "host", launch)

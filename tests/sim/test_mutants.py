@@ -27,7 +27,7 @@ from interlace.kernels import (
 )
 from interlace.runtime.configuration import override
 from interlace.runtime.place_sim import SimStream
-from interlace.runtime.scheduler import Scheduler
+from interlace.runtime.program_hooks import ProgramHooks
 from support import payload, poisoned, slow_rank, starved
 
 MODULES = (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, reduction, transfer)
@@ -93,24 +93,24 @@ def replaced(**functions: Any) -> Iterator[None]:
 @contextmanager
 def published_before_the_store() -> Iterator[None]:
     """A program's stores happen only after its next atomic: a publish overtakes them."""
-    store, atomic = Scheduler.store, Scheduler.atomic
+    store, atomic = ProgramHooks.store, ProgramHooks.atomic
     held: dict[Any, list[Callable[[], Any]]] = {}
 
-    def late_store(self: Scheduler, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
-        held.setdefault(self.current, []).append(lambda: store(self, pointers, mask, perform))
+    def late_store(self: ProgramHooks, *arguments: Any) -> None:
+        held.setdefault(self.current, []).append(lambda: store(self, *arguments))
 
-    def flush(self: Scheduler) -> None:
-        for each in held.pop(self._current, []):
+    def flush(self: ProgramHooks) -> None:
+        for each in held.pop(self.current, []):
             each()
 
-    def early_atomic(self: Scheduler, *arguments: Any) -> Any:
+    def early_atomic(self: ProgramHooks, *arguments: Any) -> Any:
         result = atomic(self, *arguments)
         flush(self)
         return result
 
     with (
-        mock.patch.object(Scheduler, "store", late_store),
-        mock.patch.object(Scheduler, "atomic", early_atomic),
+        mock.patch.object(ProgramHooks, "store", late_store),
+        mock.patch.object(ProgramHooks, "atomic", early_atomic),
     ):
         yield
 

@@ -50,6 +50,25 @@ def parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile every kernel offline and show its resources")
     build.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
     build.add_argument("--json", action="store_true")
+
+    verify = commands.add_parser(
+        "verify",
+        help="look for races, failing schedules and broken rules in kernels, without a GPU",
+    )
+    verify.add_argument(
+        "target",
+        nargs="?",
+        default="all",
+        metavar="all|OP|FILE.py::FUNCTION",
+        help="everything, one op of interlace, or a function of one's own that every rank runs",
+    )
+    verify.add_argument("--ranks", type=_world_sizes, default=None, metavar="2,3,4,8")
+    verify.add_argument("--seeds", type=positive_int, default=None, help="schedules for races")
+    verify.add_argument(
+        "--schedules", type=positive_int, default=None, help="schedules that are run to their end"
+    )
+    verify.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
+    verify.add_argument("--json", action="store_true")
     return top
 
 
@@ -58,6 +77,17 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive, got {value}")
     return value
+
+
+def _world_sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 2,3,4,8, got {text!r}") from None
+    for size in sizes:
+        if not 1 <= size <= 64:
+            raise argparse.ArgumentTypeError(f"must be within 1..64, got {size}")
+    return sizes
 
 
 def _arches(text: str) -> list[int]:
@@ -102,6 +132,12 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         from interlace.cli.build import build
 
         return build(console, options.arch, as_json=options.json)
+    if options.command == "verify":
+        from interlace.cli.verify import VerifyOptions, verify
+
+        need_interpreter(True, arguments)
+        given = {name: getattr(options, name) for name in VerifyOptions.__dataclass_fields__}
+        return verify(console, VerifyOptions(**{**given, "arch": tuple(options.arch)}))
     if options.command == "check":
         from interlace.cli.check import check
 

@@ -1,0 +1,162 @@
+"""``interlace verify``: race-check, schedule, lint and explore; a table, and every finding in full."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from interlace.verify import suite
+from interlace.verify.suite import PROTOCOLS, Plan, Result
+from interlace.verify.targets import TARGETS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+LONGEST_LIST = 20
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Arguments of the command. ``seeds`` and ``schedules`` None: what suits the subject."""
+
+    target: str = "all"
+    ranks: tuple[int, ...] | None = None
+    seeds: int | None = None
+    schedules: int | None = None
+    arch: tuple[int, ...] = (80, 90, 100)
+    json: bool = False
+
+
+def verify(console: Console, options: VerifyOptions) -> int:
+    """Check ``options.target``: 1 if anything was found, else 0.
+
+    Raises ValueError or OSError for a target that is none.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
+    if not own and "::" not in options.target:
+        known = ", ".join(["all", *TARGETS, PROTOCOLS])
+        raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
+    plan = _plan(options, own)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        results = _run_own(options, plan, progress) if own else _run_file(options, plan, progress)
+    if options.json:
+        facts = {
+            "target": options.target,
+            "ranks": list(plan.ranks),
+            "clean": not any(result.findings for result in results),
+            "results": [result.to_dict() for result in results],
+        }
+        console.out(json.dumps(facts, indent=2), highlight=False)
+    else:
+        render(console, results)
+    return 1 if any(result.findings for result in results) else 0
+
+
+def _plan(options: VerifyOptions, own: bool) -> Plan:
+    default = Plan() if own else Plan(ranks=(2, 4), seeds=10, schedules=200)
+    return Plan(
+        options.ranks or default.ranks,
+        options.seeds or default.seeds,
+        options.schedules or default.schedules,
+        options.arch,
+    )
+
+
+def _run_own(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+    everything = options.target == "all"
+    names = list(TARGETS) if everything else [options.target]
+    names = [name for name in names if name != PROTOCOLS]
+    jobs = suite.shipped_jobs(names, plan)
+    if everything or options.target == PROTOCOLS:
+        jobs += suite.protocol_jobs()
+    step = _bar(progress, "running", len(jobs))
+    results = suite.run_jobs(jobs, on_done=step)
+    step = _bar(progress, "compiling", suite.shipped_variants(names, plan))
+    return results + suite.lint_shipped(names, plan, on_done=step)
+
+
+def _run_file(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+    fn = suite.load_function(options.target)
+    jobs = suite.function_jobs(options.target, fn, plan)
+    results = suite.run_jobs(jobs, on_done=_bar(progress, "running", len(jobs)))
+    step = _bar(progress, "compiling", None)
+    return results + suite.lint_launches(options.target, fn, plan, on_done=step)
+
+
+def _bar(progress: object, text: str, total: int | None):  # type: ignore[no-untyped-def]
+    task = progress.add_task(text, total=total)  # type: ignore[attr-defined]
+    return lambda: progress.advance(task)  # type: ignore[attr-defined]
+
+
+def render(console: Console, results: list[Result]) -> None:
+    """The table, then all findings, then one line."""
+    from rich.markup import escape
+
+    console.print(_table(results))
+    for result in [r for r in results if r.check == "protocol" and not r.findings]:
+        console.print(
+            f"protocol {result.variant}: {suite.PATTERN_RANKS} ranks, {suite.PATTERN_ROUNDS} rounds, "
+            f"{result.count}, all interleavings right",
+            highlight=False,
+            style="dim",
+        )
+    told: set[str] = set()
+    for result in results:
+        for text in result.findings:
+            if text not in told:
+                told.add(text)
+                title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
+                console.print(f"\n[bold red]{escape(title)}[/]")
+                console.print(escape(text), highlight=False, soft_wrap=True)
+    count = sum(len(result.findings) for result in results)
+    if count:
+        console.print(f"\n[red]{count} findings.[/]", highlight=False)
+    else:
+        console.print("[green]No findings.[/]", highlight=False)
+
+
+def _table(results: list[Result]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("subject")
+    for check in suite.CHECKS:
+        units = {_unit(result) for result in results if result.check == check}
+        table.add_column("\n".join([check, *(f"[dim]{unit}[/]" for unit in units)]), no_wrap=True)
+    table.add_column("seconds", justify="right")
+    for subject in dict.fromkeys(result.subject for result in results):
+        mine = [result for result in results if result.subject == subject]
+        cells = []
+        for check in suite.CHECKS:
+            done = [result for result in mine if result.check == check]
+            bad = sum(len(result.findings) for result in done)
+            if not done:
+                cells.append(Text("-", "dim"))
+            elif bad:
+                cells.append(Text(f"{bad} findings", "red"))
+            else:
+                amount = sum(int(result.count.partition(" ")[0]) for result in done)
+                cells.append(Text(f"clean {amount:>7,}", "green"))
+        seconds = sum(result.seconds for result in mine)
+        table.add_row(Text(subject), *cells, f"{seconds:.1f}")
+    return table
+
+
+def _unit(result: Result) -> str:
+    """What a check counts: the same for all results of a check."""
+    unit = result.count.partition(" ")[2].split(",")[0]
+    return unit if unit.endswith("s") else unit + "s"

@@ -1,0 +1,171 @@
+"""``torch.distributed._symmetric_memory`` on a CPU: symmetric memory for kernels of one's own.
+
+Code that was written for torch's symmetric memory runs in the places ``sim`` and ``shm`` after one
+import was changed::
+
+    import interlace.symmetric_memory as symm_mem
+
+    tensor = symm_mem.empty(1024, dtype=torch.float32)      # alone
+    hdl = symm_mem.rendezvous(tensor, group)                 # together
+    hdl.barrier()
+    kernel[(4,)](hdl.buffer_ptrs_dev, hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size)
+
+Kernels that are launched this way may wait for programs of their own grid and of other ranks: in
+``sim`` every program of every rank is a coroutine of one seeded scheduler, in ``shm`` every program of
+a launch is, and waits for peers are polite, bounded, and end when a peer dies.
+
+What differs from torch
+-----------------------
+- Tensors live on the CPU, ``device`` is None or "cpu". There is no multicast.
+- ``group`` of :func:`rendezvous` may be None or a group of interlace's, and :func:`rendezvous` compares
+  what the ranks bring. Misuse is a ValueError or TypeError on every rank.
+- In ``shm`` a launch comes after the async ops that this rank submitted before it: a CPU has no streams.
+- ``set_signal_pad_size`` holds for tensors made afterwards by the calling rank.
+
+In place ``cuda`` use torch's own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace import groups
+from interlace.runtime import symmetric_tensors
+from interlace.runtime.symmetric_handle import FLAG_BYTES, SymmetricMemory
+
+__all__ = [
+    "SymmetricMemory",
+    "empty",
+    "get_backend",
+    "get_signal_pad_size",
+    "is_nvshmem_available",
+    "is_symm_mem_tensor",
+    "rendezvous",
+    "set_signal_pad_size",
+]
+
+DEFAULT_GROUP_NAME = "0"  # torch's name of its default group, too
+DEFAULT_SIGNAL_PAD_SIZE = 9216  # that of torch 2.13
+
+# A context variable, because the ranks of ``sim`` are in one process.
+_signal_pad_size: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "interlace_signal_pad_size", default=DEFAULT_SIGNAL_PAD_SIZE
+)
+
+
+def empty(
+    *size: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """A tensor in symmetric memory, for :func:`rendezvous`; as ``torch.empty``. Not collective.
+
+    ``size``: ints, or one sequence of them. ``dtype``: torch's default dtype if None. ``device``: None
+    or the CPU. What it contains is undefined.
+
+    Raises TypeError or ValueError for a wrong size or device, PlaceUnavailableError in place ``cuda``,
+    InterlaceError if memory is short.
+
+    >>> import interlace
+    >>> interlace.run(lambda: tuple(interlace.symmetric_memory.empty(2, 3).shape), 2)
+    [(2, 3), (2, 3)]
+    """
+    place = groups.default_group().place
+    given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    try:
+        shape = tuple(operator.index(extent) for extent in given)
+    except TypeError as error:
+        raise TypeError(f"size must be ints, got {given} on rank {place.rank}") from error
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"size must not be negative, got {shape} on rank {place.rank}")
+    if device is not None and place.name != "cuda" and torch.device(device).type != "cpu":
+        raise ValueError(
+            f"device must be None or cpu in place {place.name!r}, whose memory is the host's; got "
+            f"{device} on rank {place.rank}"
+        )
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return symmetric_tensors.new_tensor(place, shape, dtype, get_signal_pad_size())
+
+
+def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
+    """The handle by which this rank reaches the tensors of all ranks of ``group``. Collective.
+
+    ``tensor``: from :func:`empty`, or a view of such a tensor; the handle is of the whole storage, and
+    the same for all views. ``group``: None for all ranks, a group of interlace's, a torch ProcessGroup,
+    or the name of one; "0" is all ranks. Calling again with the same storage and group gives the same
+    handle.
+
+    Raises ValueError on every rank if shapes, dtypes or sizes of memory differ, naming both, or if a
+    rank's tensor is not from :func:`empty`.
+
+    >>> import interlace
+    >>> def neighbour():
+    ...     tensor = interlace.symmetric_memory.empty(4)
+    ...     handle = interlace.symmetric_memory.rendezvous(tensor)
+    ...     tensor.fill_(handle.rank)
+    ...     handle.barrier()
+    ...     return handle.get_buffer(1 - handle.rank, (4,), tensor.dtype).tolist()
+    >>> interlace.run(neighbour, 2)
+    [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    if isinstance(group, str):
+        communicator, name = groups.resolve(_named(group)), group
+    else:
+        communicator = groups.resolve(group)
+        name = _name_of(group, communicator)
+    return symmetric_tensors.meet(tensor, communicator, name)
+
+
+def _named(name: str) -> Any:
+    """The group of that name."""
+    if name == DEFAULT_GROUP_NAME:
+        return None
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    except (RuntimeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"group: there is no group named {name!r}; names are {DEFAULT_GROUP_NAME!r} for all ranks, "
+            "and those of torch's process groups"
+        ) from error
+
+
+def _name_of(group: Any, communicator: groups.Group) -> str:
+    if isinstance(group, dist.ProcessGroup):
+        return str(group.group_name)
+    if communicator is groups.default_group():
+        return DEFAULT_GROUP_NAME
+    return "-".join(map(str, communicator.ranks))
+
+
+def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is from :func:`empty`, or a view of such a tensor. Not collective."""
+    return symmetric_tensors.is_known(tensor)
+
+
+def get_signal_pad_size() -> int:
+    """Bytes of the signal pad of a tensor that this rank makes now."""
+    return _signal_pad_size.get()
+
+
+def set_signal_pad_size(size: int) -> None:
+    """Set the bytes of the signal pads of tensors that this rank makes from now on."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"size must be an int, got {size!r}")
+    if size <= 0 or size % FLAG_BYTES:
+        raise ValueError(f"size must be a positive multiple of {FLAG_BYTES}, got {size}")
+    _signal_pad_size.set(size)
+
+
+def get_backend(device: torch.device | str) -> str | None:
+    """What symmetric memory on ``device`` is made of: "SIM" or "SHM", None if there is none there."""
+    place = groups.default_group().place
+    return place.name.upper() if torch.device(device).type == place.device.type == "cpu" else None
+
+
+def is_nvshmem_available() -> bool:
+    """False: no place of interlace's on a CPU has it."""
+    return False

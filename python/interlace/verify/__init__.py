@@ -1,0 +1,43 @@
+"""Checks of kernels that communicate through symmetric memory: one's own and interlace's, without a GPU.
+
+===================  ==============================================================================
+:func:`races`        accesses that nothing orders, by vector clocks over a simulated run
+:func:`schedules`    many interleavings, with late stores if wanted; the shortest that fails
+:func:`lint`         what the compiler made of a kernel: ordering, registers, tensor cores
+:func:`explore`      every interleaving of a small model of a protocol
+===================  ==============================================================================
+
+>>> from interlace import verify
+>>> verify.races(lambda: None, 2, seeds=1).clean
+True
+"""
+
+from __future__ import annotations
+
+from interlace.verify.findings import KINDS, Access, Finding, RaceReport
+from interlace.verify.lint_check import RULES, Fault, LintReport, LintRequest, lint, lint_many
+from interlace.verify.protocol import Counterexample, Exploration, StateLimitError, explore
+from interlace.verify.race_check import races
+from interlace.verify.schedule_check import Failure, ScheduleReport, replay, schedules
+
+__all__ = [
+    "KINDS",
+    "RULES",
+    "Access",
+    "Counterexample",
+    "Exploration",
+    "Failure",
+    "Fault",
+    "Finding",
+    "LintReport",
+    "LintRequest",
+    "RaceReport",
+    "ScheduleReport",
+    "StateLimitError",
+    "explore",
+    "lint",
+    "lint_many",
+    "races",
+    "replay",
+    "schedules",
+]

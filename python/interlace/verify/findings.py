@@ -1,0 +1,122 @@
+"""What the checks report: accesses, findings, and their text.
+
+A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
+replays the schedule in which it was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Kinds of findings, and what each means.
+KINDS = {
+    "write-read": "a load that nothing orders after the store whose value it needs",
+    "write-write": "two stores to the same bytes that nothing orders",
+    "read-write": "memory is written again while somebody may still be reading it (buffer reuse)",
+    "no barrier": "published without a barrier: the stores of the program's other threads may be late",
+    "weak order": "the signal is not released by the one side, or not acquired by the other",
+    "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
+    "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """One access: who (``rank``, ``who``: program, stream or host code), what, and from which lines.
+
+    ``lines`` are "file.py:12 in function", innermost first.
+    """
+
+    rank: int
+    who: str
+    what: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} {self.who} {self.what}"
+        return text + (f" at {', called from '.join(self.lines)}" if self.lines else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Two accesses that conflict. ``first`` came before ``second`` in the schedule of ``seed``.
+
+    ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
+    of the second access were affected. ``kind`` is one of :data:`KINDS`; ``race`` the kind that it
+    would have without its cause. ``hint`` says what is missing.
+    """
+
+    kind: str
+    first: Access
+    second: Access
+    memory: str
+    offset: int
+    count: int
+    seed: int
+    race: str = ""
+    hint: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
+        functions = tuple(line.rpartition(" ")[2] for line in self.second.lines)
+        return (self.race or self.kind, self.first.what, self.first.lines, functions)
+
+    def __str__(self) -> str:
+        race = f" ({self.race} race)" if self.race and self.race != self.kind else ""
+        elements = "1 element" if self.count == 1 else f"{self.count} elements"
+        lines = [
+            f"{self.kind}{race}: {KINDS[self.kind]}",
+            f"  first   {self.first}",
+            f"  second  {self.second}",
+            f"  on      {self.memory}, byte {self.offset}, {elements}",
+        ]
+        if self.hint:
+            lines.append(f"  hint    {self.hint}")
+        lines.append(f"  seed    {self.seed}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RaceReport:
+    """The result of :func:`interlace.verify.races`. ``events`` counts accesses that were looked at.
+
+    ``errors`` are exceptions of runs, by seed, as text.
+    """
+
+    world_size: int
+    seeds: tuple[int, ...]
+    events: int
+    findings: tuple[Finding, ...]
+    errors: tuple[tuple[int, str], ...] = ()
+    launches: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def clean(self) -> bool:
+        """No finding, and no run ended with an error."""
+        return not self.findings and not self.errors
+
+    def __str__(self) -> str:
+        count = len(self.seeds)
+        schedules = f"{count} schedule{'' if count == 1 else 's'}"
+        head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
+        if self.clean:
+            return head + "no findings"
+        parts = [f"{len(self.findings)} finding{'' if len(self.findings) == 1 else 's'}"]
+        if self.errors:
+            parts.append(f"{len(self.errors)} failed")
+        lines = [head + ", ".join(parts)]
+        lines += [str(finding) for finding in self.findings]
+        lines += [f"seed {seed}: {text}" for seed, text in self.errors]
+        return "\n\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "world_size": self.world_size,
+            "seeds": list(self.seeds),
+            "events": self.events,
+            "findings": [asdict(finding) for finding in self.findings],
+            "errors": [{"seed": seed, "error": text} for seed, text in self.errors],
+        }

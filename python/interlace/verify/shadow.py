@@ -1,0 +1,250 @@
+"""Shadow memory: for every byte that a run touches, who accessed it last, and when.
+
+Memory is known as *segments*: symmetric allocations, the storages of tensors, and pages for anything
+else. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as the smallest access needs. A cell
+holds the last store, and per clock component the last load and the last atomic. Times are clock values
+of the component; ``happens_before.py`` says what they mean.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PAGE = 1 << 16
+LARGEST_CELL = 8
+
+Index = Any  # a slice, or an int array, of cells
+
+
+class Conflict(NamedTuple):
+    """An earlier access that is not ordered before the present one."""
+
+    component: int
+    site: int
+    cell: int
+    elements: int
+
+
+class _Marks:
+    """Per cell, when one component did something last, and where in its source."""
+
+    __slots__ = ("extra", "site", "time")
+
+    def __init__(self, cells: int) -> None:
+        self.time: Any = np.zeros(cells, np.int64)
+        self.site: Any = np.zeros(cells, np.int32)
+        self.extra: Any = np.zeros(cells, np.int8)
+
+    def set(self, index: Index, time: int, site: int, extra: int = 0) -> None:
+        self.time[index] = time
+        self.site[index] = site
+        self.extra[index] = extra
+
+    def refine(self, factor: int) -> None:
+        self.time, self.site, self.extra = (
+            np.repeat(array, factor) for array in (self.time, self.site, self.extra)
+        )
+
+
+class Segment:
+    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address."""
+
+    def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
+        self.base, self.nbytes, self.label, self.symmetric = base, nbytes, label, symmetric
+        self.messages: dict[int, Any] = {}
+        self.cell = LARGEST_CELL
+        cells = -(-nbytes // self.cell)
+        self.writer = np.full(cells, -1, np.int32)
+        self.written = _Marks(cells)
+        self.loads: dict[int, _Marks] = {}
+        self.atomics: dict[int, _Marks] = {}
+
+    @property
+    def end(self) -> int:
+        return self.base + self.nbytes
+
+    def _refine(self, size: int) -> None:
+        factor = self.cell // size
+        self.cell = size
+        self.writer = np.repeat(self.writer, factor)
+        for marks in (self.written, *self.loads.values(), *self.atomics.values()):
+            marks.refine(factor)
+
+    def range(self, low: int, high: int) -> slice:
+        """The cells of the bytes ``[low, high)``, which are inside."""
+        first, last = low - self.base, high - self.base
+        while first % self.cell or (last % self.cell and high != self.end):
+            self._refine(self.cell // 2)
+        return slice(first // self.cell, -(-last // self.cell))
+
+    def cells(self, addresses: Any, size: int) -> Index:
+        """The cells of elements of ``size`` bytes."""
+        if len(addresses) == 1:
+            low = int(addresses[0])
+            return self.range(low, low + size)
+        offsets = addresses.astype(np.int64) - self.base
+        low, high = int(offsets.min()), int(offsets.max()) + size
+        if high - low == len(offsets) * size and bool((np.diff(offsets) == size).all()):
+            return self.range(self.base + low, self.base + high)
+        smallest = min(size, self.cell)
+        while smallest > 1 and bool((offsets % smallest).any()):
+            smallest //= 2
+        if smallest < self.cell:
+            self._refine(smallest)
+        cells = offsets // self.cell
+        if size > self.cell:
+            cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
+        return cells
+
+    # -- questions: who conflicts, given what ``known`` says of every component's time ---------------
+
+    def unordered_store(self, index: Index, known: Any, me: int) -> list[Conflict]:
+        """Stores of others that the present access does not come after."""
+        writer = self.writer[index]
+        bad = (writer >= 0) & (self.written.time[index] > known[writer]) & (writer >> 1 != me)
+        if not bad.any():
+            return []
+        sites = self.written.site[index]
+        found = []
+        for site in np.unique(sites[bad]):
+            where = np.flatnonzero(bad & (sites == site))
+            found.append(
+                Conflict(
+                    int(writer[where[0]]), int(site), self._number(index, where[0]), len(where)
+                )
+            )
+        return found
+
+    def unordered(
+        self, marks: dict[int, _Marks], index: Index, known: Any, me: int
+    ) -> Iterator[tuple[Conflict, int]]:
+        """Loads or atomics of others that the present access does not come after; their extra."""
+        for component, mark in marks.items():
+            if component >> 1 == me:
+                continue
+            bad = mark.time[index] > known[component]
+            if bad.any():
+                where = np.flatnonzero(bad)
+                site = int(mark.site[index][where[0]])
+                conflict = Conflict(component, site, self._number(index, where[0]), len(where))
+                yield conflict, int(mark.extra[index][where[0]])
+
+    def _number(self, index: Index, position: Any) -> int:
+        if isinstance(index, slice):
+            return int(index.start + position)
+        return int(index[position])
+
+    # -- notes -----------------------------------------------------------------------------------
+
+    def note_store(self, index: Index, component: int, time: int, site: int) -> None:
+        self.writer[index] = component
+        self.written.set(index, time, site)
+        if self.messages:
+            self._forget_messages(index)
+
+    def note(
+        self,
+        marks: dict[int, _Marks],
+        index: Index,
+        component: int,
+        time: int,
+        site: int,
+        extra: int = 0,
+    ) -> None:
+        mark = marks.get(component)
+        if mark is None:
+            mark = marks[component] = _Marks(len(self.writer))
+        mark.set(index, time, site, extra)
+
+    def _forget_messages(self, index: Index) -> None:
+        """A plain store over a signal replaces what was released there."""
+        cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
+        touched = set((cells * self.cell + self.base).tolist())
+        for address in [a for a in self.messages if a in touched]:
+            del self.messages[address]
+
+
+class ShadowMemory:
+    """All segments, by address."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._segments: dict[int, Segment] = {}
+
+    def add(self, base: int, nbytes: int, label: str, *, symmetric: bool = False) -> None:
+        """New memory: whatever was known of these addresses is of something that is gone."""
+        if nbytes <= 0:
+            return
+        self.remove(base, base + nbytes)
+        insort(self._bases, base)
+        self._segments[base] = Segment(base, nbytes, label, symmetric)
+
+    def is_symmetric(self, address: int) -> bool:
+        """Whether this is symmetric memory, which lives as long as the run."""
+        segment = self._at(address)
+        return segment is not None and segment.symmetric
+
+    def known(self, address: int) -> bool:
+        """Whether a segment has this address."""
+        return self._at(address) is not None
+
+    def remove(self, low: int, high: int) -> None:
+        """Forget segments that overlap ``[low, high)``."""
+        first = max(0, bisect_right(self._bases, low) - 1)
+        doomed = []
+        for base in self._bases[first:]:
+            if base >= high:
+                break
+            if self._segments[base].end > low:
+                doomed.append(base)
+        for base in doomed:
+            self._bases.remove(base)
+            del self._segments[base]
+
+    def _at(self, address: int) -> Segment | None:
+        position = bisect_right(self._bases, address) - 1
+        if position >= 0:
+            segment = self._segments[self._bases[position]]
+            if address < segment.end:
+                return segment
+        return None
+
+    def _at_or_page(self, address: int) -> Segment:
+        segment = self._at(address)
+        if segment is not None:
+            return segment
+        base, end = address // PAGE * PAGE, address // PAGE * PAGE + PAGE
+        for other in self._segments.values():  # a page only fills the gap between its neighbours
+            if other.end <= address:
+                base = max(base, other.end)
+            elif other.base > address:
+                end = min(end, other.base)
+        base = -(-base // LARGEST_CELL) * LARGEST_CELL if base < address - LARGEST_CELL else base
+        self.add(base, end - base, "memory that no tensor of this run owns")
+        found = self._at(address)
+        assert found is not None
+        return found
+
+    def find(self, addresses: Any, size: int) -> Iterator[tuple[Segment, Index]]:
+        """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
+        while len(addresses):
+            segment = self._at_or_page(int(addresses[0]))
+            if int(addresses.min()) >= segment.base and int(addresses.max()) < segment.end:
+                yield segment, segment.cells(addresses, size)
+                return
+            inside = (addresses >= np.uint64(segment.base)) & (addresses < np.uint64(segment.end))
+            yield segment, segment.cells(addresses[inside], size)
+            addresses = addresses[~inside]
+
+    def find_range(self, low: int, nbytes: int) -> tuple[Segment, Index] | None:
+        """Segment and cells of contiguous bytes of a tensor; None if there are none."""
+        if nbytes <= 0:
+            return None
+        segment = self._at(low)
+        if segment is None or low + nbytes > segment.end:
+            return None
+        return segment, segment.range(low, low + nbytes)

@@ -1,0 +1,209 @@
+"""What ``interlace verify all`` checks: every op with every algorithm, and the kernels that streams use.
+
+A target is an SPMD function that has a few ops in flight, so that workspaces and slots are used again
+while some rank may be far behind, with small tiles, so that a few elements make several tiles, programs
+and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.groups import default_group
+from interlace.kernels import signal
+from interlace.runtime import configuration
+
+CALLS = 5
+SMALL_TILES: dict[str, int | bool] = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "block_elements": 16,
+    "programs": 2,
+}
+INNER = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint."""
+
+    name: str
+    variants: dict[str, Callable[[], Any]]
+    kernels: tuple[str, ...] = field(default=())
+
+
+def _numbers(rank: int, call: int, *shape: int) -> torch.Tensor:
+    """Small whole numbers, different on every rank and in every call: sums are exact."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count).reshape(shape) % 7 + 10 * rank + call).float()
+
+
+def _all(world_size: int, call: int, *shape: int) -> list[torch.Tensor]:
+    return [_numbers(rank, call, *shape) for rank in range(world_size)]
+
+
+def _one_sided() -> Any:
+    """An op in which only rank 0 waits for data: nobody else learns how far the others are."""
+    one = torch.ones(1, 4), torch.ones(4, 1)
+    return interlace.matmul_reduce_scatter(*one, algorithm="fused", async_op=True)
+
+
+Started = tuple[Any, Callable[[Any], torch.Tensor], torch.Tensor]
+
+
+def _calls(start: Callable[[int, int, int], Started]) -> Callable[[], Any]:
+    """``CALLS`` ops in flight, begun by ``start(rank, world_size, call)``.
+
+    It returns a Work, what to take from its result, and what is right.
+    """
+
+    def on_rank() -> None:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        with configuration.override(**SMALL_TILES):
+            started = []
+            for call in range(CALLS):
+                started.append(start(rank, world_size, call))
+                _one_sided()
+            for call, (work, taken, expected) in enumerate(started):
+                if not torch.equal(taken(work.wait()), expected):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+def _itself(result: Any) -> torch.Tensor:
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _all_gather_matmul(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        shards = _all(world_size, call, 20, INNER)
+        weight = torch.eye(INNER)
+        work = interlace.all_gather_matmul(shards[rank], weight, algorithm=algorithm, async_op=True)
+        return work, _itself, torch.cat(shards)
+
+    return _calls(start)
+
+
+def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, 17 * world_size, INNER)
+        weight = torch.eye(INNER)
+        work = interlace.matmul_reduce_scatter(
+            inputs[rank], weight, algorithm=algorithm, async_op=True
+        )
+        return work, _itself, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
+
+    return _calls(start)
+
+
+def _matmul_all_reduce(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, 18, INNER)
+        weight = torch.eye(INNER)
+        work = interlace.matmul_all_reduce(inputs[rank], weight, algorithm=algorithm, async_op=True)
+        return work, _itself, sum(inputs[1:], inputs[0])
+
+    return _calls(start)
+
+
+def _all_gather(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        shards, output = _all(world_size, call, 20), torch.empty(world_size * 20)
+        work = interlace.all_gather(output, shards[rank], algorithm=algorithm, async_op=True)
+        return work, lambda _: output, torch.cat(shards)
+
+    return _calls(start)
+
+
+def _reduce_scatter(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs, output = _all(world_size, call, world_size, 20), torch.empty(20)
+        work = interlace.reduce_scatter(output, inputs[rank], algorithm=algorithm, async_op=True)
+        return work, lambda _: output, sum(inputs[1:], inputs[0])[rank]
+
+    return _calls(start)
+
+
+def _all_reduce(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, 20)
+        result = inputs[rank].clone()
+        work = interlace.all_reduce(result, algorithm=algorithm, async_op=True)
+        return work, lambda _: result, sum(inputs[1:], inputs[0])
+
+    return _calls(start)
+
+
+def _signals() -> None:
+    """The four kernels that streams on a GPU use, around torch copies into peers' memory."""
+    place = default_group().place
+    rank, world_size = place.rank, place.world_size
+    words = signal.HEADER_WORDS + world_size
+    buffer = place.allocate(words * 8 + world_size * 64)
+    buffer.view(rank, 8 * signal.SPIN_LIMIT_WORD, (1,), torch.int64).fill_(place.poll_limit())
+    table = buffer.peers
+    place.allocate(8)  # the words are set on every rank before any kernel of a peer runs
+    for call in range(CALLS):
+        signal.wait_credits_kernel[(1,)](table, rank, world_size)
+        for peer in range(world_size):
+            theirs = buffer.view(peer, words * 8 + rank * 64, (16,), torch.float32)
+            theirs.copy_(_numbers(rank, call, 16))
+            slot_byte = 8 * (signal.HEADER_WORDS + rank)
+            signal.publish_kernel[(1,)](table, rank, peer, slot_byte)
+        for source, expected in enumerate(_all(world_size, call, 16)):
+            slot_byte = 8 * (signal.HEADER_WORDS + source)
+            signal.wait_kernel[(1,)](table, rank, world_size, source, slot_byte)
+            mine = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
+            if not torch.equal(mine, expected):
+                raise AssertionError(f"wrong data on rank {rank} in call {call}")
+        signal.finish_kernel[(1,)](table, rank, world_size)
+
+
+def _algorithms(
+    make: Callable[[str], Callable[[], Any]], *names: str
+) -> dict[str, Callable[[], Any]]:
+    return {name: make(name) for name in names}
+
+
+_MATMULS = ("fused", "pipelined", "unfused")
+_COLLECTIVES = ("kernel", "copy")
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "signal",
+            {"kernels": _signals},
+            ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
+        ),
+        Target(
+            "all_gather_matmul",
+            _algorithms(_all_gather_matmul, *_MATMULS),
+            ("all_gather_matmul_kernel",),
+        ),
+        Target(
+            "matmul_reduce_scatter",
+            _algorithms(_matmul_reduce_scatter, *_MATMULS),
+            ("matmul_reduce_scatter_kernel",),
+        ),
+        Target(
+            "matmul_all_reduce",
+            _algorithms(_matmul_all_reduce, *_MATMULS),
+            ("matmul_all_reduce_kernel",),
+        ),
+        Target("all_gather", _algorithms(_all_gather, *_COLLECTIVES), ("all_gather_kernel",)),
+        Target(
+            "reduce_scatter",
+            _algorithms(_reduce_scatter, *_COLLECTIVES),
+            ("reduce_scatter_kernel",),
+        ),
+        Target("all_reduce", _algorithms(_all_reduce, *_COLLECTIVES), ("all_reduce_kernel",)),
+    )
+}

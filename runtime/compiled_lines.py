@@ -1,0 +1,81 @@
+"""Source lines of compiled instructions: what stands before what, and how a report names them.
+
+An instruction of an inlined function has a *chain* of frames, innermost first: the line in the
+function, the line that called it, and so on to the kernel. Order in the source is the order of the
+lines in the outermost function in which two chains differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A position in a file. Columns tell calls on one line apart."""
+
+    path: str
+    line: int
+    column: int = 0
+
+
+Chain = tuple[Frame, ...]
+
+
+def later(chain: Chain, other: Chain) -> bool:
+    """Whether ``chain`` stands after ``other`` in the source; False where the order is unknown."""
+    for frame, against in zip(reversed(chain), reversed(other), strict=False):
+        if frame != against:
+            known = frame.line and against.line and frame.path == against.path
+            return bool(known) and frame.line > against.line
+    return False
+
+
+def describe(chain: Chain) -> str:
+    """The innermost line and the kernel's own: "signal.py:69 in publish, called at transfer.py:124".
+
+    Reads the files that the chain names; where one is gone, its lines go without a function.
+    """
+    if not chain or not chain[0].line:
+        return ""
+    if len(chain) == 1:
+        return _place(chain[0], name_function=False)
+    return f"{_place(chain[0])}, called at {_place(chain[-1], name_function=False)}"
+
+
+def _place(frame: Frame, name_function: bool = True) -> str:
+    statement = _statements(frame.path).get(frame.line)
+    line, function = statement or (frame.line, "")
+    place = f"{os.path.basename(frame.path)}:{line}"
+    return f"{place} in {function}" if function and name_function else place
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(path: str) -> dict[int, tuple[int, str]]:
+    """By line: the first line of the statement it belongs to, and the function around it.
+
+    The compiler places a call of many lines at one of its last.
+    """
+    try:
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return {}
+    return dict(_spans(tree, ""))
+
+
+def _spans(node: ast.AST, function: str) -> Iterator[tuple[int, tuple[int, str]]]:
+    """Of every statement, those inside it after it, so that a dictionary keeps the innermost."""
+    for child in ast.iter_child_nodes(node):
+        inside = function
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            inside = child.name
+        if isinstance(child, ast.stmt):
+            for line in range(child.lineno, (child.end_lineno or child.lineno) + 1):
+                yield line, (child.lineno, inside)
+        yield from _spans(child, inside)

@@ -1,0 +1,63 @@
+"""What an interpreter session asks and tells its owner about every memory access of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Thunk = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Atomic:
+    """One atomic access, of ``tl.atomic_*`` or of inline assembly.
+
+    ``kind``: "cas", "load", "store" or the name of the read-modify-write ("add", "xchg", ...). ``sem``:
+    "relaxed", "acquire", "release", "acq_rel". ``scope``: "cta", "gpu", "sys". ``reads_only``: known not
+    to change memory. ``compare``: the handle of what a "cas" expects. ``each_thread``: thread i does
+    element i (inline assembly on a tensor); otherwise one thread does it and all get the result.
+    """
+
+    pointers: Any
+    mask: Any
+    kind: str
+    sem: str
+    scope: str
+    reads_only: bool
+    compare: Any = None
+    each_thread: bool = False
+
+    @property
+    def acquires(self) -> bool:
+        return self.sem in ("acquire", "acq_rel")
+
+    @property
+    def releases(self) -> bool:
+        return self.sem in ("release", "acq_rel")
+
+
+class Hooks(Protocol):
+    """What a session tells about a program's memory operations.
+
+    ``perform`` does the operation and returns its handle (None for stores); a hook calls it once and
+    returns what it returned. A poll may perform more than once.
+    """
+
+    def load(self, pointers: Any, mask: Any, perform: Thunk, *, volatile: bool = False) -> Any: ...
+
+    def store(self, pointers: Any, value: Any, mask: Any, perform: Thunk) -> Any: ...
+
+    def atomic(self, atomic: Atomic, perform: Thunk) -> Any: ...
+
+    def barrier(self) -> None: ...
+
+    def fence(self, sem: str, scope: str) -> None: ...
+
+    def pause(self) -> None:
+        """A program sleeps: let others go on."""
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Code inside the session launches ``kernel[grid](**arguments, **options)``; run it."""

@@ -1,0 +1,45 @@
+"""What the scheduler runs: a task, and where a program's task stands in its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from interlace.runtime.errors import BlockedWait
+
+
+@dataclass
+class Program:
+    """Where a task stands in a launch: the ``index``-th program, at ``position`` of ``grid``."""
+
+    kernel: str
+    op: str
+    index: int
+    position: tuple[int, int, int]
+    grid: tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class Task:
+    """One coroutine. ``ready`` is None when it can run, else the condition it waits for.
+
+    ``name`` is the same in every schedule. ``owner`` is the stream that the task works for. ``polls``: it
+    is suspended in a poll, and may give up polling if it goes on; ``seen``: what it has polled and read
+    since it last changed memory.
+    """
+
+    rank: int
+    who: str
+    name: str
+    greenlet: Any
+    program: Program | None = None
+    owner: Any = None
+    ready: Callable[[], bool] | None = None
+    waiting: Callable[[], BlockedWait] | None = None
+    polls: bool = False
+    seen: list[Any] = field(default_factory=list)
+    on_finish: Callable[[], None] | None = None
+
+    def can_run(self) -> bool:
+        return self.ready is None or self.ready()

@@ -1,0 +1,316 @@
+"""The rules of lint on text that each must flag, and on text that it must not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from interlace.runtime import machine_code, ptx_rules
+from interlace.runtime.compiled_lines import Frame, later
+from interlace.runtime.faults import RULES
+from interlace.runtime.machine_code import instruction_counts, without_tensor_cores
+from interlace.runtime.ptx import Program
+from interlace.runtime.triton_ir import Dot, TritonIR
+
+STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1 };\n"
+BARRIER = "bar.sync 0;\n"
+RELEASE = "@%p1 atom.global.sys.release.exch.b64 %rd2, [ %rd3 + 0 ], %rd4;\n"
+ACQUIRE = "@%p1 ld.global.sys.acquire.b64 %rd2, [ %rd3 + 0 ];\n"
+FENCE = "fence.proxy.async; mov.u32 %r1, 0;\n"
+SHARED_FENCE = "fence.proxy.async.shared::cta;\n"
+LOAD = "ld.global.b32 { %r4 }, [ %rd7 + 0 ];\n"
+BULK_LOAD = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1];\n"
+BULK_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];\n"
+BULK_READ = "cp.async.bulk.wait_group.read 0 ;\n"
+BULK_DONE = "cp.async.bulk.wait_group 0 ;\n"
+ADD = "atom.global.gpu.relaxed.add.f32 %r3, [ %rd1 + 0 ], %r4;\n"
+
+
+def at(line: int, code: str, called_at: str = "") -> str:
+    """``code`` at a line of k.py; of an inlined function, with the comment that says where from."""
+    chain = f"k.py:{line}:4" + (f" @[ {called_at} ]" if called_at else "")
+    return f".loc 1 {line} 4 // {chain}\n{code}"
+
+
+def poll(load: str, after: str = "ret;\n") -> str:
+    test = "setp.lt.s64 %p3, %rd5, %rd6;\n@%p3 bra $L__BB0_1;\n"
+    return "$L__BB0_1:\n" + load.format("%rd5", "[ %rd3 + 0 ]") + test + after
+
+
+WEAK = "ld.volatile.global.b64 {0}, {1};\n"
+SHARED_POLL = (
+    "$L__BB0_1:\n@%p1 ld.global.sys.relaxed.b64 %rd5, [ %rd3 + 0 ];\n"
+    "@%p1 st.shared.b64 [ %r8 + 0 ], %rd5;\nbar.sync 0;\nld.shared.b64 %rd6, [global_smem];\n"
+    "setp.lt.s64 %p3, %rd6, %rd7;\n@%p3 bra $L__BB0_1;\nret;\n"
+)
+ASSEMBLY_POLL = (
+    "{ .reg .pred again; .reg .u32 seen;\nPOLL: ld.relaxed.sys.u32 seen, [%rd1];\n"
+    "setp.ne.u32 again, seen, 1; @again bra POLL; }\nret;\n"
+)
+LOOP = "$L__BB0_1:\n{}@%p3 bra $L__BB0_1;\nret;\n"
+RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
+    ptx_rules.release_without_barrier: (
+        [
+            STORE + BARRIER + RELEASE,
+            BARRIER + RELEASE,
+            RELEASE + STORE,
+            STORE + BARRIER + "@%p2 bra $L__BB0_1;\n" + RELEASE + "$L__BB0_1:\nret;\n",
+            STORE + "ret;\n.func other()\n{\n" + RELEASE + "ret;\n}\n",
+        ],
+        [
+            STORE + RELEASE,
+            BARRIER + STORE + RELEASE,
+            ADD + RELEASE,
+            STORE + "{ .reg .u32 t; st.release.sys.global.u32 [%rd3], 1; }\n",
+            STORE + "@%p2 bra $L__BB0_1;\n" + BARRIER + "$L__BB0_1:\n" + RELEASE,
+            LOOP.format(RELEASE + STORE),
+        ],
+    ),
+    ptx_rules.narrow_scope: (
+        [ACQUIRE, RELEASE, ADD, "fence.acq_rel.sys;\n", "bar.sync 0;\nmembar.sys;\n", SHARED_FENCE],
+        [
+            ACQUIRE.replace("sys", "gpu"),
+            "st.release.cta.global.u32 [%rd3], 1;\n",
+            "atom.global.gpu.acq_rel.add.u32 %r1, [ %rd9 + 0 ], %r2;\n",
+            "fence.acq_rel.gpu;\n",
+            "membar.gl;\n",
+        ],
+    ),
+    ptx_rules.published_descriptor_store: (
+        [BULK_STORE + BULK_DONE + RELEASE, RELEASE + BULK_STORE, STORE + RELEASE],
+        [BULK_STORE + RELEASE, BULK_STORE + BULK_READ + BARRIER + RELEASE],
+    ),
+    ptx_rules.unfenced_descriptor_load: (
+        [ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD, ACQUIRE + "ret;\n" + BULK_LOAD],
+        [
+            ACQUIRE + BULK_LOAD,
+            ACQUIRE + SHARED_FENCE + BULK_LOAD,
+            ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
+            "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n",
+        ],
+    ),
+    ptx_rules.early_load: (
+        [
+            at(7, ACQUIRE) + at(8, LOAD),
+            at(6, LOAD) + at(7, ACQUIRE),  # as in the source
+            at(7, LOAD) + at(7, ACQUIRE),
+            at(0, LOAD) + at(7, ACQUIRE),  # nobody knows
+            LOOP.format(at(7, ACQUIRE) + at(8, LOAD)),
+            at(7, ACQUIRE) + at(8, LOAD) + at(7, ACQUIRE) + at(8, LOAD),  # unrolled
+            # the other branch of an if
+            "@%p3 bra $L__BB0_1;\n" + at(8, LOAD) + "ret;\n$L__BB0_1:\n" + at(7, ACQUIRE),
+            # two calls on one line, and a wait within the call that loads
+            at(9, LOAD, "k.py:20:4") + at(8, ACQUIRE, "k.py:20:30"),
+            at(9, LOAD, "k.py:20:4") + at(19, ACQUIRE, "k.py:20:4"),
+        ],
+        [
+            at(8, LOAD) + at(7, ACQUIRE),
+            at(8, BULK_LOAD) + at(7, ACQUIRE),
+            at(8, "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 16;\n") + at(7, ACQUIRE),
+            at(8, LOAD) + LOOP.format(at(7, ACQUIRE) + at(8, LOAD)),  # the prologue of a pipeline
+            at(3, LOAD, "k.py:21:4") + at(9, ACQUIRE, "k.py:20:4"),
+        ],
+    ),
+    ptx_rules.weak_poll: (
+        [
+            poll(ACQUIRE.replace("%rd2, [ %rd3 + 0 ]", "{}, {}")),
+            WEAK.format("%rd5", "[ %rd3 + 0 ]"),  # not in a loop
+            poll("ld.relaxed.sys.global.b64 {}, {};\n", "fence.acq_rel.sys;\n" + LOAD),
+            poll("add.s64 %rd3, %rd3, 8;\nld.global.b64 {}, {};\n"),  # a search, not a poll
+            LOOP.format(ADD),
+            poll("add.s64 %rd6, %rd6, 8;\nld.global.b64 {}, {};\n"),  # the bound of a counter
+        ],
+        [
+            poll(WEAK),
+            poll("ld.global.b64 {}, {};\n"),
+            poll("ld.relaxed.sys.global.b64 {}, {};\n", "fence.acq_rel.gpu;\n" + LOAD),
+            SHARED_POLL,
+            ASSEMBLY_POLL,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULE_TEXTS, ids=lambda rule: rule.__name__)
+def test_rule(rule: ptx_rules.Rule) -> None:
+    assert set(RULE_TEXTS) == set(ptx_rules.PTX_RULES)
+    right, wrong = RULE_TEXTS[rule]
+    files = '.file 1 "/src/k.py"\n'
+    for ptx in right:
+        assert rule(Program(files + ptx)) == [], ptx
+    for ptx in wrong:
+        (fault,) = rule(Program(files + ptx))
+        assert fault.rule in RULES, ptx
+
+
+def test_fault_names_the_inlined_line_and_the_kernels() -> None:
+    ptx = '.file 1 "/src/k.py"\n' + STORE + at(7, RELEASE, "k.py:20:3 @[ k.py:30:5 ]")
+    (fault,) = ptx_rules.release_without_barrier(Program(ptx))
+    assert fault.where == "k.py:7, called at k.py:30"
+    assert str(fault).startswith("k.py:7, called at k.py:30: release without barrier: no bar.sync")
+
+
+def test_branch_tables_are_followed() -> None:
+    table = "$L_brx_0: .branchtargets $L__BB0_1, $L__BB0_2;\n"
+    ptx = STORE + table + "brx.idx %r1, $L_brx_0;\n$L__BB0_1:\nret;\n$L__BB0_2:\n" + RELEASE
+    assert len(ptx_rules.release_without_barrier(Program(ptx))) == 1
+
+
+def test_order_in_the_source() -> None:
+    call, other = Frame("k.py", 20, 4), Frame("k.py", 21, 4)
+    assert later((Frame("f.py", 1), other), (Frame("g.py", 9), call))
+    assert not later((Frame("f.py", 9), call), (Frame("g.py", 1), other))
+    assert later((Frame("f.py", 2), call), (Frame("f.py", 1), call))
+    assert not later((Frame("f.py", 2), call), (Frame("g.py", 1), call))
+    assert not later((call,), (Frame("f.py", 1), call))
+
+
+# -- Triton's IR -------------------------------------------------------------------------------
+
+LOCATIONS = '#loc1 = loc("/src/k.py":3:4)\n#loc2 = loc("/src/k.py":9:4)\n#loc3 = loc("x"(#loc1))\n'
+LOCATIONS += "#loc4 = loc(callsite(#loc3 at #loc2))\n"
+ACQUIRE_IR = "  %1 = tt.atomic_rmw add, acquire, sys, %p, %0, %true : (x) -> i64 loc(#loc3)\n"
+
+
+def plain_poll(load: str) -> str:
+    return (
+        f"  %n:2 = scf.while (%a = %0, %b = %1) : (i32, i32) -> (i32, i32) {{\n{load.format('%5')}"
+        "    %7 = arith.cmpi slt, %a, %c : i32 loc(#loc1)\n"
+        "    scf.condition(%7) %a, %b : i32, i32 loc(#loc1)\n  } do {\n"
+        "  ^bb0(%a: i32, %b: i32):\n"
+        f"{load.format('%6')}    scf.yield %6, %b : i32, i32 loc(#loc1)\n  }} loc(#loc1)\n"
+    )
+
+
+def bounded(by: str) -> str:
+    """A counter, and a loop that goes on while what is loaded is more than ``by``."""
+    return (
+        "  %n = scf.while (%b = %1) : (i32) -> (i32) {\n"
+        "    %5 = tt.load %flag : !tt.ptr<i32> loc(#loc1)\n"
+        f"    %7 = arith.cmpi slt, {by}, %5 : i32 loc(#loc1)\n"
+        "    scf.condition(%7) %b : i32 loc(#loc1)\n  } do {\n  ^bb0(%b: i32):\n"
+        "    %8 = arith.addi %b, %c : i32 loc(#loc1)\n"
+        "    scf.yield %8 : i32 loc(#loc1)\n  } loc(#loc1)\n"
+    )
+
+
+CALL = "    {} = tt.call @k.peek__Pi32(%flag) : (!tt.ptr<i32>) -> i32 loc(#loc1)\n"
+CALLED = (
+    "  tt.func private @k.peek__Pi32(%p: x) -> i32 {{\n    %0 = {} loc(#loc2)\n  }} loc(#loc2)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("ir", "ptx", "dropped"),
+    [
+        (ACQUIRE_IR, at(3, ACQUIRE), 0),
+        (ACQUIRE_IR, at(4, ACQUIRE), 1),
+        (ACQUIRE_IR, "", 1),
+        (ACQUIRE_IR, at(0, ACQUIRE), 0),  # the compiler has lost the line, not the wait
+        (ACQUIRE_IR.replace("acquire", "release"), "", 0),
+        (bounded("%b"), "", 0),
+        (bounded("%c"), "", 1),
+        (bounded("%c"), at(3, poll("ld.global.b64 {}, {};\n")), 0),  # kept; a weak poll
+        (plain_poll("    {} = tt.load %flag : !tt.ptr<i32> loc(#loc1)\n"), "", 1),
+        (plain_poll("    {} = tt.load %flag {{isVolatile = true}} : x loc(#loc1)\n"), "", 0),
+        (plain_poll("    {} = tt.load %b : !tt.ptr<i32> loc(#loc1)\n"), "", 0),
+        (plain_poll("    {} = arith.addi %b, %c : i32 loc(#loc1)\n"), "", 0),
+        ("  %5 = tt.load %flag : !tt.ptr<i32> loc(#loc1)\n", "", 0),
+        (plain_poll(CALL) + CALLED.format("tt.load %p : x"), "", 1),
+        (plain_poll(CALL) + CALLED.format("tt.load %p {isVolatile = true} : x"), "", 0),
+    ],
+)
+def test_dropped_waits(ir: str, ptx: str, dropped: int) -> None:
+    program = Program('.file 1 "/src/k.py"\n' + ptx)
+    found = TritonIR(ir + LOCATIONS).dropped_waits(program)
+    assert [(fault.rule, fault.where) for fault in found] == [("dropped wait", "k.py:3")] * dropped
+
+
+def test_dots() -> None:
+    line = "  %{0} = tt.dot %a, %b, %c{1} : tensor<128x64x{2}> * tensor<64x256x{2}> -> "
+    line += "tensor<128x256xf32> loc(#loc4)\n"
+    texts = ("", "bf16"), ("", "f32"), (", inputPrecision = tf32", "f32"), (", x", "f64")
+    ir = TritonIR("".join(line.format(i, *text) for i, text in enumerate(texts)) + LOCATIONS)
+    chain = (Frame("/src/k.py", 3, 4), Frame("/src/k.py", 9, 4))
+    assert ir.dots() == [
+        Dot((128, 256), "bf16", False, chain),
+        Dot((128, 256), "f32", True, chain),
+        Dot((128, 256), "f32", False, chain),
+        Dot((128, 256), "f64", True, chain),
+    ]
+
+
+# -- SASS --------------------------------------------------------------------------------------
+
+
+def test_instruction_counts() -> None:
+    sass = (
+        "        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8] ;\n"
+        "        /*0020*/              @!P0 STL.64 [R1+0x8], R2 ;\n"
+        "        /*0030*/                   LDL R2, [R1] ;\n"
+        "        /*0040*/                   UTCHMMA gdesc[UR4], gdesc[UR6] ;\n"
+        "        /*0050*/                   IMMA.16832.S8.S8 R4, R4.ROW, R2.COL, R8 ;\n"
+    )
+    counts = instruction_counts(sass)
+    assert counts == {"HGMMA": 1, "STL": 1, "LDL": 1, "UTCHMMA": 1, "IMMA": 1}
+    assert machine_code.spills(counts) == 2
+    kinds = machine_code.tensor_core_instructions
+    assert [kinds(counts, a) for a in (80, 90, 100)] == [1, 1, 1]
+    assert [kinds(counts, a, any_kind=True) for a in (80, 90, 100)] == [1, 2, 2]
+
+
+def test_spills_are_judged_where_registers_should_do() -> None:
+    assert machine_code.spilled(80, 8, 2) == machine_code.spilled(90, 0, 0) == []
+    assert [machine_code.spilled(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "exact", "instructions", "num_warps", "faulty"),
+    [
+        ((128, 256), "bf16", False, ["HGMMA"], 8, False),
+        ((128, 256), "bf16", False, ["HMMA"], 8, True),
+        ((128, 256), "bf16", False, ["HMMA"], 2, False),
+        ((16, 256), "bf16", False, ["HMMA"], 4, False),
+        ((4, 64, 64), "bf16", False, ["HMMA"], 4, False),
+        ((16, 256), "bf16", False, ["FFMA"], 4, True),
+        ((64, 64), "f32", True, ["FFMA"], 4, False),
+        ((64, 64), "f32", False, ["FFMA"], 4, True),
+    ],
+)
+def test_tensor_cores(
+    shape: tuple[int, ...],
+    dtype: str,
+    exact: bool,
+    instructions: list[str],
+    num_warps: int,
+    faulty: bool,
+) -> None:
+    dots = [Dot(shape, dtype, exact, (Frame("/src/k.py", 3),))]
+    found = without_tensor_cores(dots, Counter(instructions), 90, num_warps)
+    assert [(f.rule, f.where) for f in found] == [("no tensor cores", "k.py:3")] * faulty
+
+
+SASS = (
+    '\t//## File "/src/k.py", line 3\n'
+    "        /*0040*/                   MEMBAR.ALL.SYS ;\n"
+    "        /*0050*/                   ATOMG.E.EXCH.STRONG.SYS PT, RZ, [R2.64], R5 ;\n"
+    '\t//## File "/src/k.py", line 4\n'
+    "        /*0060*/              @!P0 LDG.E.64.STRONG.SYS R10, desc[UR40][R12.64+0x200] ;\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("sass", "where"),
+    [
+        (SASS, []),
+        (SASS.replace("ALL.SYS", "ALL.GPU"), ["k.py:3"]),
+        (SASS.replace("MEMBAR.ALL.SYS", "NOP"), ["k.py:3"]),
+        (SASS.replace("LDG.E.64.STRONG.SYS", "LDG.E.64"), ["k.py:4"]),
+        (SASS.replace("line 3", "line 5").replace("line 4", "line 5"), []),
+    ],
+)
+def test_weakened_by_ptxas(sass: str, where: list[str]) -> None:
+    program = Program('.file 1 "/src/k.py"\n' + at(3, RELEASE) + at(4, ACQUIRE))
+    found = machine_code.weakened(program, sass)
+    assert [(f.rule, f.where) for f in found] == [("weakened by ptxas", place) for place in where]
