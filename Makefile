@@ -13,10 +13,10 @@ PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test verify verify-fast lint format bench clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first of these makes .venv. On Linux pip's default torch brings several GB of CUDA packages;"
 	@echo "without a GPU, point PIP_FLAGS at PyTorch's CPU wheels first (--index-url or --find-links)."
 
@@ -25,6 +25,12 @@ demo: .venv/stamp  ## run the demonstration; needs no GPU
 
 test: .venv/stamp  ## run the tests; those that need a GPU are skipped without one
 	$(PY) -m pytest -q
+
+verify: .venv/stamp  ## races, schedules, lint and protocols of everything that is shipped; minutes
+	$(PY) -m interlace verify all --seeds 6 --schedules 60
+
+verify-fast: .venv/stamp  ## less of the same: 2 and 3 ranks, one architecture; under a minute
+	$(PY) -m interlace verify all --quick
 
 lint: .venv/stamp  ## ruff, its formatter in check mode, and mypy
 	$(PY) -m ruff check .

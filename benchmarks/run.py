@@ -1,7 +1,8 @@
 """One runner for all benchmarks on a CPU host: ``python benchmarks/run.py [--ranks 2,4] [--op NAME]``.
 
 Prints medians and ratios against a baseline of the same run, and writes them as JSON into
-``benchmarks/results/`` with commit, machine and protocol. Traps that the protocol answers:
+``benchmarks/results/`` with commit, machine and protocol. Ops run in ``shm`` against gloo; ``schedules``
+times the checks of ``interlace.verify``, on simulated ranks. Traps that the protocol answers:
 
 - a machine that others use: candidates alternate within a repetition, medians, no best-of;
 - a barrier inside the timed region flatters slow starts: the barrier is before it, and the slowest
@@ -34,6 +35,7 @@ from rich.table import Table
 import interlace
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives")
+CHECKS = ("schedules",)  # modules that simulate the ranks of their cases in this process
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -48,6 +50,19 @@ def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
         return [measure(case, repetitions) for case in module.cases()]
     finally:
         dist.destroy_process_group()
+
+
+def run(op: str, world_size: int, repetitions: int) -> list[Measurement]:
+    """All cases of one module."""
+    if op in CHECKS:
+        checked: list[Measurement] = importlib.import_module(op).measurements(
+            world_size, repetitions
+        )
+        return checked
+    ranks = interlace.run(
+        on_rank, world_size, op, free_port(), repetitions, place="shm", timeout=600.0
+    )
+    return list(ranks[0])
 
 
 def free_port() -> int:
@@ -116,25 +131,18 @@ def main() -> int:
     """Parse the arguments, run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
-    parser.add_argument("--op", choices=OPS, action="append", help="only this module; repeatable")
+    parser.add_argument(
+        "--op", choices=OPS + CHECKS, action="append", help="only this module; repeatable"
+    )
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
     options = parser.parse_args()
     console = Console()
     measurements: list[Measurement] = []
     for world_size in [int(part) for part in options.ranks.split(",")]:
-        for op in options.op or OPS:
+        for op in options.op or OPS + CHECKS:
             with console.status(f"{op} on {world_size} ranks ..."):
-                ranks = interlace.run(
-                    on_rank,
-                    world_size,
-                    op,
-                    free_port(),
-                    options.repetitions,
-                    place="shm",
-                    timeout=600.0,
-                )
-            measurements += ranks[0]
+                measurements += run(op, world_size, options.repetitions)
     show(console, measurements)
     facts = circumstances()
     out = options.out or RESULTS / f"cpu-{facts['date']}-{str(facts['commit'])[:8]}.json"

@@ -118,7 +118,13 @@ class Scheduler(ProgramHooks):
         self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
     ) -> None:
         """Add every program of ``launch``; ``on_finish`` is called once all have ended."""
-        body = interpreter.program_function(launch.kernel, launch.arguments)
+        function = interpreter.program_function(launch.kernel, launch.arguments)
+
+        def body() -> None:
+            function()
+            if self.buffers:  # what has not become visible yet may stay so for a while
+                self.give_way()
+
         grid = launch.extents
         count = left = grid[0] * grid[1] * grid[2]
         parent = self.current

@@ -85,9 +85,10 @@ def _expected(frame: Any) -> int | None:
 def _instruction(frame: Any) -> str:
     """The PTX instruction that inline assembly is at."""
     while frame is not None:
-        step = frame.f_locals.get("step")
-        if frame.f_globals.get("__name__", "").endswith(".inline_ptx") and hasattr(step, "text"):
-            return str(step.text)
+        if frame.f_globals.get("__name__", "").endswith(".inline_ptx"):
+            text = getattr(frame.f_locals.get("step"), "text", "")
+            if text:
+                return str(text)
         frame = frame.f_back
     return ""
 

@@ -9,23 +9,26 @@ from typing import Any
 
 from interlace.runtime.build import build
 from interlace.runtime.catalogue import entries
-from interlace.verify import races, schedules
+from interlace.verify import Fault, lint_many, races, schedules
+from interlace.verify.launches import lint_request
 from interlace.verify.targets import TARGETS
-from mutations import importable, mutated, mutated_function
+from mutations import Mutant, importable, mutated, mutated_function
 from protocol_mutants import Case
 
 CHECKS = ("races", "schedules", "late stores", "lint")
 WORLD = 3
+USER_WORLD = 2
 ARCH = 90
+BATCH = 4  # schedules, before it is looked whether one has failed
 
 
 def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> list[str]:
     """What ``check`` finds in the mutant: texts, none if it finds nothing."""
     if check == "lint":
-        return _lint(case, folder)
+        return _lint(case, folder) if case.mutant.of_kernels else _lint_launched(case, folder)
     if not case.mutant.of_kernels:
         fn = mutated_function(case.mutant, case.target, folder)
-        return _run(fn, check, 2, effort)
+        return _run(fn, check, USER_WORLD, effort)
     op, _, variant = case.target.partition(" ")
     with mutated(case.mutant, folder):
         return _run(TARGETS[op].variants[variant], check, WORLD, effort)
@@ -40,17 +43,38 @@ def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> lis
                 return [str(finding) for finding in report.findings] + errors
         return []
     late = check == "late stores"
-    found = schedules(fn, world_size, n=20 * effort, store_buffers=late, workers=1, shrink=False)
-    return [] if found.clean else [str(found)]
+    for first in range(0, 20 * effort, BATCH):
+        seeds = range(first, first + BATCH)
+        found = schedules(fn, world_size, seeds=seeds, store_buffers=late, workers=1, shrink=False)
+        if not found.clean:
+            return [str(found)]
+    return []
 
 
 def _lint(case: Case, folder: pathlib.Path) -> list[str]:
-    mutant = case.mutant
-    mutant.write(folder)
-    if not mutant.of_kernels or not case.kernel:
-        return []
-    entry = next(entry for entry in entries(ARCH) if entry.kernel == case.kernel)
-    module = entry.module.replace("interlace.kernels", mutant.package)
+    """Problems of ``case.kernel``, or of the kernels of the op, as the catalogue has them first."""
+    case.mutant.write(folder)
+    op = case.target.partition(" ")[0]
+    kernels = (case.kernel,) if case.kernel else TARGETS[op].kernels
+    chosen = []
+    for kernel in kernels:
+        entry = next(entry for entry in entries(ARCH) if entry.kernel == kernel)
+        module = entry.module.replace("interlace.kernels", case.mutant.package)
+        chosen.append(replace(entry, module=module))
     with importable(folder):
-        (report,) = build([replace(entry, module=module)], workers=1)
-    return report.problems()
+        reports = build(chosen, workers=1)
+    return [text for report in reports for text in report.problems()]
+
+
+def _lint_launched(case: Case, folder: pathlib.Path) -> list[str]:
+    """What is wrong with the kernels that a function launches and was not before the mutation."""
+    original = replace(case.mutant, name=f"{case.mutant.name} undone", edits=())
+    known = {fault.short() for fault in _faults(original, case.target, folder)}
+    faults = _faults(case.mutant, case.target, folder)
+    return [str(fault) for fault in faults if fault.short() not in known]
+
+
+def _faults(mutant: Mutant, function: str, folder: pathlib.Path) -> list[Fault]:
+    launches = races(mutated_function(mutant, function, folder), USER_WORLD, seeds=1).launches
+    requests = [lint_request(launch, ARCH) for launch in launches]
+    return [fault for report in lint_many(requests, workers=1) for fault in report.findings]

@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--schedules", type=positive_int, default=None, help="schedules that are run to their end"
     )
-    verify.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
+    verify.add_argument("--arch", type=_arches, default=None, metavar="80,90,100")
+    verify.add_argument("--quick", action="store_true", help="less of everything: under a minute")
     verify.add_argument("--json", action="store_true")
     return top
 
@@ -137,7 +138,8 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
 
         need_interpreter(True, arguments)
         given = {name: getattr(options, name) for name in VerifyOptions.__dataclass_fields__}
-        return verify(console, VerifyOptions(**{**given, "arch": tuple(options.arch)}))
+        given["arch"] = tuple(options.arch) if options.arch else None
+        return verify(console, VerifyOptions(**given))
     if options.command == "check":
         from interlace.cli.check import check
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LONGEST_LIST = 20
-
 
 @dataclass(frozen=True)
 class VerifyOptions:
@@ -25,7 +23,8 @@ class VerifyOptions:
     ranks: tuple[int, ...] | None = None
     seeds: int | None = None
     schedules: int | None = None
-    arch: tuple[int, ...] = (80, 90, 100)
+    arch: tuple[int, ...] | None = None
+    quick: bool = False
     json: bool = False
 
 
@@ -66,11 +65,13 @@ def verify(console: Console, options: VerifyOptions) -> int:
 
 def _plan(options: VerifyOptions, own: bool) -> Plan:
     default = Plan() if own else Plan(ranks=(2, 4), seeds=10, schedules=200)
+    default = suite.QUICK if options.quick else default
     return Plan(
         options.ranks or default.ranks,
         options.seeds or default.seeds,
         options.schedules or default.schedules,
-        options.arch,
+        options.arch or default.arches,
+        options.quick,
     )
 
 
@@ -80,10 +81,10 @@ def _run_own(options: VerifyOptions, plan: Plan, progress: object) -> list[Resul
     names = [name for name in names if name != PROTOCOLS]
     jobs = suite.shipped_jobs(names, plan)
     if everything or options.target == PROTOCOLS:
-        jobs += suite.protocol_jobs()
+        jobs += suite.protocol_jobs(plan)
     step = _bar(progress, "running", len(jobs))
     results = suite.run_jobs(jobs, on_done=step)
-    step = _bar(progress, "compiling", suite.shipped_variants(names, plan))
+    step = _bar(progress, "compiling", len(suite.shipped_entries(names, plan)))
     return results + suite.lint_shipped(names, plan, on_done=step)
 
 
@@ -107,8 +108,7 @@ def render(console: Console, results: list[Result]) -> None:
     console.print(_table(results))
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
-            f"protocol {result.variant}: {suite.PATTERN_RANKS} ranks, {suite.PATTERN_ROUNDS} rounds, "
-            f"{result.count}, all interleavings right",
+            f"protocol {result.variant}: {result.count}, all interleavings right",
             highlight=False,
             style="dim",
         )
@@ -124,7 +124,9 @@ def render(console: Console, results: list[Result]) -> None:
     if count:
         console.print(f"\n[red]{count} findings.[/]", highlight=False)
     else:
-        console.print("[green]No findings.[/]", highlight=False)
+        console.print(
+            "[green]No findings.[/] The table says how much was looked at.", highlight=False
+        )
 
 
 def _table(results: list[Result]) -> Table:
@@ -132,27 +134,29 @@ def _table(results: list[Result]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("subject")
-    for check in suite.CHECKS:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("subject", no_wrap=True)
+    checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
+    for check in checks:
         units = {_unit(result) for result in results if result.check == check}
-        table.add_column("\n".join([check, *(f"[dim]{unit}[/]" for unit in units)]), no_wrap=True)
-    table.add_column("seconds", justify="right")
+        title = "\n".join([check, *(f"[dim]{unit}[/]" for unit in units)])
+        table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("seconds", justify="right", no_wrap=True)
     for subject in dict.fromkeys(result.subject for result in results):
         mine = [result for result in results if result.subject == subject]
         cells = []
-        for check in suite.CHECKS:
+        for check in checks:
             done = [result for result in mine if result.check == check]
             bad = sum(len(result.findings) for result in done)
+            amount = sum(int(result.count.partition(" ")[0]) for result in done)
             if not done:
                 cells.append(Text("-", "dim"))
             elif bad:
-                cells.append(Text(f"{bad} findings", "red"))
+                cells.append(Text(f"{bad} found", "red"))
             else:
-                amount = sum(int(result.count.partition(" ")[0]) for result in done)
-                cells.append(Text(f"clean {amount:>7,}", "green"))
+                cells.append(Text(f"{amount:,}", "green"))
         seconds = sum(result.seconds for result in mine)
-        table.add_row(Text(subject), *cells, f"{seconds:.1f}")
+        table.add_row(Text(subject.rpartition("::")[2]), *cells, f"{seconds:.1f}")
     return table
 
 

@@ -52,8 +52,8 @@ CAUSES = (
         Rules(barriers=False),
         "call tl.debug_barrier() between the data and the signal",
     ),
-    ("weak order", Rules(orders=False), 'signal with sem="release", wait with sem="acquire"'),
     ("narrow scope", Rules(scopes=False), 'signal and wait with scope="sys"'),
+    ("weak order", Rules(orders=False), 'signal with sem="release", wait with sem="acquire"'),
     (
         "weak order",
         Rules(barriers=False, orders=False, scopes=False),

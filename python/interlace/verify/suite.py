@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.runtime.build import build
-from interlace.runtime.catalogue import entries
+from interlace.runtime.catalogue import Entry, entries
 from interlace.verify import parallel
 from interlace.verify.launches import lint_request
 from interlace.verify.lint_check import lint_many
@@ -27,17 +27,29 @@ from interlace.verify.targets import TARGETS
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
 PROTOCOLS = "protocols"
-PATTERN_RANKS, PATTERN_ROUNDS = 4, 3
+FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to check and how much. ``ranks`` for races; schedules run on the smallest of them."""
+    """What to check and how much. ``ranks`` for races; schedules run on the smallest of them.
+
+    ``quick``: lint one variant of each kernel, and explore protocols of fewer ranks and rounds.
+    """
 
     ranks: tuple[int, ...] = (2, 3, 4, 8)
     seeds: int = 3
     schedules: int = 20
     arches: tuple[int, ...] = (80, 90, 100)
+    quick: bool = False
+
+    @property
+    def patterns(self) -> tuple[int, int]:
+        """Ranks and rounds of the protocols."""
+        return QUICK_PATTERNS if self.quick else FULL_PATTERNS
+
+
+QUICK = Plan((2, 3), 1, 3, (90,), True)
 
 
 @dataclass(frozen=True)
@@ -93,18 +105,19 @@ def shipped_jobs(names: Sequence[str], plan: Plan) -> list[Job]:
     return jobs
 
 
-def protocol_jobs() -> list[Job]:
+def protocol_jobs(plan: Plan) -> list[Job]:
     """All interleavings of the patterns of ``kernels/signal.py``."""
+    ranks, rounds = plan.patterns
 
     def job(name: str) -> Job:
         def run() -> tuple[str, Sequence[str]]:
-            protocol = PATTERNS[name](PATTERN_RANKS, PATTERN_ROUNDS)
-            found = explore(protocol, reduced=len(protocol.processes) > PATTERN_RANKS)
+            protocol = PATTERNS[name](ranks, rounds)
+            found = explore(protocol, reduced=len(protocol.processes) > ranks)
             wrong = [str(each) for each in (*found.deadlocks, *found.violations)]
             reduced = ", reduced" if found.reduced else ""
             return f"{found.states} states{reduced}", wrong
 
-        return Job(PROTOCOLS, "protocol", name, run)
+        return Job(PROTOCOLS, "protocol", f"{name}, {ranks} ranks, {rounds} rounds", run)
 
     return [job(name) for name in PATTERNS]
 
@@ -162,7 +175,7 @@ def lint_shipped(
     """Every variant of the catalogue of these ops, compiled and linted."""
     results = []
     wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
-    chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in wanted]
+    chosen = shipped_entries(names, plan)
     reports = build(chosen, on_report=lambda report: on_done())
     for entry, report in zip(chosen, reports, strict=True):
         texts = [f"{report.name} for sm_{report.arch}: {text}" for text in report.problems()]
@@ -179,10 +192,14 @@ def lint_shipped(
     return results
 
 
-def shipped_variants(names: Sequence[str], plan: Plan) -> int:
-    """How many compilations :func:`lint_shipped` will do."""
+def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
+    """What :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
-    return sum(entry.kernel in kernels for arch in plan.arches for entry in entries(arch))
+    chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
+    if plan.quick:
+        first = {(entry.kernel, entry.arch): entry for entry in reversed(chosen)}
+        chosen = list(first.values())
+    return chosen
 
 
 def lint_launches(

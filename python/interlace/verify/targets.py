@@ -18,7 +18,7 @@ from interlace.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime import configuration
 
-CALLS = 5
+CALLS = 4
 SMALL_TILES: dict[str, int | bool] = {
     "block_m": 16,
     "block_n": 16,

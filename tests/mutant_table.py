@@ -1,0 +1,134 @@
+"""Which check catches which mutant: ``python tests/mutant_table.py [--write]``; some minutes on two cores.
+
+Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
+docs/verify.md, between two comments; without, what differs from the document is printed and the exit
+code says whether anything does. It is 1, too, if a mutant is caught by nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+
+from interlace.verify import KINDS, RULES
+from interlace.verify.parallel import map_seeds
+from mutant_checks import CHECKS, caught
+from protocol_mutants import CASES
+
+DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "verify.md"
+BEGIN = "<!-- mutants: python tests/mutant_table.py --write -->"
+END = "<!-- end of mutants -->"
+EFFORT = 3
+NOTHING = "-"
+
+
+def cell(check: str, texts: Sequence[str]) -> str:
+    """What a check has found, in a few words: kinds, rules, or how runs end."""
+    if check == "lint":
+        found = [next(rule for rule in RULES if f"{rule}: " in text) for text in texts]
+    else:
+        found = [kind for text in texts if (kind := _kind(text))]
+        found = found or [_ending(text) for text in texts]
+    return ", ".join(dict.fromkeys(found)) or NOTHING
+
+
+def _kind(text: str) -> str:
+    """Of a finding; empty if the text is none."""
+    return next((kind for kind in KINDS if re.match(rf"{kind}( \([\w-]+ race\))?: ", text)), "")
+
+
+def _ending(text: str) -> str:
+    if "deadlock: nothing can run" in text:
+        return "deadlock"
+    if "results differ" in text or re.search(r"AssertionError: wrong (result|data|sum) ", text):
+        return "wrong result"
+    error = re.search(r"\w+Error", text)
+    return error[0] if error else "fails"
+
+
+def rows(results: dict[tuple[str, str], list[str]]) -> list[list[str]]:
+    """By mutant: its name, its file, and a cell per check."""
+    return [
+        [case.mutant.name, case.mutant.file]
+        + [cell(check, results[case.mutant.name, check]) for check in CHECKS]
+        for case in CASES
+    ]
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Markdown, with a sentence that counts."""
+    head = ["mutant", "file", *CHECKS]
+    text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+    files = len({line[1] for line in lines})
+    counts = ", ".join(
+        f"{check} {sum(line[2 + column] != NOTHING for line in lines)}"
+        for column, check in enumerate(CHECKS)
+    )
+    missed = len(uncaught(lines))
+    end = "none is missed by all" if not missed else f"{missed} are missed by all"
+    return "\n".join([*text, "", f"{len(lines)} mutants of {files} files: {counts}; {end}."])
+
+
+def uncaught(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Names of mutants that no check finds."""
+    return [line[0] for line in lines if set(line[2:]) == {NOTHING}]
+
+
+def run_all(workers: int | None) -> dict[tuple[str, str], list[str]]:
+    """Every check of every mutant, in parallel processes."""
+    jobs = [(case, check) for check in reversed(CHECKS) for case in CASES]
+    results: dict[tuple[str, str], list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def job(number: int) -> list[str]:
+            case, check = jobs[number]
+            home = pathlib.Path(folder, str(number))
+            home.mkdir()
+            return caught(case, check, home, effort=EFFORT)
+
+        for number, texts in map_seeds(job, range(len(jobs)), workers=workers, chunk=1):
+            case, check = jobs[number]
+            results[case.mutant.name, check] = texts
+            found = cell(check, texts)
+            print(
+                f"{len(results)}/{len(jobs)} {case.mutant.name}: {check}: {found}", file=sys.stderr
+            )
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the table into the document")
+    parser.add_argument("--workers", type=int, help="processes; one per core by default")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = rows(run_all(options.workers))
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    old, marker, after = rest.partition(END)
+    assert marker, f"{DOCUMENT} has no {BEGIN} ... {END}"
+    new = f"\n{table(lines)}\n"
+    missed = uncaught(lines)
+    for name in missed:
+        print(f"caught by nothing: {name}")
+    if options.write:
+        DOCUMENT.write_text(before + BEGIN + new + END + after)
+    else:
+        changes = difflib.unified_diff(
+            old.splitlines(), new.splitlines(), "docs/verify.md", "found now", lineterm="", n=0
+        )
+        print("\n".join(changes))
+    return 1 if missed or (not options.write and old != new) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Kernels for test_races.py: two programs on each of three ranks, some of them with a race.
+
+Rank r's buffer has int32 flags from byte 0 on and data from byte 64 on.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def flag(peers_ptr, rank, index):
+    return tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)) + index
+
+
+@triton.jit
+def data(peers_ptr, rank):
+    return (tl.load(peers_ptr + rank) + 64).to(tl.pointer_type(tl.float32)) + tl.arange(0, 16)
+
+
+@triton.jit
+def all_write_one_place(peers_ptr, rank):
+    tl.store(data(peers_ptr, 0), tl.full((16,), 1.0, tl.float32))
+
+
+@triton.jit
+def plain_flag(peers_ptr, rank):
+    """Message passing with a plain flag: a race on the flag, and on the data."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            tl.store(flag(peers_ptr, 1, 0), 1)
+        if rank == 1:
+            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
+                pass
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
+
+
+@triton.jit
+def mixed_flag(peers_ptr, rank):
+    """The flag is set by an atomic and read plainly."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
+                pass
+
+
+@triton.jit
+def fence(SCOPE: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "fence.acq_rel." + SCOPE + "; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fenced(peers_ptr, rank, SCOPE: tl.constexpr):
+    """Relaxed flags, with a fence on either side."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            if SCOPE != "":
+                fence(SCOPE)
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="relaxed", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="relaxed", scope="sys") == 0:
+                pass
+            if SCOPE != "":
+                fence(SCOPE)
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
+
+
+@triton.jit
+def fenced_relaxed_flag(peers_ptr, rank):
+    fenced(peers_ptr, rank, "sys")
+
+
+@triton.jit
+def relaxed_flag_without_fence(peers_ptr, rank):
+    fenced(peers_ptr, rank, "")
+
+
+@triton.jit
+def fence_of_gpu_scope(peers_ptr, rank):
+    fenced(peers_ptr, rank, "gpu")
+
+
+@triton.jit
+def passed_on_by_a_third(peers_ptr, rank):
+    """Rank 0 tells rank 1, and rank 1 tells rank 2, who reads what rank 0 wrote."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(data(peers_ptr, 2), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.debug_barrier()
+            tl.atomic_xchg(flag(peers_ptr, 2, 0), 1, sem="release", scope="sys")
+        if rank == 2:
+            while tl.atomic_add(flag(peers_ptr, 2, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(data(peers_ptr, 0), tl.load(data(peers_ptr, 2)))
+
+
+@triton.jit
+def scalar_without_barrier(peers_ptr, rank):
+    """One thread stores the scalar and one thread releases: the same one."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(flag(peers_ptr, 1, 8), 5)
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(flag(peers_ptr, 2, 9), tl.load(flag(peers_ptr, 1, 8)))
+
+
+@triton.jit
+def own_bytes_of_one_word(peers_ptr, rank):
+    """Neighbouring bytes are different memory."""
+    byte = tl.load(peers_ptr).to(tl.pointer_type(tl.int8)) + 2 * rank + tl.program_id(0)
+    tl.store(byte, 1)
+
+
+@triton.jit
+def same_bytes_of_two_types(peers_ptr, rank):
+    """A byte of somebody's int64 is that int64's memory."""
+    if rank == 0:
+        if tl.program_id(0) == 0:
+            tl.store(tl.load(peers_ptr).to(tl.pointer_type(tl.int64)) + 4, 1)
+    if rank == 1:
+        if tl.program_id(0) == 0:
+            tl.store(tl.load(peers_ptr).to(tl.pointer_type(tl.int8)) + 35, 1)
+
+
+@triton.jit
+def poll_fifty_times(flag_ptr, counted_ptr):
+    """A wait that gives up by itself."""
+    count = 0
+    while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0) & (count < 50):
+        count += 1
+    tl.store(counted_ptr, count)
+
+
+@triton.jit
+def poll_in_turn(flags_ptr, count):
+    """Waits for any of ``count`` flags, for ever."""
+    found = 0
+    while found == 0:
+        for index in range(count):
+            found += tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")

@@ -1,0 +1,94 @@
+"""Negative controls of interlace.verify: every mutant is caught, and what is not mutated is clean."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+
+import pytest
+
+from interlace.verify import races
+from interlace.verify.targets import TARGETS
+from mutant_checks import caught
+from mutations import Mutant
+from protocol_mutants import CASES, Case
+
+BY_NAME = {case.mutant.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("mutants")
+
+
+def test_there_are_enough_mutants_of_enough_files() -> None:
+    assert len(CASES) >= 20
+    assert len(BY_NAME) == len(CASES)
+    assert len({case.mutant.file for case in CASES}) >= 5
+    assert {case.check for case in CASES} == {"races", "schedules", "lint"}
+
+
+# What the report must say, where the kind of fault is known.
+TEXTS = {
+    "release dropped": "weak order (write-read race)",
+    "acquire dropped": "weak order (write-read race)",
+    "barrier dropped": "no barrier (write-read race)",
+    "publish with gpu scope": "narrow scope",
+    "flag stored plainly": "mixed access",
+    "credit not waited for": "read-write",
+    "one region for all sources": "write-write",
+    "wait after the load": "read-write",
+    "recipe without trailing meeting": "read-write",
+    "recipe put of gpu scope": "narrow scope",
+    "last program counter of cta scope": "narrow scope",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "_") for name in BY_NAME])
+def test_mutant_is_caught(case: Case, folder: pathlib.Path) -> None:
+    found = caught(case, case.check, folder)
+    assert found
+    expected = TEXTS.get(case.mutant.name)
+    if expected is not None:
+        assert case.check == "races" and any(text.startswith(expected) for text in found), found
+        for part in ("  first   rank ", "  second  rank ", ".py:", ", byte ", "  seed    "):
+            assert part in found[0]
+
+
+IN_ALL_KERNELS = ["release dropped", "wait for the epoch before", "credit not waited for"]
+KERNEL_VARIANTS = [
+    f"{target.name} {variant}"
+    for target in TARGETS.values()
+    for variant in target.variants
+    if variant in ("fused", "kernel")
+]
+
+
+@pytest.mark.parametrize("target", KERNEL_VARIANTS)
+@pytest.mark.parametrize("name", IN_ALL_KERNELS)
+def test_mutant_is_caught_in_every_kernel(name: str, target: str, folder: pathlib.Path) -> None:
+    assert caught(replace(BY_NAME[name], target=target), "races", folder)
+
+
+def test_edits_must_match() -> None:
+    """A mutant whose line has changed is an error and not a mutant that does nothing."""
+    stale = Mutant("stale", "kernels/signal.py", (*CASES[0].mutant.edits, *CASES[0].mutant.edits))
+    with pytest.raises(AssertionError, match="stale"):
+        stale.source()
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "world_size"),
+    [
+        ("signal", "kernels", 3),
+        ("all_gather_matmul", "fused", 2),
+        ("matmul_reduce_scatter", "pipelined", 3),
+        ("matmul_all_reduce", "unfused", 2),
+        ("reduce_scatter", "copy", 4),
+    ],
+)
+def test_what_is_not_mutated_is_clean(name: str, variant: str, world_size: int) -> None:
+    """All of them, on all world sizes: ``make verify`` and, in part, ``make verify-fast``."""
+    report = races(TARGETS[name].variants[variant], world_size, seeds=1)
+    assert report.clean, str(report)
+    assert report.events > 100

@@ -1,0 +1,122 @@
+"""``python -m interlace verify``: verdicts, exit codes, JSON, and errors that say what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import main
+from interlace.cli.verify import VerifyOptions, render, verify
+from interlace.verify import schedule_check, suite
+from interlace.verify.suite import Plan, Result
+from mutations import mutated
+from protocol_mutants import CASES
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "one_shot_all_reduce.py"
+FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
+
+
+@pytest.fixture(autouse=True)
+def short_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for fewer context switches has its own tests."""
+    monkeypatch.setattr(schedule_check, "SHRINK_RUNS", 3)
+
+
+def run(options: VerifyOptions) -> tuple[int, str]:
+    out = io.StringIO()
+    return verify(Console(file=out, width=160), options), out.getvalue()
+
+
+def test_a_users_function_is_run_and_its_kernels_are_linted() -> None:
+    code, text = run(VerifyOptions(f"{EXAMPLE}::three_rounds", **FAST, json=True))
+    facts = json.loads(text)
+    assert code == 0 and facts["clean"] and facts["ranks"] == [2]
+    checks = {result["check"]: result for result in facts["results"]}
+    assert set(checks) == {"races", "schedules", "late stores", "lint"}
+    assert checks["lint"]["variant"] == "one_shot_all_reduce sm_90"
+    assert int(checks["races"]["count"].split()[0]) > 100
+
+
+def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None:
+    wrong = EXAMPLE.read_text().replace("release.sys.cas", "relaxed.sys.cas")
+    (tmp_path / "wrong.py").write_text(wrong)
+    code, text = run(VerifyOptions(f"{tmp_path}/wrong.py::three_rounds", **FAST))
+    assert code == 1
+    assert "weak order (write-read race)" in text and "wrong.py:" in text and "seed    0" in text
+    assert "findings" in text.splitlines()[-1]
+
+
+def test_one_op_of_ours() -> None:
+    code, text = run(VerifyOptions("all_gather", **FAST))
+    assert code == 0 and "No findings." in text
+    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
+
+
+def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:
+    case = next(case for case in CASES if case.mutant.name == "barrier dropped")
+    with mutated(case.mutant, tmp_path):
+        jobs = suite.shipped_jobs(["all_gather"], Plan((2,), 1, 2, (90,)))
+        results = suite.run_jobs(jobs)
+    found = {(result.check, result.variant): bool(result.findings) for result in results}
+    assert found["races", "kernel 2 ranks"]
+    assert found["late stores", "kernel 2 ranks"] and not found["schedules", "kernel 2 ranks"]
+
+
+def test_protocols() -> None:
+    job = next(job for job in suite.protocol_jobs(Plan()) if job.variant.startswith("flag barrier"))
+    result = job.result()
+    assert not result.findings and int(result.count.split()[0]) > 10_000
+    out = io.StringIO()
+    render(Console(file=out, width=160), [result])
+    assert "4 ranks, 3 rounds" in out.getvalue() and result.count.split()[0] in out.getvalue()
+
+
+def test_findings_are_told_once() -> None:
+    same = [Result("op", "races", variant, "5 accesses", ("the same",), 0.1) for variant in "ab"]
+    out = io.StringIO()
+    render(Console(file=out, width=160), same)
+    assert out.getvalue().count("the same") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["al"], "al: is none of all, signal"),
+        (["nowhere.py::f"], "nowhere.py: there is no such file"),
+        ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
+        ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),
+    ],
+)
+def test_targets_that_are_none(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["verify", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
+        (["--ranks", "0"], "must be within 1..64, got 0"),
+        (["--seeds", "0"], "must be positive, got 0"),
+        (["--arch", "70"], "known are 80, 90 and 100, got 70"),
+    ],
+)
+def test_options_that_are_none(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["verify", "all_gather", *arguments])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(ValueError, match=r"broken\.py: importing it fails: ModuleNotFoundError"):
+        suite.load_function(f"{tmp_path}/broken.py::f")
