@@ -26,6 +26,7 @@ from interlace.runtime.task import Task
 
 STALLED_POLLS = 20_000
 SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
+TIRED = 1000  # points
 LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
 
 
@@ -46,6 +47,7 @@ class ProgramHooks(ABC):
     memory: MemoryNames
     points: int
     stalled: int
+    long_step: bool
 
     @property
     @abstractmethod
@@ -177,10 +179,20 @@ class ProgramHooks(ABC):
     def _maybe_give_way(self) -> None:
         if self.buffers is not None and self.buffers.sometimes():
             self.progress()
-        if self.strategy.interrupts():
+        if self.strategy.interrupts() or self.current.idled >= TIRED:
             self.give_way()
         else:
             self.points += 1
+            self.current.idled += 1
+
+    def tire(self) -> None:
+        """Nobody may go on for ever without changing anything: it may be waiting for the others."""
+        task = self.current
+        task.idled += 1
+        if task.idled > TIRED:
+            task.idled = 0
+            self.long_step = True
+            self.strategy.tires()
 
     # -- polls -------------------------------------------------------------------------------------
 

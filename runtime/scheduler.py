@@ -82,6 +82,7 @@ class Scheduler(ProgramHooks):
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
         self.stalled = 0
+        self.long_step = False
         self._woken = 0
         self._spawned: Counter[tuple[int, str]] = Counter()
         self.points = 0
@@ -171,6 +172,7 @@ class Scheduler(ProgramHooks):
         grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
         self.strategy.passes()
         self.points += 1
+        self.tire()
         self._hub.switch()
         builder.grid_dim, builder.grid_idx = grid
 
@@ -203,7 +205,8 @@ class Scheduler(ProgramHooks):
 
     def _step(self) -> None:
         self.steps += 1
-        if self._deadline is not None and self.steps % 256 == 0:
+        if self._deadline is not None and (self.steps % 256 == 0 or self.long_step):
+            self.long_step = False
             self._check_deadline()
         task = self._draw()
         if task is None:
@@ -324,6 +327,7 @@ class Scheduler(ProgramHooks):
         self.stalled = self._woken = 0
         if self._current is not None:
             self._current.seen.clear()
+            self._current.idled = 0
 
 
 def run_interpreted(

@@ -42,6 +42,9 @@ class Strategy(Protocol):
     def passes(self) -> None:
         """A task is being interrupted, whatever the strategy thinks of it."""
 
+    def tires(self) -> None:
+        """The running task has gone on for long and changed nothing: let others go first."""
+
     def choose(self, tasks: Sequence[Task]) -> Task | None:
         """A task that can run; None if none can."""
 
@@ -57,6 +60,8 @@ class Random:
         return self._random.random() < self._memory_switch
 
     def passes(self) -> None: ...
+
+    def tires(self) -> None: ...
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
         count = len(tasks)
@@ -99,6 +104,9 @@ class Priority:
             self._demote()
         self._point += 1
 
+    def tires(self) -> None:
+        self._demote()
+
     def _first(self, task: Task) -> float:
         own = self._random.random()
         if not self._by_rank:
@@ -140,6 +148,7 @@ class Replay:
         self._next = 0
         self._left = 0
         self._name = ""
+        self._tired = False
 
     def interrupts(self) -> bool:
         if self._name and self._left > 0:
@@ -150,6 +159,9 @@ class Replay:
     def passes(self) -> None:
         if self._left > 0:
             self._left -= 1
+
+    def tires(self) -> None:
+        self._tired = self._left == 0  # while there are segments, they say who goes on
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
         current = next((task for task in tasks if task.name == self._name), None)
@@ -163,9 +175,11 @@ class Replay:
                 self._name, self._left = name, points
                 return task
         self._left = 0
-        if current is not None and current.can_run():
+        if current is not None and current.can_run() and not self._tired:
             return current
-        for task in tasks:
+        first = 0 if current is None else tasks.index(current) + 1
+        self._tired = False
+        for task in (*tasks[first:], *tasks[:first]):
             if task.can_run():
                 self._name = task.name
                 return task

@@ -26,7 +26,7 @@ class Task:
 
     ``name`` is the same in every schedule. ``owner`` is the stream that the task works for. ``polls``: it
     is suspended in a poll, and may give up polling if it goes on; ``seen``: what it has polled and read
-    since it last changed memory.
+    since it last changed memory, ``idled`` at how many points it could have been interrupted meanwhile.
     """
 
     rank: int
@@ -39,6 +39,7 @@ class Task:
     waiting: Callable[[], BlockedWait] | None = None
     polls: bool = False
     seen: list[Any] = field(default_factory=list)
+    idled: int = 0
     on_finish: Callable[[], None] | None = None
 
     def can_run(self) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from interlace.runtime.build import build
 from interlace.runtime.catalogue import entries
@@ -28,10 +31,21 @@ def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> 
         return _lint(case, folder) if case.mutant.of_kernels else _lint_launched(case, folder)
     if not case.mutant.of_kernels:
         fn = mutated_function(case.mutant, case.target, folder)
-        return _run(fn, check, USER_WORLD, effort)
+        with filled():
+            return _run(fn, check, USER_WORLD, effort)
     op, _, variant = case.target.partition(" ")
-    with mutated(case.mutant, folder):
+    with mutated(case.mutant, folder), filled():
         return _run(TARGETS[op].variants[variant], check, WORLD, effort)
+
+
+@contextmanager
+def filled() -> Iterator[None]:
+    """``torch.empty`` gives nan, and not what the schedule before has left there: the right result."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> list[str]:

@@ -94,7 +94,10 @@ def run_all(workers: int | None) -> dict[tuple[str, str], list[str]]:
             case, check = jobs[number]
             home = pathlib.Path(folder, str(number))
             home.mkdir()
-            return caught(case, check, home, effort=EFFORT)
+            try:
+                return caught(case, check, home, effort=EFFORT)
+            except Exception as error:
+                raise RuntimeError(f"{check} of {case.mutant.name!r} cannot be run") from error
 
         for number, texts in map_seeds(job, range(len(jobs)), workers=workers, chunk=1):
             case, check = jobs[number]

@@ -153,3 +153,29 @@ def poll_in_turn(flags_ptr, count):
     while found == 0:
         for index in range(count):
             found += tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def wait_plainly(peers_ptr, rank):
+    """A spin on a plain load: nothing tells the scheduler that it is one."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            while tl.load(flag(peers_ptr, 0, 0)) == 0:
+                pass
+        else:
+            tl.store(flag(peers_ptr, 0, 0), 1)
+
+
+@triton.jit
+def wait_for_one_of_many(peers_ptr, rank, COUNT: tl.constexpr):
+    """Polls ever other places; only the last of them is ever set."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            found = 0
+            index = 0
+            while found == 0:
+                where = flag(peers_ptr, 0, index % COUNT)
+                found = tl.atomic_add(where, 0, sem="acquire", scope="sys")
+                index += 1
+        else:
+            tl.atomic_xchg(flag(peers_ptr, 0, COUNT - 1), 1, sem="release", scope="sys")

@@ -4,8 +4,8 @@ What is run: every ``python`` block, as a file of its own, in one folder with th
 with ``# name.py`` is that file, for the others to import; a ``diff`` block makes another file out of the
 recipe. A ``text`` block that follows directly is what it prints. Blocks without a language are pictures.
 
-After a change of the tools: ``cd tests && python -m sim.test_docs_verify`` writes the outputs anew, those of
-commands too, and the table of rules. The table of mutants is ``tests/mutant_table.py``'s.
+After a change of the tools: ``cd tests && python -m sim.test_docs_verify`` writes the outputs anew, those
+of commands too, and the table of rules. The table of mutants is ``tests/mutant_table.py``'s.
 """
 
 from __future__ import annotations

@@ -142,6 +142,26 @@ def test_polls_of_several_places_in_turn_are_a_deadlock_at_once() -> None:
     assert time.monotonic() - begin < 30, "found by its polls, not by a timeout"
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_who_spins_lets_others_go_on(seed: int) -> None:
+    """Under priorities too, where the spinning program may be the first of all."""
+    plain, many = launch(kernels.wait_plainly), launch(kernels.wait_for_one_of_many, 100)
+    for fn in (plain, many):
+        assert schedules(fn, 2, seeds=[seed], workers=1, timeout=30).clean
+
+
+def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
+    def on_rank() -> None:
+        group = interlace.new_group([0])
+        if interlace.get_rank() == 0:
+            kernels.wait_plainly[(1,)](group.place.allocate(64).peers, 0)
+
+    for seed in (0, 1):
+        report = schedules(on_rank, 2, seeds=[seed], workers=1, timeout=1, shrink=False)
+        assert report.failure is not None
+        assert "not finished within 1 s" in report.failure.text
+
+
 # -- strategies ----------------------------------------------------------------------------------------
 
 

@@ -142,16 +142,19 @@ def schedules(
     begin = time.monotonic()
     first_outcome = trial.run(chosen[0])
     expected = first_outcome.digest if deterministic and first_outcome.error is None else None
-    failing = sorted(
+    failing = [chosen[0]] if first_outcome.error is not None else []
+    on_progress(1)
+    failing += [
         seed
         for seed, wrong in parallel.map_seeds(
             lambda seed: _wrong(trial.run(seed), expected) is not None,
-            chosen,
+            chosen[1:],
             workers=workers,
-            on_progress=on_progress,
+            on_progress=lambda done: on_progress(done + 1),
         )
         if wrong
-    )
+    ]
+    failing.sort()
     seconds = time.monotonic() - begin
     failure = None
     if failing:
