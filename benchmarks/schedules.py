@@ -86,7 +86,9 @@ def gathers() -> None:
     with override(**TILES):
         outputs = [torch.empty(40 * world_size) for _ in range(3)]
         works = [
-            interlace.all_gather(output, torch.full((40,), rank), algorithm="kernel", async_op=True)
+            interlace.all_gather(
+                output, torch.full((40,), float(rank)), algorithm="kernel", async_op=True
+            )
             for output in outputs
         ]
         for work in works:
