@@ -7,6 +7,7 @@ cache makes the second compilation of an unchanged kernel a matter of millisecon
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -76,8 +77,21 @@ def _loaded(path: str, kernel: str) -> ModuleType:
     return module
 
 
+def use_cache_of(path: str) -> None:
+    """Keep the kernels of each file apart: Triton's cache does not look at paths.
+
+    The same text in another file would give the lines of that file.
+    """
+    import triton
+
+    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    name = hashlib.blake2b(os.path.realpath(path).encode(), digest_size=8).hexdigest()
+    triton.knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
+
+
 def compile_kernel(request: Request) -> Any:
     """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
+    use_cache_of(request.path)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -46,8 +46,11 @@ class Observer:
     def on_fence(self, task: Task | None, sem: str, scope: str) -> None:
         """Inline assembly has fenced: "acq_rel" or "sc", within a scope."""
 
-    def on_allocate(self, rank: int, memory: torch.Tensor) -> None:
-        """``memory`` is new symmetric memory of ``rank``."""
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
+        """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""
+
+    def on_visible(self, task: Task, address: int, elements: int) -> None:
+        """A store of ``task`` that was held back becomes visible."""
 
     # -- order -----------------------------------------------------------------------------------
 

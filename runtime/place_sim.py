@@ -318,13 +318,15 @@ class SimPlace(Place):
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))
-        for part in memory.parts:
-            self.world.scheduler.memory.add(self.global_rank, part.ctypes.data, part.nbytes)
         observer = self.world.observer
         if observer is not None:
             self._group.observed.append(memory)  # an address must not mean two things in one run
-            for part in memory.parts:
-                observer.on_allocate(self.global_rank, torch.from_numpy(part))
+        for index, part in enumerate(memory.parts):
+            what = "signal pad" if index else "symmetric buffer"
+            names = self.world.scheduler.memory
+            label = names.add(self.global_rank, part.ctypes.data, part.nbytes, what)
+            if observer is not None:
+                observer.on_allocate(self.global_rank, torch.from_numpy(part), label)
         return memory
 
     def owns(self, memory: LocalMemory) -> bool:

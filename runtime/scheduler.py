@@ -72,7 +72,7 @@ class Scheduler(ProgramHooks):
         self.segments: list[Segment] = []
         self.memory = MemoryNames()
         self.strategy = Random(seed) if strategy is None else strategy
-        self.buffers = StoreBuffers(seed) if store_buffers else None
+        self.buffers = StoreBuffers(seed, observer) if store_buffers else None
         self._idle = idle
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
@@ -104,7 +104,7 @@ class Scheduler(ProgramHooks):
         number = self._spawned[rank, who]
         self._spawned[rank, who] += 1
         name = f"rank {rank} {who}" + (f" #{number}" if number else "")
-        task = Task(rank, who, name, None, program, owner, on_finish=on_finish)
+        task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
 
         def body() -> None:
             function()

@@ -53,12 +53,14 @@ class MemoryNames:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, str]] = []
-        self._counts: Counter[int] = Counter()
+        self._counts: Counter[tuple[int, str]] = Counter()
 
-    def add(self, rank: int, base: int, nbytes: int) -> None:
-        number = self._counts[rank]
-        self._counts[rank] += 1
-        self._ranges.append((base, base + nbytes, f"symmetric buffer {number} of rank {rank}"))
+    def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> str:
+        """Name new memory; returns the name, "symmetric buffer 0 of rank 1"."""
+        name = f"{what} {self._counts[rank, what]} of rank {rank}"
+        self._counts[rank, what] += 1
+        self._ranges.append((base, base + nbytes, name))
+        return name
 
     def find(self, address: int) -> str | None:
         """As "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""

@@ -8,7 +8,7 @@ release. Here a store first goes into a buffer and is *drained* into memory late
 at random, in any order      a few pieces at a time, as often as the seed says; perhaps never
 release, scope sys           all that the program has stored before its last barrier, and what the one
                              thread that releases has stored itself (scalars)
-release, scope gpu or cta    the same becomes visible to its own rank only
+release, scope gpu           the same becomes visible to its own rank only; scope cta: to nobody else
 fence                        as a release, for later relaxed signals
 end of the kernel            everything
 before an own access         what overlaps it: a program sees its own stores, in order
@@ -32,6 +32,7 @@ import numpy as np
 from interlace.runtime.interpreter import active_addresses
 
 if TYPE_CHECKING:
+    from interlace.runtime.observer import Observer
     from interlace.runtime.task import Task
 
 PIECES = 4
@@ -70,7 +71,8 @@ class _Pending:
 class StoreBuffers:
     """The stores of a run that are not visible yet."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, observer: Observer | None = None) -> None:
+        self._observer = observer
         self._random = random.Random(~seed)
         self._chance = self._random.choice(DRAIN_CHANCES)
         self._pending: list[_Pending] = []
@@ -119,7 +121,7 @@ class StoreBuffers:
         ]
         if scope == "sys":
             self._drain(chosen)
-        else:
+        elif scope == "gpu":
             for pending in chosen:
                 pending.rank_only = True
 
@@ -161,5 +163,8 @@ class StoreBuffers:
         for pending in chosen:
             pending.perform()
             gone.add(id(pending))
+            if self._observer is not None:
+                low, count = int(pending.addresses[0]), len(pending.addresses)
+                self._observer.on_visible(pending.task, low, count)
         if gone:
             self._pending = [p for p in self._pending if id(p) not in gone]

@@ -132,7 +132,9 @@ class Priority:
 
 
 def for_seed(seed: int) -> Strategy:
-    """The strategies in turn; seeds that 3 divides are the schedules of ``interlace.run``."""
+    """For checks, the strategies in turn: 0, 3, ... random as in ``interlace.run``, 1, 4, ... priorities,
+    2, 5, ... priorities by rank.
+    """
     if seed % 3 == 0:
         return Random(seed)
     return Priority(seed, by_rank=seed % 3 == 2)

@@ -24,15 +24,17 @@ class Program:
 class Task:
     """One coroutine. ``ready`` is None when it can run, else the condition it waits for.
 
-    ``name`` is the same in every schedule. ``owner`` is the stream that the task works for. ``polls``: it
-    is suspended in a poll, and may give up polling if it goes on; ``seen``: what it has polled and read
-    since it last changed memory, ``idled`` at how many points it could have been interrupted meanwhile.
+    ``name`` is the same in every schedule; ``number`` counts the rank's tasks of the same ``who``.
+    ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may give up
+    polling if it goes on; ``seen``: what it has polled and read since it last changed memory, ``idled`` at
+    how many points it could have been interrupted meanwhile.
     """
 
     rank: int
     who: str
     name: str
     greenlet: Any
+    number: int = 0
     program: Program | None = None
     owner: Any = None
     ready: Callable[[], bool] | None = None

@@ -113,7 +113,7 @@ class Recorder(Observer):
         """Take the time from the steps of a scheduler."""
         self._steps = steps
 
-    def on_allocate(self, rank: int, memory: torch.Tensor) -> None:
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str = "") -> None:
         """``memory`` is symmetric memory of ``rank``."""
         self._memory.add(rank, memory.data_ptr(), memory.nbytes)
 

@@ -178,7 +178,7 @@ def test_an_exception_is_part_of_the_report() -> None:
         interlace.barrier()
 
     report = races(on_rank, 2, seeds=[3, 4])
-    assert not report.clean and [seed for seed, _ in report.errors] == [3, 4]
+    assert not report.clean and [seed for seed, _ in report.errors] == [3]  # once
     assert "rank 1: ZeroDivisionError: here" in str(report)
     assert report.to_dict()["errors"][0]["seed"] == 3
 

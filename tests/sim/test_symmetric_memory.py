@@ -304,7 +304,7 @@ def test_observers_are_told_of_buffers_and_pads() -> None:
             self.addresses: set[int] = set()
             self.meetings = 0
 
-        def on_allocate(self, rank: int, memory: torch.Tensor) -> None:
+        def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
             self.seen.append((rank, memory.nbytes))
             self.addresses.add(memory.data_ptr())
 

@@ -47,7 +47,7 @@ def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None
     (tmp_path / "wrong.py").write_text(wrong)
     code, text = run(VerifyOptions(f"{tmp_path}/wrong.py::three_rounds", **FAST))
     assert code == 1
-    assert "weak order (write-read race)" in text and "wrong.py:" in text and "seed    0" in text
+    assert "weak order (write-read race)" in text and "wrong.py:" in text and "seed    " in text
     assert "findings" in text.splitlines()[-1]
 
 

@@ -68,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
         "--schedules", type=positive_int, default=None, help="schedules that are run to their end"
     )
     verify.add_argument("--arch", type=_arches, default=None, metavar="80,90,100")
+    verify.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
+    )
     verify.add_argument("--quick", action="store_true", help="less of everything: under a minute")
     verify.add_argument("--json", action="store_true")
     return top
@@ -138,6 +145,7 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
 
         need_interpreter(True, arguments)
         given = {name: getattr(options, name) for name in VerifyOptions.__dataclass_fields__}
+        given["ignore"] = tuple(options.ignore)
         given["arch"] = tuple(options.arch) if options.arch else None
         return verify(console, VerifyOptions(**given))
     if options.command == "check":

@@ -25,6 +25,7 @@ class VerifyOptions:
     schedules: int | None = None
     arch: tuple[int, ...] | None = None
     quick: bool = False
+    ignore: tuple[str, ...] = ()
     json: bool = False
 
 
@@ -72,6 +73,7 @@ def _plan(options: VerifyOptions, own: bool) -> Plan:
         options.schedules or default.schedules,
         options.arch or default.arches,
         options.quick,
+        options.ignore,
     )
 
 

@@ -17,6 +17,15 @@ from __future__ import annotations
 from interlace.verify.findings import KINDS, Access, Finding, RaceReport
 from interlace.verify.lint_check import RULES, Fault, LintReport, LintRequest, lint, lint_many
 from interlace.verify.protocol import Counterexample, Exploration, StateLimitError, explore
+from interlace.verify.protocol_steps import (
+    CompareAndSwap,
+    Process,
+    Protocol,
+    Publish,
+    Wait,
+    read,
+    write,
+)
 from interlace.verify.race_check import races
 from interlace.verify.schedule_check import Failure, ScheduleReport, replay, schedules
 
@@ -24,6 +33,7 @@ __all__ = [
     "KINDS",
     "RULES",
     "Access",
+    "CompareAndSwap",
     "Counterexample",
     "Exploration",
     "Failure",
@@ -31,13 +41,19 @@ __all__ = [
     "Finding",
     "LintReport",
     "LintRequest",
+    "Process",
+    "Protocol",
+    "Publish",
     "RaceReport",
     "ScheduleReport",
     "StateLimitError",
+    "Wait",
     "explore",
     "lint",
     "lint_many",
     "races",
+    "read",
     "replay",
     "schedules",
+    "write",
 ]

@@ -74,7 +74,7 @@ class Finding:
         ]
         if self.hint:
             lines.append(f"  hint    {self.hint}")
-        lines.append(f"  seed    {self.seed}")
+        lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
 
 

@@ -76,7 +76,6 @@ class Detector(Observer):
         self._sites: list[_Site] = []
         self._site_numbers: dict[_Site, int] = {}
         self.found: dict[tuple[Any, ...], Finding] = {}
-        self._symmetric: dict[int, int] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -123,7 +122,8 @@ class Detector(Observer):
         assert task.program is not None
         above = self._agent(parent)
         key = ("program", above.number, task.program.index)
-        agent = self._tasks[task] = self._named(key, task.rank, task.who)
+        launch = f" of launch {task.number + 1}" if task.number else ""
+        agent = self._tasks[task] = self._named(key, task.rank, task.who + launch)
         self._parents[task] = parent
         agent.learn(self._forks[parent])
         agent.barred = [int(agent.clock[agent.lanes]), int(agent.clock[agent.thread])]
@@ -163,10 +163,7 @@ class Detector(Observer):
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def on_allocate(self, rank: int, memory: torch.Tensor) -> None:
-        number = self._symmetric.get(rank, 0)
-        self._symmetric[rank] = number + 1
-        label = f"symmetric buffer {number} of rank {rank}"
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
 
     def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
@@ -201,7 +198,7 @@ class Detector(Observer):
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         site = self._site(agent, "stores" if stores else "loads", _kernel_lines())
         for segment, cells in self._memory.find(addresses, size):
-            self._access(agent, component, segment, cells, site, stores=stores)
+            self._access(agent, component, segment, cells, site, size, stores=stores)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of host code has read or written ``tensor``."""
@@ -212,24 +209,34 @@ class Detector(Observer):
         for low, nbytes in ranges:
             place = self._memory.find_range(low, nbytes)
             if place is not None:
-                self._access(agent, agent.thread, *place, site, stores=stores)
+                self._access(
+                    agent, agent.thread, *place, site, tensor.element_size(), stores=stores
+                )
 
     def _access(
-        self, agent: Agent, component: int, segment: Segment, cells: Any, site: int, *, stores: bool
+        self,
+        agent: Agent,
+        component: int,
+        segment: Segment,
+        cells: Any,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
     ) -> None:
         self.events += 1
         known, me = self._known(agent), agent.number
         time = int(known[component])
         for conflict in segment.unordered_store(cells, known, me):
-            self._report("write-write" if stores else "write-read", conflict, site, segment)
+            self._report("write-write" if stores else "write-read", conflict, site, segment, size)
         for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
             if stores or extra & WRITES:
-                self._report("mixed access", conflict, site, segment)
+                self._report("mixed access", conflict, site, segment, size)
         if not stores:
             segment.note(segment.loads, cells, component, time, site)
             return
         for conflict, _ in segment.unordered(segment.loads, cells, known, me):
-            self._report("read-write", conflict, site, segment)
+            self._report("read-write", conflict, site, segment, size)
         segment.note_store(cells, component, time, site)
 
     # -- atomics -----------------------------------------------------------------------------------
@@ -277,14 +284,14 @@ class Detector(Observer):
         segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
         known, me = self._known(agent), agent.number
         for conflict in segment.unordered_store(cells, known, me):
-            self._report("mixed access", conflict, site, segment)
+            self._report("mixed access", conflict, site, segment, size)
         if writes:
             for conflict, _ in segment.unordered(segment.loads, cells, known, me):
-                self._report("mixed access", conflict, site, segment)
+                self._report("mixed access", conflict, site, segment, size)
         for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
             other = self._by_number[conflict.component >> 1]
             if not (reaches(scope, agent, other) and reaches(extra & 3, other, agent)):
-                self._report("narrow scope", conflict, site, segment)
+                self._report("narrow scope", conflict, site, segment, size)
         component = agent.lanes if atomic.each_thread else agent.thread
         extra = scope | (WRITES if writes else 0)
         segment.note(segment.atomics, cells, component, int(known[component]), site, extra)
@@ -359,7 +366,9 @@ class Detector(Observer):
             self._sites.append(site)
         return number
 
-    def _report(self, kind: str, conflict: Conflict, site: int, segment: Segment) -> None:
+    def _report(
+        self, kind: str, conflict: Conflict, site: int, segment: Segment, size: int
+    ) -> None:
         first, second = (
             Access(s.rank, s.who, s.what, s.lines)
             for s in (self._sites[conflict.site], self._sites[site])
@@ -370,7 +379,7 @@ class Detector(Observer):
             second,
             segment.label,
             conflict.cell * segment.cell,
-            conflict.elements,
+            max(1, conflict.cells * segment.cell // size),
             self.seed,
             kind,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from interlace.verify.lint_check import LintRequest
 ALIGNMENT = 16
 
 
-def lint_request(launch: KernelLaunch, arch: int) -> LintRequest:
+def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
     """Lint what ``launch`` runs, for ``arch``, with its types, alignments and constants.
 
     Raises TypeError for an argument that lint has no type for.
@@ -38,4 +39,5 @@ def lint_request(launch: KernelLaunch, arch: int) -> LintRequest:
         tuple(divisible),
         launch.num_warps,
         launch.num_stages,
+        tuple(ignore),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from interlace.verify.causes import CAUSES, Several, explain
 from interlace.verify.findings import Finding, RaceReport
 from interlace.verify.happens_before import Detector
 from interlace.verify.host_accesses import HostAccesses
+from interlace.verify.sampling import poisoned_memory, seed_list
 
 SEEDS = 10
 
@@ -43,7 +45,8 @@ def races(
     on_seed : called after each schedule, to show progress.
 
     Returns a :class:`RaceReport`; ``print`` it. Findings are the same in every run with the same seeds.
-    An exception of ``fn`` does not end the check; it is among the report's ``errors``.
+    An exception of ``fn`` does not end the check; it is among the report's ``errors``, once for all that
+    differ in numbers only.
 
     >>> import interlace.verify, torch
     >>> def step():
@@ -56,11 +59,12 @@ def races(
     host = launcher.host_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
-    errors, events = [], 0
+    errors: list[tuple[int, str]] = []
+    events = 0
     for seed in chosen:
         detector = Detector(seed)
         error = _observed(host, world_size, seed, detector, store_buffers, timeout)
-        if error is not None:
+        if error is not None and _form(error) not in {_form(text) for _, text in errors}:
             errors.append((seed, error))
         events += detector.events
         for launch in detector.launches:
@@ -82,6 +86,11 @@ def races(
     )
 
 
+def _form(error: str) -> str:
+    """An error's text without its numbers: ranks, seeds, values."""
+    return re.sub(r"\d+", "#", error)
+
+
 def _observed(
     host: Callable[[Any], Any],
     world_size: int,
@@ -99,21 +108,8 @@ def _observed(
         timeout=timeout,
     )
     try:
-        with HostAccesses(scheduler, detector):
+        with poisoned_memory(), HostAccesses(scheduler, detector):
             run_sim(host, world_size, scheduler=scheduler)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def seed_list(seeds: int | Iterable[int]) -> list[int]:
-    """``range(seeds)`` or the seeds themselves. Raises TypeError or ValueError for anything else."""
-    if isinstance(seeds, bool) or not isinstance(seeds, (int, Iterable)):
-        raise TypeError(f"seeds must be a number of schedules or seeds, got {seeds!r}")
-    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    for seed in chosen:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seeds must be ints, got {seed!r}")
-    if not chosen:
-        raise ValueError(f"seeds must name at least one schedule, got {seeds!r}")
-    return chosen

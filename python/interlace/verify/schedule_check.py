@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from interlace.runtime.scheduler import Scheduler
 from interlace.runtime.strategies import Replay, Segment, for_seed
 from interlace.verify import parallel
 from interlace.verify.interleaving import Storyteller
+from interlace.verify.sampling import poisoned_memory, seed_list
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0
@@ -53,7 +54,7 @@ class Failure:
 
     def __str__(self) -> str:
         lines = [
-            f"seed {self.seed} fails: {self.text}",
+            f"seed {self.seed} fails (again with schedules(..., seeds=[{self.seed}])): {self.text}",
             f"with {self.switches} context switches ({self.found_switches} as found):",
         ]
         return "\n".join([*lines, *(f"  {line}" for line in self.story)])
@@ -92,7 +93,7 @@ def schedules(
     world_size: int,
     *args: Any,
     n: int = 1000,
-    seeds: Sequence[int] | None = None,
+    seeds: int | Iterable[int] | None = None,
     store_buffers: bool = False,
     check: Callable[[list[Any]], Any] | None = None,
     deterministic: bool = True,
@@ -106,8 +107,8 @@ def schedules(
 
     Parameters
     ----------
-    n : how many schedules: seeds 0 to n - 1, or exactly ``seeds``. Every third, 0, 3, ..., is the
-        schedule that ``interlace.run(fn, world_size, seed=...)`` has.
+    n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
+        third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
     store_buffers : let stores become visible late and out of order until they are released.
     check : called with what the ranks returned; raises if that is wrong.
     deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
@@ -134,9 +135,7 @@ def schedules(
         raise ValueError(f"workers must be positive, got {workers}")
     if check is not None and not callable(check):
         raise TypeError(f"check must be callable, got {type(check).__name__}")
-    chosen = list(range(n)) if seeds is None else list(seeds)
-    if not chosen:
-        raise ValueError("seeds must name at least one schedule")
+    chosen = seed_list(n if seeds is None else seeds)
     host = launcher.host_function(fn, args, kwargs)
     trial = Trial(host, world_size, store_buffers, check, timeout)
     begin = time.monotonic()
@@ -199,7 +198,8 @@ class Trial:
         )
         error, digest = None, ""
         try:
-            results = run_sim(self.host, self.world_size, scheduler=scheduler)
+            with poisoned_memory():
+                results = run_sim(self.host, self.world_size, scheduler=scheduler)
             digest = _digest(results)
             if self.check is not None:
                 self.check(results)
@@ -222,7 +222,9 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     """The failure of ``seed``; if ``search``, with as few context switches as can be found."""
     found = trial.run(seed)
     kind = _wrong(found, expected)
-    assert kind is not None, f"seed {seed} failed and does not fail again"
+    if kind is None:
+        text = "failed and does not fail again: something besides the schedule decides"
+        return Failure(seed, "not repeatable", text, found.segments, len(found.segments) - 1)
     best = found.segments
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
@@ -254,7 +256,12 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
             else:
                 break
     told = trial.run(seed, best, tell=True)
-    text = str(told.error) if told.error is not None else "results differ from the first schedule's"
+    text = "results differ from the first schedule's"
+    if told.error is not None:
+        text = str(told.error).strip()
+        text = (
+            text if text and not text.endswith(":") else f"{text} {kind} without a message".strip()
+        )
     return Failure(seed, kind, text, best, max(0, len(found.segments) - 1), told.story)
 
 

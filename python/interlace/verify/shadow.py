@@ -26,7 +26,7 @@ class Conflict(NamedTuple):
     component: int
     site: int
     cell: int
-    elements: int
+    cells: int
 
 
 class _Marks:

@@ -34,7 +34,8 @@ FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 class Plan:
     """What to check and how much. ``ranks`` for races; schedules run on the smallest of them.
 
-    ``quick``: lint one variant of each kernel, and explore protocols of fewer ranks and rounds.
+    ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``: lint one variant of each
+    kernel, and explore protocols of fewer ranks and rounds.
     """
 
     ranks: tuple[int, ...] = (2, 3, 4, 8)
@@ -42,6 +43,7 @@ class Plan:
     schedules: int = 20
     arches: tuple[int, ...] = (80, 90, 100)
     quick: bool = False
+    ignore: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> tuple[int, int]:
@@ -214,7 +216,7 @@ def lint_launches(
         for arch in plan.arches:
             begin = time.monotonic()
             try:
-                (report,) = lint_many([lint_request(launch, arch)])
+                (report,) = lint_many([lint_request(launch, arch, plan.ignore)])
                 texts = () if report.clean else (str(report),)
             except (ValueError, TypeError) as error:
                 texts = (f"{launch.name} cannot be linted: {error}",)

@@ -1,0 +1,40 @@
+"""What the checks that run schedules have in common: which seeds, and memory that hides nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def seed_list(seeds: int | Iterable[int]) -> list[int]:
+    """``range(seeds)`` or the seeds themselves. Raises TypeError or ValueError for anything else."""
+    if isinstance(seeds, bool) or not isinstance(seeds, (int, Iterable)):
+        raise TypeError(f"seeds must be a number of schedules or seeds, got {seeds!r}")
+    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    for seed in chosen:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seeds must be ints, got {seed!r}")
+    if not chosen:
+        raise ValueError(f"seeds must name at least one schedule, got {seeds!r}")
+    return chosen
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Tensors that are not initialized hold nan, or the largest number, instead of what was there.
+
+    That may be the right result of the schedule before, which would hide a wrong one. It is torch's own
+    ``torch.utils.deterministic.fill_uninitialized_memory``, which is on unless somebody turns it off.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
