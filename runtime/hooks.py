@@ -29,6 +29,11 @@ class Atomic:
     each_thread: bool = False
 
     @property
+    def by_lanes(self) -> bool:
+        """Several threads do it, each its own elements; so each releases its own stores only."""
+        return self.each_thread or self.pointers.data.size > 1
+
+    @property
     def acquires(self) -> bool:
         return self.sem in ("acquire", "acq_rel")
 

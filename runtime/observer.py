@@ -52,6 +52,9 @@ class Observer:
     def on_visible(self, task: Task, address: int, elements: int) -> None:
         """A store of ``task`` that was held back becomes visible."""
 
+    def on_stuck(self) -> None:
+        """Nothing can run; programs that poll try a few more times before it is called a deadlock."""
+
     # -- order -----------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:

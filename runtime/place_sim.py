@@ -21,7 +21,7 @@ import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime import trace
-from interlace.runtime.errors import BlockedWait, rank_error
+from interlace.runtime.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory, aligned
 from interlace.runtime.memory import SymmetricBuffer, Workspace
@@ -346,6 +346,10 @@ class SimPlace(Place):
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:
+        if not self.world.scheduler.inside:
+            raise InterlaceError(
+                f"{launch.op}: this memory belongs to a simulated run that has ended"
+            )
         launch.kernel[launch.extents](**launch.arguments)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:

@@ -118,9 +118,9 @@ class ProgramHooks(ABC):
         if self.buffers is not None:
             self.buffers.before_load(task, atomic.pointers)
             if atomic.releases:
-                self.buffers.release(task, atomic.scope, each_thread=atomic.each_thread)
+                self.buffers.release(task, atomic.scope, each_thread=atomic.by_lanes)
         result = perform()
-        if atomic.reads_only:
+        if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
             result = self._polled(task, atomic.pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not (result.data == atomic.compare.data).any():
             # a compare-and-swap that did not swap has only read
@@ -248,6 +248,16 @@ class ProgramHooks(ABC):
         task.polls = True
         self.block(changed, polling(task, seen, cells[0][0] if cells else None, self.memory))
         task.polls = False
+
+
+def _unchanged(atomic: Atomic, before: Any) -> bool:
+    """Whether memory is what it was: a test-and-set of a flag that is set, a maximum that was one."""
+    read = _read(atomic.pointers, atomic.mask, before)
+    addresses = np.frombuffer(read.addresses, np.uint64).tolist()
+    if not addresses or len(addresses) > SMALL_READ:
+        return False
+    size = len(read.values) // len(addresses)
+    return b"".join(ctypes.string_at(address, size) for address in addresses) == read.values
 
 
 def _circle(seen: list[Read]) -> list[Read]:

@@ -17,11 +17,14 @@ wait, and the ``idle`` hook decides how and how long.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import ctypes
 import hashlib
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import greenlet
@@ -31,12 +34,17 @@ from interlace.runtime.errors import BlockedWait, CollectiveTimeoutError, Deadlo
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.observer import Observer
 from interlace.runtime.program_hooks import ProgramHooks
-from interlace.runtime.source_lines import MemoryNames, polling
+from interlace.runtime.source_lines import MemoryNames, polling, program_line
 from interlace.runtime.store_buffers import StoreBuffers
 from interlace.runtime.strategies import Random, Segment, Strategy
 from interlace.runtime.task import Program, Task
 
+GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should have noticed
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
+
+
+class OverdueError(BaseException):
+    """Raised in a task from outside when the time of the run is over."""
 
 
 class TaskFailed(Exception):
@@ -84,6 +92,7 @@ class Scheduler(ProgramHooks):
         self.stalled = 0
         self.long_step = False
         self._woken = 0
+        self._stuck_after = 0
         self._spawned: Counter[tuple[int, str]] = Counter()
         self.points = 0
         self._digest = hashlib.blake2b(digest_size=8)
@@ -126,6 +135,7 @@ class Scheduler(ProgramHooks):
             if self.buffers:  # what has not become visible yet may stay so for a while
                 self.give_way()
 
+
         grid = launch.extents
         count = left = grid[0] * grid[1] * grid[2]
         parent = self.current
@@ -134,10 +144,15 @@ class Scheduler(ProgramHooks):
         if not count:
             on_finish()
 
+        tasks: list[Task] = []
+
         def one_ended() -> None:
             nonlocal left
             left -= 1
             if not left:
+                if self.buffers is not None:
+                    self.buffers.end(tasks)
+                    self.progress()
                 on_finish()
 
         for index in range(count):
@@ -151,6 +166,7 @@ class Scheduler(ProgramHooks):
                 owner=parent.owner,
                 on_finish=one_ended,
             )
+            tasks.append(task)
             if self.observer is not None:
                 self.observer.on_program(task, parent)
 
@@ -195,13 +211,37 @@ class Scheduler(ProgramHooks):
         :class:`CollectiveTimeoutError`, or what ``idle`` raises. All tasks have ended afterwards.
         """
         assert greenlet.getcurrent() is self._hub, "run() belongs to the thread that made it"
-        with interpreter.session(self) as builder:
+        with interpreter.session(self) as builder, self._watchdog():
             self._builder = builder
             try:
                 while self._tasks:
                     self._step()
             finally:
                 self._end_all()
+
+    @contextlib.contextmanager
+    def _watchdog(self) -> Iterator[None]:
+        """End a task that neither gives way nor touches memory when time is up."""
+        if self._timeout is None or self._timeout > threading.TIMEOUT_MAX:
+            yield
+            return
+        thread, lock, over = threading.get_ident(), threading.Lock(), False
+        interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+        def bark() -> None:
+            with lock:
+                if not over:
+                    interrupt(ctypes.c_ulong(thread), ctypes.py_object(OverdueError))
+
+        timer = threading.Timer(self._timeout + GRACE, bark)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            with lock:
+                over = True
+                timer.cancel()
 
     def _step(self) -> None:
         self.steps += 1
@@ -222,6 +262,12 @@ class Scheduler(ProgramHooks):
             task.greenlet.switch()
         except greenlet.GreenletExit:
             raise
+        except OverdueError:
+            self._tasks.remove(task)
+            message = (
+                f"not finished within {self._timeout} s (seed {self.seed}): {task.name} neither "
+            )
+            raise CollectiveTimeoutError(message + "ends nor touches memory") from None
         except BaseException as error:
             self._tasks.remove(task)
             raise TaskFailed(task) from error
@@ -259,9 +305,6 @@ class Scheduler(ProgramHooks):
         self.points = 0
 
     def _program_ended(self, task: Task) -> None:
-        if self.buffers is not None:
-            self.buffers.end(task)
-            self.progress()
         if self.observer is not None:
             self.observer.on_program_end(task)
 
@@ -278,12 +321,18 @@ class Scheduler(ProgramHooks):
             return
         waits = self.blocked()
         if self._idle is None:
+            if self._woken:
+                del self.segments[self._stuck_after :]  # the last tries are not part of the story
             raise DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
 
     def _wake_polls(self) -> bool:
         """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
         polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
+        if not self._woken:
+            self._stuck_after = len(self.segments)
+            if self.observer is not None:
+                self.observer.on_stuck()
         self._woken += 1
         if not polling_tasks or self._woken > LAST_TRIES:
             return False
@@ -294,7 +343,13 @@ class Scheduler(ProgramHooks):
     def _check_deadline(self) -> None:
         assert self._deadline is not None
         if time.monotonic() > self._deadline:
-            waits = "\n".join(f"  {wait}" for wait in self.blocked())
+            lines = [str(wait) for wait in self.blocked()]
+            lines += [
+                f"{task.name} goes on at {program_line(task)}"
+                for task in self._tasks
+                if task.waiting is None and task.program is not None and task.greenlet
+            ]
+            waits = "\n".join(f"  {line}" for line in lines)
             raise CollectiveTimeoutError(
                 f"not finished within {self._timeout} s (seed {self.seed}); waiting:\n{waits}"
             )
@@ -327,7 +382,6 @@ class Scheduler(ProgramHooks):
         self.stalled = self._woken = 0
         if self._current is not None:
             self._current.seen.clear()
-            self._current.idled = 0
 
 
 def run_interpreted(

@@ -95,6 +95,12 @@ def _instruction(frame: Any) -> str:
     return ""
 
 
+def program_line(task: Task) -> str:
+    """Where a suspended program stands in its kernel."""
+    frames = source_frames(task.greenlet.gr_frame)
+    return f"{line_of(frames[0])} in {frames[0].f_code.co_name}" if frames else "its beginning"
+
+
 def user_frame(frame: Any) -> Any:
     """The innermost frame of the user's code at or above ``frame``; None if there is none."""
     while frame is not None:

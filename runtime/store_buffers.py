@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,13 +125,15 @@ class StoreBuffers:
             for pending in chosen:
                 pending.rank_only = True
 
-    def end(self, task: Task) -> None:
-        """The end of a kernel orders everything of its programs."""
+    def end(self, tasks: Sequence[Task]) -> None:
+        """The end of a kernel orders everything of its programs, and what they have acquired."""
+        programs = set(map(id, tasks))
+        ranks = {task.rank for task in tasks}
         self._drain(
             [
                 p
                 for p in self._pending
-                if p.task is task or (p.rank_only and p.task.rank == task.rank)
+                if id(p.task) in programs or (p.rank_only and p.task.rank in ranks)
             ]
         )
 

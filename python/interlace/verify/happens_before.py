@@ -194,7 +194,9 @@ class Detector(Observer):
         if task is None or not len(addresses):
             return
         agent = self._agent(task)
-        component = agent.thread if pointers.data.size == 1 else agent.lanes
+        # a scalar is stored by one thread, and loaded by all
+        scalar_store = stores and pointers.data.size == 1
+        component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         site = self._site(agent, "stores" if stores else "loads", _kernel_lines())
         for segment, cells in self._memory.find(addresses, size):
@@ -280,6 +282,7 @@ class Detector(Observer):
     ) -> None:
         self.events += 1
         writes = success and not atomic.reads_only
+        lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
         segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
         known, me = self._known(agent), agent.number
@@ -292,10 +295,10 @@ class Detector(Observer):
             other = self._by_number[conflict.component >> 1]
             if not (reaches(scope, agent, other) and reaches(extra & 3, other, agent)):
                 self._report("narrow scope", conflict, site, segment, size)
-        component = agent.lanes if atomic.each_thread else agent.thread
+        component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
         segment.note(segment.atomics, cells, component, int(known[component]), site, extra)
-        messages = segment.messages.setdefault(address, {})
+        messages = segment.messages.setdefault((address, size), {})
         self._receive(agent, messages, scope, atomic)
         if writes:
             if atomic.kind == "store":
@@ -317,7 +320,8 @@ class Detector(Observer):
 
     def _send(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
         if atomic.releases or not self.rules.orders:
-            clock = self._released(agent, each_thread=atomic.each_thread)
+            lanes = atomic.pointers is not None and atomic.by_lanes
+            clock = self._released(agent, each_thread=lanes)
             self._put(messages, agent, scope, clock)
             return
         for fence_scope, clock in agent.fenced.items():

@@ -22,17 +22,19 @@ class Storyteller(Observer):
     def __init__(self) -> None:
         self._steps: list[tuple[str, str]] = []
         self._ranges: list[tuple[int, int, str]] = []
+        self._stuck: int | None = None
 
     def lines(self, error: BaseException | None = None) -> tuple[str, ...]:
         """One line per step; repetitions of a line are counted. A long story keeps its end."""
         told: list[str] = []
         who, last, times = "", "", 0
+        stuck = self._stuck if isinstance(error, DeadlockError) else None
 
         def close() -> None:
             if times > 1:
                 told[-1] += f"  ({times} times)"
 
-        for task, text in self._steps:
+        for task, text in self._steps[:stuck]:
             line = f"    {text}"
             if task != who:
                 close()
@@ -55,6 +57,9 @@ class Storyteller(Observer):
     def _note(self, task: Task | None, text: str) -> None:
         if task is not None:
             self._steps.append((task.name, text))
+
+    def on_stuck(self) -> None:
+        self._stuck = len(self._steps)
 
     def _find(self, address: int) -> str | None:
         for base, end, label in reversed(self._ranges):

@@ -54,6 +54,10 @@ def map_seeds(
             yield from results
             done += len(results)
             on_progress(done)
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # at once, not after their chunk
+            process.terminate()
+        raise
     finally:
         _function = None
         pool.shutdown(cancel_futures=True)

@@ -10,20 +10,17 @@ printed as an interleaving.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import torch
 
 from interlace import launcher
 from interlace.runtime.place_sim import run_sim
 from interlace.runtime.scheduler import Scheduler
 from interlace.runtime.strategies import Replay, Segment, for_seed
 from interlace.verify import parallel
+from interlace.verify.digest import digest_of
 from interlace.verify.interleaving import Storyteller
 from interlace.verify.sampling import poisoned_memory, seed_list
 
@@ -200,7 +197,7 @@ class Trial:
         try:
             with poisoned_memory():
                 results = run_sim(self.host, self.world_size, scheduler=scheduler)
-            digest = _digest(results)
+            digest = digest_of(results)
             if self.check is not None:
                 self.check(results)
         except Exception as caught:
@@ -280,38 +277,17 @@ def replay(
     *args: Any,
     store_buffers: bool = False,
     seed: int = 0,
+    timeout: float = RUN_SECONDS,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned."""
+    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
+
+    Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
+    """
+    launcher.check_run(fn, world_size, timeout)
     host = launcher.host_function(fn, args, kwargs)
-    scheduler = Scheduler(seed, strategy=Replay(segments), store_buffers=store_buffers)
-    return run_sim(host, world_size, scheduler=scheduler)
-
-
-def _digest(value: Any) -> str:
-    """Equal for equal results; tensors by their bits."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(part: Any) -> None:
-        if isinstance(part, torch.Tensor):
-            digest.update(f"{tuple(part.shape)}{part.dtype}".encode())
-            data = part.detach().contiguous().reshape(-1)
-            digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-        elif isinstance(part, np.ndarray):
-            digest.update(f"{part.shape}{part.dtype}".encode() + part.tobytes())
-        elif isinstance(part, (list, tuple)):
-            digest.update(f"{type(part).__name__}{len(part)}".encode())
-            for each in part:
-                add(each)
-        elif isinstance(part, dict):
-            digest.update(f"dict{len(part)}".encode())
-            for key in part:
-                add(key)
-                add(part[key])
-        elif isinstance(part, (int, float, complex, str, bytes, bool, type(None))):
-            digest.update(repr(part).encode())
-        else:  # anything else may print its address; its type is all that can be compared
-            digest.update(type(part).__name__.encode())
-
-    add(value)
-    return digest.hexdigest()
+    scheduler = Scheduler(
+        seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
+    )
+    with poisoned_memory():
+        return run_sim(host, world_size, scheduler=scheduler)

@@ -51,11 +51,12 @@ class _Marks:
 
 
 class Segment:
-    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address."""
+    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address and
+    size."""
 
     def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
         self.base, self.nbytes, self.label, self.symmetric = base, nbytes, label, symmetric
-        self.messages: dict[int, Any] = {}
+        self.messages: dict[tuple[int, int], Any] = {}
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
         self.writer = np.full(cells, -1, np.int32)
@@ -164,8 +165,8 @@ class Segment:
         """A plain store over a signal replaces what was released there."""
         cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
         touched = set((cells * self.cell + self.base).tolist())
-        for address in [a for a in self.messages if a in touched]:
-            del self.messages[address]
+        for key in [key for key in self.messages if key[0] in touched]:
+            del self.messages[key]
 
 
 class ShadowMemory:
