@@ -179,3 +179,70 @@ def wait_for_one_of_many(peers_ptr, rank, COUNT: tl.constexpr):
                 index += 1
         else:
             tl.atomic_xchg(flag(peers_ptr, 0, COUNT - 1), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def scalar_and_flags_of_a_block(peers_ptr, rank):
+    """One thread stores, and as many threads as there are flags release: only the first covers it."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(flag(peers_ptr, 1, 8), 5)
+            flags = tl.load(peers_ptr + 1 + tl.arange(0, 2) * 0).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + tl.arange(0, 2), 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 1), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(flag(peers_ptr, 2, 9), tl.load(flag(peers_ptr, 1, 8)))
+
+
+@triton.jit
+def block_of_atomics_then_a_flag(peers_ptr, rank):
+    """Data by a block of atomics is data of many threads; the flag is released by one."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.atomic_add(data(peers_ptr, 1), 1.0, sem="relaxed", scope="sys")
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
+
+
+@triton.jit
+def scalar_load_then_credit(peers_ptr, rank):
+    """A scalar is loaded by every thread; the credit comes from one, without a barrier."""
+    if tl.program_id(0) == 0:
+        if rank == 1:
+            seen = tl.load(flag(peers_ptr, 1, 8))
+            tl.atomic_xchg(flag(peers_ptr, 0, 0), 1 + seen * 0, sem="release", scope="sys")
+        if rank == 0:
+            while tl.atomic_add(flag(peers_ptr, 0, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(flag(peers_ptr, 1, 8), 7)
+
+
+@triton.jit
+def atomics_of_two_sizes(peers_ptr, rank):
+    """A release of eight bytes is not acquired by half of them."""
+    if tl.program_id(0) == 0:
+        wide = tl.load(peers_ptr + 1).to(tl.pointer_type(tl.int64))
+        if rank == 0:
+            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            tl.atomic_xchg(wide, 1, sem="release", scope="sys")
+        if rank == 1:
+            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
+                pass
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
+
+
+@triton.jit
+def take_flags_that_are_not_set_yet(peers_ptr, rank):
+    """Test-and-set by many programs: a poll that writes what is there."""
+    if rank == 0:
+        while (
+            tl.atomic_xchg(flag(peers_ptr, 0, tl.program_id(0)), 0, sem="acquire", scope="sys") == 0
+        ):
+            pass
+    if rank == 1:
+        tl.atomic_xchg(flag(peers_ptr, 0, tl.program_id(0)), 1, sem="release", scope="sys")

@@ -140,6 +140,11 @@ EXPECTED = {
     kernels.scalar_without_barrier: set(),
     kernels.own_bytes_of_one_word: set(),
     kernels.same_bytes_of_two_types: {"write-write"},
+    kernels.scalar_and_flags_of_a_block: {"no barrier"},
+    kernels.block_of_atomics_then_a_flag: {"no barrier"},
+    kernels.scalar_load_then_credit: {"no barrier"},
+    kernels.atomics_of_two_sizes: {"write-read"},
+    kernels.take_flags_that_are_not_set_yet: set(),
 }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ import interlace
 from interlace.runtime.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.task import Task
 from interlace.verify import parallel, replay, schedules
+from interlace.verify.digest import digest_of
 from sim import race_kernels as kernels
 from sim.test_races import buffer, launch
 from sim.user_exchange import exchange, exchange_kernel, last_program
@@ -160,6 +164,81 @@ def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
         report = schedules(on_rank, 2, seeds=[seed], workers=1, timeout=1, shrink=False)
         assert report.failure is not None
         assert "not finished within 1 s" in report.failure.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spins_that_write_what_is_there_are_polls(seed: int) -> None:
+    def eight() -> None:
+        memory = buffer()
+        kernels.take_flags_that_are_not_set_yet[(8,)](memory.peers, interlace.get_rank())
+
+    assert schedules(eight, 2, seeds=[seed], workers=1, timeout=30).clean
+    if not seed:
+        with pytest.raises(interlace.DeadlockError, match="take_flags_that_are_not_set_yet"):
+            interlace.run(lambda: eight() if interlace.get_rank() == 0 else buffer() and None, 2)
+
+
+def test_time_limits_hold_where_nothing_gives_way() -> None:
+    def on_rank() -> None:
+        while interlace.get_rank() == 0:
+            pass
+
+    with pytest.raises(interlace.CollectiveTimeoutError, match="rank 0 host code neither ends"):
+        interlace.run(on_rank, 2, timeout=0.5)
+    assert interlace.run(interlace.get_rank, 2) == [0, 1]
+
+
+def test_replay_has_a_time_limit() -> None:
+    def on_rank() -> None:
+        while interlace.get_rank() == 0:
+            pass
+
+    with pytest.raises(interlace.CollectiveTimeoutError):
+        replay(on_rank, 2, [], timeout=0.5)
+
+
+def test_a_failure_that_does_not_repeat_is_reported() -> None:
+    calls: list[int] = []
+
+    def on_rank() -> None:
+        calls.append(1)
+        assert len(calls) != 3
+
+    report = schedules(on_rank, 1, n=6, workers=1)
+    assert report.failure is not None and report.failure.kind == "not repeatable"
+
+
+@dataclass
+class Pair:
+    first: int
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.int64(1), np.int64(2)),
+        (np.float32(1), np.float32(2)),
+        ({1, 2}, {1, 3}),
+        (Pair(1, torch.ones(2)), Pair(1, torch.zeros(2))),
+        ({"a": [1, (2,)]}, {"a": [1, (3,)]}),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64)),
+        (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()),
+        ((1, 23), (12, 3)),
+    ],
+)
+def test_results_are_compared_by_value(one: Any, other: Any) -> None:
+    assert digest_of([one, 0]) == digest_of([copy.deepcopy(one), 0])
+    assert digest_of([one, 0]) != digest_of([other, 0])
+
+
+def test_results_that_cannot_be_compared_are_equal() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, object(), torch.empty(2, device="meta"), np.array([object()])):
+        assert digest_of(value) == digest_of(value)
+    assert digest_of(object()) == digest_of(object())
 
 
 # -- strategies ----------------------------------------------------------------------------------------
