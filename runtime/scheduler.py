@@ -135,7 +135,6 @@ class Scheduler(ProgramHooks):
             if self.buffers:  # what has not become visible yet may stay so for a while
                 self.give_way()
 
-
         grid = launch.extents
         count = left = grid[0] * grid[1] * grid[2]
         parent = self.current
