@@ -248,7 +248,7 @@ def load_function(text: str) -> Callable[[], Any]:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: importing it fails: {type(error).__name__}: {error}") from error
     fn = getattr(module, name, None)
     if not callable(fn):
