@@ -62,11 +62,6 @@ class Entry:
         """Whether the kernel contains a matmul."""
         return "BLOCK_K" in self.constants
 
-    @property
-    def wants_tensor_cores(self) -> bool:
-        """Whether the matmul is of 16-bit operands; fp32 is exact by default and has no such unit."""
-        return self.multiplies and self.types["input_ptr"] in ("*bf16", "*fp16")
-
 
 def entries(arch: int) -> list[Entry]:
     """Everything that is built for ``arch``."""

@@ -91,10 +91,7 @@ class Place(ABC):
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
-        raise PlaceUnavailableError(
-            f"interlace.symmetric_memory is for tensors on a CPU, and place {self.name!r} has none; "
-            "use torch.distributed._symmetric_memory there"
-        )
+        raise self._no_user_memory()
 
     def owns(self, memory: LocalMemory) -> bool:
         """Whether this rank made ``memory``, in this run."""
@@ -105,7 +102,7 @@ class Place(ABC):
 
         Collective, with parts of the same sizes on every rank.
         """
-        raise NotImplementedError
+        raise self._no_user_memory()
 
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
@@ -115,7 +112,13 @@ class Place(ABC):
         ``waited_for()`` says which ranks it waits for now. ``timeout`` bounds it, in seconds, where
         a place has a clock; None is the group's own.
         """
-        raise NotImplementedError
+        raise self._no_user_memory()
+
+    def _no_user_memory(self) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"interlace.symmetric_memory is for tensors on a CPU, and place {self.name!r} has none; "
+            "use torch.distributed._symmetric_memory there"
+        )
 
     # -- what most places do not need ------------------------------------------------------------
 

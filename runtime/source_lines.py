@@ -59,8 +59,12 @@ class MemoryNames:
         """Name new memory; returns the name, "symmetric buffer 0 of rank 1"."""
         name = f"{what} {self._counts[rank, what]} of rank {rank}"
         self._counts[rank, what] += 1
-        self._ranges.append((base, base + nbytes, name))
+        self.put(base, nbytes, name)
         return name
+
+    def put(self, base: int, nbytes: int, name: str) -> None:
+        """Memory that has a name already."""
+        self._ranges.append((base, base + nbytes, name))
 
     def find(self, address: int) -> str | None:
         """As "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""

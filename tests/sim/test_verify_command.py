@@ -120,3 +120,42 @@ def test_a_file_that_cannot_be_imported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ValueError, match=r"broken\.py: importing it fails: ModuleNotFoundError"):
         suite.load_function(f"{tmp_path}/broken.py::f")
+
+
+LAUNCHED_TWICE = """
+import interlace, torch, triton, triton.language as tl
+
+@triton.jit
+def publish(x_ptr, flag_ptr, count, SAFE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, 1024), tl.zeros((1024,), tl.float32) + count)
+    if SAFE:
+        tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, 1, sem="release", scope="sys")
+
+def f():
+    print("said by the function")
+    x, flag = torch.empty(1024), torch.zeros(1, dtype=torch.int32)
+    publish[(1,)](x, flag, 1, SAFE=True)
+    publish[(1,)](x, flag, 1, SAFE=False)
+"""
+
+
+def test_every_form_of_a_kernel_is_linted_and_json_stays_json(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.py").write_text(LAUNCHED_TWICE)
+    target = f"{tmp_path}/twice.py::f"
+    arguments = ["verify", target, "--quick", "--ranks", "2", "--arch", "90", "--json"]
+    assert main.run(arguments) == 1
+    facts = json.loads(capfd.readouterr().out)
+    lints = [result for result in facts["results"] if result["check"] == "lint"]
+    assert sorted(bool(result["findings"]) for result in lints) == [False, True]
+
+
+def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
+    script = "import argparse\nargparse.ArgumentParser().parse_args()\ndef f(): pass\n"
+    (tmp_path / "script.py").write_text(script)
+    assert suite.load_function(f"{tmp_path}/script.py::f")() is None
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match="importing it fails: SystemExit"):
+        suite.load_function(f"{tmp_path}/leaves.py::f")

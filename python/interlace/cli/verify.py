@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,14 +44,19 @@ def verify(console: Console, options: VerifyOptions) -> int:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
         raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
     plan = _plan(options, own)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    # what the user's code prints must not get into the JSON
+    quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    with (
+        quiet,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        ) as progress,
+    ):
         results = _run_own(options, plan, progress) if own else _run_file(options, plan, progress)
     if options.json:
         facts = {

@@ -10,7 +10,7 @@ from interlace.runtime.errors import DeadlockError
 from interlace.runtime.hooks import Atomic
 from interlace.runtime.interpreter import active_addresses, source_frames
 from interlace.runtime.observer import Observer
-from interlace.runtime.source_lines import line_of
+from interlace.runtime.source_lines import MemoryNames, line_of
 from interlace.runtime.task import Task
 
 LONGEST = 200
@@ -21,7 +21,7 @@ class Storyteller(Observer):
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, str]] = []
-        self._ranges: list[tuple[int, int, str]] = []
+        self._memory = MemoryNames()
         self._stuck: int | None = None
 
     def lines(self, error: BaseException | None = None) -> tuple[str, ...]:
@@ -61,25 +61,19 @@ class Storyteller(Observer):
     def on_stuck(self) -> None:
         self._stuck = len(self._steps)
 
-    def _find(self, address: int) -> str | None:
-        for base, end, label in reversed(self._ranges):
-            if base <= address < end:
-                return f"{label} byte {address - base}"
-        return None
-
     def _access(self, task: Task | None, verb: str, pointers: Any, mask: Any) -> None:
         addresses = active_addresses(pointers, mask)
-        place = self._find(int(addresses[0])) if len(addresses) else None
+        place = self._memory.find(int(addresses[0])) if len(addresses) else None
         if task is None or place is None:
             return
         count = f"{len(addresses)} elements" if len(addresses) > 1 else "1 element"
         self._note(task, f"{verb} {count} at {place}{_where()}")
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
-        self._ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, label))
+        self._memory.put(memory.data_ptr(), memory.nbytes, label)
 
     def on_visible(self, task: Task, address: int, elements: int) -> None:
-        place = self._find(address)
+        place = self._memory.find(address)
         if place is not None:
             count = f"{elements} elements" if elements > 1 else "1 element"
             self._steps.append(
@@ -96,7 +90,7 @@ class Storyteller(Observer):
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
-        place = self._find(int(addresses[0])) or "own memory"
+        place = self._memory.find(int(addresses[0])) or "own memory"
         seen = result.data.ravel()[0]
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
         self._note(task, f"{verb} at {place}, sees {seen}{_where()}")
@@ -105,7 +99,7 @@ class Storyteller(Observer):
         self._note(task, f"barrier{_where()}")
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
-        self._note(task, f"publishes {self._find(slot.data_ptr())} ({op})")
+        self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})")
 
     def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: Any) -> None:
         self._note(task, f"has done: {label}")

@@ -12,6 +12,7 @@ from interlace.runtime.launch import KernelLaunch
 from interlace.verify.lint_check import LintRequest
 
 ALIGNMENT = 16
+ANY_ARCH = 90
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
@@ -20,6 +21,10 @@ def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) ->
     Raises TypeError for an argument that lint has no type for.
     """
     annotations = launch.kernel.fn.__annotations__
+    options = getattr(launch.kernel, "kwargs", {})  # of @triton.jit
+    unspecialised = options.get("do_not_specialize") or ()
+    names = list(launch.arguments)
+    fixed = {names[each] if isinstance(each, int) else each for each in unspecialised}
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     divisible = []
@@ -27,9 +32,12 @@ def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) ->
         if "constexpr" in str(annotations.get(name, "")) or value is None:
             constexprs[name] = value
             continue
+        if type(value) is int and value == 1 and name not in fixed:
+            constexprs[name] = 1  # Triton compiles the number 1 in
+            continue
         signature[name] = str(mangle_type(value))
         size = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(size, int) and not isinstance(value, bool) and size % ALIGNMENT == 0:
+        if type(size) is int and size % ALIGNMENT == 0 and name not in fixed:
             divisible.append(name)
     return LintRequest(
         launch.kernel,
@@ -41,3 +49,14 @@ def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) ->
         launch.num_stages,
         tuple(ignore),
     )
+
+
+def specialisation(launch: KernelLaunch) -> str:
+    """Equal for launches that Triton compiles to the same code."""
+    try:
+        request = lint_request(launch, ANY_ARCH)
+    except TypeError as error:  # an argument without a type for lint, which says so later
+        return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
+    parts = (request.signature, request.constexprs, request.divisible)
+    compiled = (*parts, request.num_warps, request.num_stages)
+    return f"{launch.kernel.fn.__module__}.{launch.name}: {compiled!r}"

@@ -14,6 +14,7 @@ from interlace.verify.causes import CAUSES, Several, explain
 from interlace.verify.findings import Finding, RaceReport
 from interlace.verify.happens_before import Detector
 from interlace.verify.host_accesses import HostAccesses
+from interlace.verify.launches import specialisation
 from interlace.verify.sampling import poisoned_memory, seed_list
 
 SEEDS = 10
@@ -68,7 +69,7 @@ def races(
             errors.append((seed, error))
         events += detector.events
         for launch in detector.launches:
-            launches.setdefault(launch.kernel, launch)
+            launches.setdefault(specialisation(launch), launch)
         new = [finding for finding in detector.findings if finding.key not in found]
         if new:
             relaxed = [Detector(seed, rules) for _, rules, _ in CAUSES]

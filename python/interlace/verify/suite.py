@@ -17,7 +17,7 @@ from typing import Any
 from interlace.runtime.build import build
 from interlace.runtime.catalogue import Entry, entries
 from interlace.verify import parallel
-from interlace.verify.launches import lint_request
+from interlace.verify.launches import lint_request, specialisation
 from interlace.verify.lint_check import lint_many
 from interlace.verify.patterns import PATTERNS
 from interlace.verify.protocol import explore
@@ -207,22 +207,24 @@ def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
 def lint_launches(
     subject: str, fn: Callable[[], Any], plan: Plan, *, on_done: Callable[[], None] = lambda: None
 ) -> list[Result]:
-    """Lint every kernel that ``fn`` launches, other than interlace's own, as it was seen to."""
-    launches = races(fn, min(plan.ranks), seeds=1).launches
-    own = "interlace.kernels."
-    users = [each for each in launches if not each.kernel.fn.__module__.startswith(own)]
-    results = []
-    for launch in users:
-        for arch in plan.arches:
-            begin = time.monotonic()
-            try:
-                (report,) = lint_many([lint_request(launch, arch, plan.ignore)])
-                texts = () if report.clean else (str(report),)
-            except (ValueError, TypeError) as error:
-                texts = (f"{launch.name} cannot be linted: {error}",)
-            variant, seconds = f"{launch.name} sm_{arch}", time.monotonic() - begin
-            results.append(Result(subject, "lint", variant, "1 variant", texts, seconds))
-            on_done()
+    """Lint every kernel that ``fn`` launches, other than interlace's own, in every form it is seen in."""
+    seen = {
+        specialisation(launch): launch
+        for world_size in plan.ranks
+        for launch in races(fn, world_size, seeds=1).launches
+        if not launch.kernel.fn.__module__.startswith("interlace.kernels.")
+    }
+    results, requests = [], []
+    for launch in seen.values():
+        try:
+            requests += [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
+        except TypeError as error:
+            text = f"{launch.name} cannot be linted: {error}"
+            results.append(Result(subject, "lint", launch.name, "1 variant", (text,), 0.0))
+    for report in lint_many(requests, on_report=lambda report: on_done()):
+        texts = () if report.clean else (str(report),)
+        variant = f"{report.kernel} sm_{report.arch}"
+        results.append(Result(subject, "lint", variant, "1 variant", texts, report.seconds))
     return results
 
 
@@ -246,10 +248,13 @@ def load_function(text: str) -> Callable[[], Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    own_arguments, sys.argv = sys.argv, [str(path)]  # a script may parse its own
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: importing it fails: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = own_arguments
     fn = getattr(module, name, None)
     if not callable(fn):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
