@@ -16,14 +16,13 @@ order, as torch.distributed asks for too.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from interlace.runtime.call import Call, Refusal, compare
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.memory import Arena, Layout, Workspace
 from interlace.runtime.place import Place
@@ -32,14 +31,6 @@ from interlace.runtime.work import Outcome, Work
 
 CHANNELS = 2
 MESSAGE_LENGTH = 2000
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """What a rank sends instead of its part of an agreement: why it cannot take part in the op."""
-
-    kind: type[Exception]
-    text: str
 
 
 class Communicator:
@@ -87,18 +78,8 @@ class Communicator:
             raise InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
         if self.world_size == 1:
             return [mine]
-        messages = self.place.exchange(pickle.dumps((op, mine), protocol=5), op)
-        answers = [pickle.loads(message) for message in messages]
-        for rank, (other_op, answer) in enumerate(answers):
-            if isinstance(answer, Refusal):
-                raise answer.kind(f"{other_op}: rank {rank} cannot take part: {answer.text}")
-        for rank, (other_op, _) in enumerate(answers):
-            if other_op != answers[0][0]:
-                raise ValueError(
-                    f"ranks call different ops at the same time: rank 0 calls {answers[0][0]}, "
-                    f"rank {rank} calls {other_op}"
-                )
-        return [answer for _, answer in answers]
+        call = Call(op, part=mine)
+        return compare(self.place.exchange(call.message, op))
 
     @contextlib.contextmanager
     def accepting(self, op: str) -> Iterator[None]:
@@ -113,7 +94,7 @@ class Communicator:
             if self.world_size > 1 and not self._closed:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 refusal = Refusal(kind, str(error)[:MESSAGE_LENGTH])
-                message = pickle.dumps((op, refusal), protocol=5)
+                message = refusal.message(op)
                 doing = f"{op}, which this rank refused ({kind.__name__}: {refusal.text})"
                 with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
                     self.place.submit(

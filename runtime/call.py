@@ -1,0 +1,77 @@
+"""What the ranks of a group must agree on before a collective touches a tensor."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Terms = tuple[tuple[str, Any], ...]
+Match = Callable[[Sequence[Any]], None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a rank sends in place of its terms: why it cannot take part in the op."""
+
+    kind: type[Exception]
+    text: str
+
+    def message(self, op: str) -> bytes:
+        return pickle.dumps((op, self, None), protocol=5)
+
+
+class Call:
+    """What one rank asks for: what must be equal on all ranks, and what every rank adds of its own.
+
+    Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own.
+
+    Attributes
+    ----------
+    op : the collective's name.
+    terms : pairs (name as error messages put it, value), equal on all ranks. Plain data.
+    part : what may differ between ranks, for instance the lengths a rank sends. Plain data.
+    match : called with every rank's ``part``, by rank, when all terms are equal. Raises ValueError or
+        TypeError if they do not fit together, and the same on every rank.
+    message : terms and part as bytes.
+    """
+
+    __slots__ = ("match", "message", "op", "part", "prepared", "terms")
+
+    def __init__(
+        self, op: str, terms: Terms = (), *, part: Any = None, match: Match | None = None
+    ) -> None:
+        self.op, self.terms, self.part, self.match = op, terms, part, match
+        self.message = pickle.dumps((op, terms, part), protocol=5)
+        self.prepared: Any = None
+
+    def verify(self, messages: Sequence[bytes]) -> None:
+        """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
+        if self.match is None and all(message == self.message for message in messages):
+            return
+        parts = compare(messages)
+        if self.match is not None:
+            self.match(parts)
+
+
+def compare(messages: Sequence[bytes]) -> list[Any]:
+    """Every rank's part; raises if a rank refused, or if ops or terms differ."""
+    answers = [pickle.loads(message) for message in messages]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer[1], Refusal):
+            raise answer[1].kind(f"{answer[0]}: rank {rank} cannot take part: {answer[1].text}")
+    op, terms, _ = answers[0]
+    for rank, (other_op, other_terms, _) in enumerate(answers):
+        if other_op != op:
+            raise ValueError(
+                f"ranks call different ops at the same time: rank 0 calls {op}, "
+                f"rank {rank} calls {other_op}"
+            )
+        for (name, value), (_, other) in zip(terms, other_terms, strict=True):
+            if value != other:
+                kind = TypeError if name.startswith("dtype") else ValueError
+                raise kind(
+                    f"{op}: {name} differs between ranks: {value} on rank 0, {other} on rank {rank}"
+                )
+    return [answer[2] for answer in answers]
