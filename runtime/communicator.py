@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.call import Call, Refusal, compare
+from interlace.runtime.engine import Engine
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.memory import Arena, Layout, Workspace
 from interlace.runtime.place import Place
@@ -51,6 +52,7 @@ class Communicator:
         )
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._tables: dict[Any, torch.Tensor] = {}
+        self._engine: Engine | None = None
         self._generation = 0
         self._closed = False
 
@@ -169,6 +171,40 @@ class Communicator:
         future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
         work = Work(op, self.place, future)
         return work if async_op else work.wait()
+
+    @property
+    def engine(self) -> Engine:
+        """What does the plain collectives of this group."""
+        if self._engine is None:
+            self._engine = self.place.new_engine(self)
+        return self._engine
+
+    def collective(
+        self,
+        call: Call,
+        start: Callable[[Engine], Event | None],
+        outputs: Sequence[torch.Tensor] = (),
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        """Let the engine run ``call``: ``start`` is given the engine and calls one of its methods.
+
+        ``outputs`` are the caller's tensors that it fills. A :class:`Work` if ``async_op``; otherwise
+        None, when the caller's later work is ordered after the op.
+        """
+
+        def numbered() -> Outcome:
+            with self._numbered():
+                return Outcome(None, start(self.engine))
+
+        self.place.check()
+        work = Work(
+            call.op, self.place, self.place.submit(numbered, asynchronous=async_op), outputs
+        )
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     @property
     def workspace_bytes(self) -> int:

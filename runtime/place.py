@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from interlace.runtime.engine import Engine
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory
@@ -129,6 +130,12 @@ class Place(ABC):
     def poll_limit(self) -> int:
         """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
         return 1 << 62
+
+    def new_engine(self, communicator: Any) -> Engine:
+        """What does the plain collectives of ``communicator``, which is on this place."""
+        from interlace.runtime.stream_engine import StreamEngine  # which needs places itself
+
+        return StreamEngine(communicator)
 
     def launching(self) -> AbstractContextManager[None]:
         """Entered around the launches of one collective op, after all allocation is done."""

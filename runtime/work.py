@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
 from interlace.runtime.errors import CollectiveTimeoutError
 from interlace.runtime.place import Place
 from interlace.runtime.stream import Event
 
+_ZERO = timedelta(0)
+
 
 @dataclass
 class Outcome:
-    """What the host part of an op leaves behind: its result and the point where it is there."""
+    """What the host part of an op leaves behind: its result and the point where it is there.
+
+    ``event`` is None where everything has happened when the host part returns. ``source`` is the rank
+    that a receive received from.
+    """
 
     result: Any
-    event: Event
+    event: Event | None
+    source: int | None = None
 
 
-class Work:
-    """The handle that ``async_op=True`` returns; the surface of ``torch.distributed.Work``.
+class Work(TorchWork):
+    """The handle that ``async_op=True`` returns: a ``torch.distributed.Work``, whole.
 
     The inputs of the op must not change before it has completed.
     """
 
-    def __init__(self, op: str, place: Place, outcome: Future[Outcome]) -> None:
+    def __init__(
+        self,
+        op: str,
+        place: Place,
+        outcome: Future[Outcome] | None,
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``outcome`` is None for an op that has completed; ``outputs`` are the tensors it fills."""
+        super().__init__()
         self._op = op
         self._place = place
         self._outcome = outcome
+        self._outputs = list(outputs)
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
 
-    def wait(self, timeout: timedelta | float | None = None) -> Any:
+    def _finished(self, seconds: float | None) -> Outcome | None:
+        """The outcome of the host part, for which this waits; raises what the op failed with."""
+        if self._outcome is None:
+            return None
+        try:
+            return self._outcome.result(seconds)
+        except (TimeoutError, FutureTimeoutError) as error:
+            if self._outcome.done():
+                raise
+            raise CollectiveTimeoutError(
+                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
+            ) from error
+
+    def wait(self, timeout: timedelta | float | None = _ZERO) -> Any:
         """Order the caller's later work after the op.
 
         On a GPU the current stream waits and the host goes on at once; on a CPU this blocks.
@@ -42,30 +78,84 @@ class Work:
         group's own timeout always does, and in ``sim``, which has no clock, that of the run. Raises
         what the op failed with, on every later call again.
         """
+        if self._outcome is None:
+            return True
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and seconds <= 0:
             seconds = None  # torch: zero means the group's timeout
-        try:
-            outcome = self._outcome.result(seconds)
-        except (TimeoutError, FutureTimeoutError) as error:
-            if self._outcome.done():
-                raise
-            raise CollectiveTimeoutError(
-                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
-            ) from error
-        self._place.hold_current(outcome.event, f"the end of {self._op}")
+        outcome = self._finished(seconds)
+        assert outcome is not None
+        if outcome.event is not None:
+            self._place.hold_current(outcome.event, f"the end of {self._op}")
         self._place.check()
         return True if outcome.result is None else outcome.result
 
+    def synchronize(self) -> None:
+        """Order the caller's later work after the op, as ``wait()`` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for the op; on a CPU the same as ``wait()``."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """True once the result is there, or the op has failed. Never blocks."""
+        if self._outcome is None:
+            return True
         if not self._outcome.done():
             return False
-        return self._outcome.exception() is not None or self._outcome.result().event.is_completed()
+        if self._outcome.exception() is not None:
+            return True
+        event = self._outcome.result().event
+        return event is None or event.is_completed()
+
+    def is_success(self) -> bool:
+        """True once the op has completed without an error. Never blocks."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the op failed with; None while it runs or if it succeeded. Never blocks."""
+        if self._outcome is None or not self._outcome.done():
+            return None
+        return self._outcome.exception()
 
     def result(self) -> Any:
-        """The result, as ``wait()`` returns it."""
-        return self.wait()
+        """What the op gives back, for which this waits: the result of a functional op; the list of
+        tensors it filled for one that works in place."""
+        value = self.wait()
+        return self._outputs if value is True else value
+
+    def source_rank(self) -> int:
+        """The rank, within the default group, that a receive received from; waits for the receive."""
+        outcome = self._finished(None)
+        if outcome is None or outcome.source is None:
+            raise ValueError(f"{self._op} has no source rank: only receives have one")
+        return outcome.source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of tensors that the op fills; of its result for a functional op."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._outcome is None:
+                    self._future.set_result(self._outputs)
+                else:
+                    self._outcome.add_done_callback(self._settle)
+            return self._future
+
+    def _settle(self, outcome: Future[Outcome]) -> None:
+        assert self._future is not None
+        error = outcome.exception()
+        if error is not None:
+            if not isinstance(error, Exception):  # torch takes no others
+                error = RuntimeError(f"{self._op} was ended by {error!r}")
+            self._future.set_exception(error)
+            return
+        result = outcome.result().result
+        self._future.set_result(self._outputs if result is None else result)
 
     def __repr__(self) -> str:
         state = "completed" if self.is_completed() else "in progress"
