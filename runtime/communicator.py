@@ -27,8 +27,8 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.memory import Arena, Layout, Workspace
 from interlace.runtime.place import Place
-from interlace.runtime.stream import Event
-from interlace.runtime.work import Outcome, Work
+from interlace.runtime.stream import Event, Outcome
+from interlace.runtime.work import Work
 
 CHANNELS = 2
 MESSAGE_LENGTH = 2000
@@ -205,6 +205,13 @@ class Communicator:
             return work
         work.wait()
         return None
+
+    def transfer(
+        self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor
+    ) -> Work:
+        """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls."""
+        self.place.check()
+        return Work(call.op, self.place, start(self.engine), [tensor])
 
     @property
     def workspace_bytes(self) -> int:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from interlace.runtime.call import Call
-from interlace.runtime.stream import Event
+from interlace.runtime.stream import Event, Outcome
 
 
 class Engine(ABC):
@@ -87,12 +88,15 @@ class Engine(ABC):
         """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
 
     @abstractmethod
-    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Send to ``peer``; ``tensor`` may be reused on return. Same-tag messages keep their order."""
+    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """Begin to send to ``peer``; never blocks. ``tensor`` may be reused when the future is done.
+
+        Messages of one tag from one rank to another are received in the order they were sent.
+        """
 
     @abstractmethod
-    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> int:
-        """Receive from ``peer``, or from whoever sends first; the rank that sent.
+    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """Begin to receive from ``peer``, or from whoever sends first if None; never blocks.
 
-        Raises ValueError or TypeError if what was sent differs in length or dtype.
+        The future fails with ValueError or TypeError if what was sent differs in length or dtype.
         """

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +37,19 @@ class Event(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until :meth:`is_completed`."""
+
+
+@dataclass
+class Outcome:
+    """What the host part of an op leaves behind: its result and the point where it is there.
+
+    ``event`` is None where everything has happened when the host part returns. ``source()`` is the
+    rank that a receive has received from.
+    """
+
+    result: Any
+    event: Event | None
+    source: Callable[[], int] | None = None
 
 
 class Stream(ABC):

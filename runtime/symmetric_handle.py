@@ -30,7 +30,7 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import CollectiveTimeoutError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, tensor_over
-from interlace.runtime.work import Outcome
+from interlace.runtime.stream import Outcome
 
 FLAG_BYTES = 4
 _LARGEST = (1 << 32) - 1

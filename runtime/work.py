@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,22 +14,9 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from interlace.runtime.errors import CollectiveTimeoutError
 from interlace.runtime.place import Place
-from interlace.runtime.stream import Event
+from interlace.runtime.stream import Outcome
 
 _ZERO = timedelta(0)
-
-
-@dataclass
-class Outcome:
-    """What the host part of an op leaves behind: its result and the point where it is there.
-
-    ``event`` is None where everything has happened when the host part returns. ``source`` is the rank
-    that a receive received from.
-    """
-
-    result: Any
-    event: Event | None
-    source: int | None = None
 
 
 class Work(TorchWork):
@@ -126,11 +112,12 @@ class Work(TorchWork):
         return self._outputs if value is True else value
 
     def source_rank(self) -> int:
-        """The rank, within the default group, that a receive received from; waits for the receive."""
-        outcome = self._finished(None)
-        if outcome is None or outcome.source is None:
+        """The rank, within the group, that a receive received from; waits for the receive."""
+        self.wait()
+        source = None if self._outcome is None else self._outcome.result().source
+        if source is None:
             raise ValueError(f"{self._op} has no source rank: only receives have one")
-        return outcome.source
+        return source()
 
     def _source_rank(self) -> int:
         return self.source_rank()

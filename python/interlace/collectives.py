@@ -17,8 +17,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.runtime import collective_algorithms as algorithms
 from interlace.runtime import configuration
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.stream import Event
-from interlace.runtime.work import Outcome
+from interlace.runtime.stream import Event, Outcome
 
 COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy")
 WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

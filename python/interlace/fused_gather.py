@@ -20,7 +20,7 @@ from interlace.runtime import gather_algorithms as algorithms
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear, multiply
-from interlace.runtime.work import Outcome
+from interlace.runtime.stream import Outcome
 from interlace.shapes import rows_of, unrows
 
 
