@@ -27,35 +27,10 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import Layout, Workspace
+from interlace.runtime.reductions import fold
 from interlace.runtime.stream import Event
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over ranks are computed in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def sum_in_rank_order(
-    parts: Sequence[torch.Tensor], output: torch.Tensor, *, average: bool
-) -> None:
-    """``output = parts[0] + parts[1] + ...``, left to right in the accumulation dtype."""
-    dtype = accumulation_dtype(parts[0].dtype)
-    in_place = output.dtype == dtype and all(part.data_ptr() != output.data_ptr() for part in parts)
-    total = output if in_place else torch.empty(parts[0].shape, dtype=dtype, device=output.device)
-    if len(parts) == 1:
-        total.copy_(parts[0])
-    elif parts[0].dtype == dtype:
-        torch.add(parts[0], parts[1], out=total)
-    else:
-        total.copy_(parts[0]).add_(parts[1])
-    for part in parts[2:]:
-        total.add_(part)
-    if average:
-        total.div_(len(parts))
-    if total is not output:
-        output.copy_(total)
 
 
 # -- all-gather --------------------------------------------------------------------------------
@@ -174,9 +149,9 @@ def reduce_scatter_copy(
     inputs: Sequence[torch.Tensor],
     output: torch.Tensor,
     *,
-    average: bool,
+    reduction: str,
 ) -> Event:
-    """``output = sum over ranks of inputs[own rank]``; ``inputs[r]`` is the part rank r owns."""
+    """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
     rank, world_size = communicator.rank, communicator.world_size
     dtype = output.dtype
     layout = Layout(pulled=True)
@@ -191,7 +166,7 @@ def reduce_scatter_copy(
             stream.copy(mine, inputs[owner], f"stage part of rank {owner}")
             if owner != rank:
                 stream.publish(workspace, owner, slots + rank)
-        reduce_staged(communicator, workspace, slots, offsets[rank], output, average=average)
+        reduce_staged(communicator, workspace, slots, offsets[rank], output, reduction=reduction)
 
     return communicator.enqueue("reduce_scatter", layout, body)
 
@@ -203,9 +178,9 @@ def reduce_staged(
     offset: int,
     output: torch.Tensor,
     *,
-    average: bool,
+    reduction: str,
 ) -> None:
-    """Sum what each rank has staged for this one at ``offset`` of its workspace."""
+    """Reduce what each rank has staged for this one at ``offset`` of its workspace."""
     stream = communicator.compute
     for source in range(communicator.world_size):
         if source != communicator.rank:
@@ -214,7 +189,7 @@ def reduce_staged(
         workspace.data(source, offset, output.shape, output.dtype)
         for source in range(communicator.world_size)
     ]
-    stream.call(lambda: sum_in_rank_order(parts, output, average=average), "sum")
+    stream.call(lambda: fold(reduction, parts, output), reduction)
 
 
 def segment_table(
@@ -284,9 +259,9 @@ def all_reduce_copy(
     output: torch.Tensor,
     segments: Sequence[tuple[int, int]],
     *,
-    average: bool,
+    reduction: str,
 ) -> Event:
-    """Two-shot: each rank sums its segment of all inputs, then everyone reads all segments."""
+    """Two-shot: each rank reduces its segment of all inputs, then everyone reads all segments."""
     rank, world_size = communicator.rank, communicator.world_size
     itemsize = input.dtype.itemsize
     layout = Layout(pulled=True)
@@ -302,7 +277,7 @@ def all_reduce_copy(
         first, count = segments[rank]
         mine = workspace.data(rank, sums_offset, (count,), input.dtype)
         reduce_staged(
-            communicator, workspace, staged, offset + first * itemsize, mine, average=average
+            communicator, workspace, staged, offset + first * itemsize, mine, reduction=reduction
         )
         for step in range(1, world_size):
             stream.publish(workspace, (rank + step) % world_size, summed + rank)

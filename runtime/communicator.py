@@ -53,6 +53,7 @@ class Communicator:
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._tables: dict[Any, torch.Tensor] = {}
         self._engine: Engine | None = None
+        self.calls: dict[Any, Call] = {}  # that come again and again; the API's
         self._generation = 0
         self._closed = False
 

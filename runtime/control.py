@@ -1,16 +1,29 @@
-"""The control segments of a place ``shm``: small messages, abort and leave, in shared memory.
+"""The control segments of a host group: messages with small data, counters, abort, in shared memory.
 
-Every rank owns one segment and maps all of them. After the header page::
+Every rank owns one segment, which all map and, but for ABORTED and BELL, only its owner writes. After
+the header page::
 
        0 SEQUENCE  int64, released by the owner: number of its last message
       64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
      128 LEFT      int64, released by the owner: 1 once it has closed the place
      192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
-    4096 message area for even numbers: length (int64), then at byte 64 the payload
+    2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
+    2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
+    2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
+    2240 ASLEEP    int64: the owner sleeps, or is about to
+    2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
+    4096 area for messages of even numbers: length and extent (int64), at byte 64 the message, behind
+         it small data
     4096 + AREA    the same for odd numbers
+    behind them    outgoing boxes of messages between two ranks, see ``host_mail.py``
 
 A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
 release and W - 1 acquires per rank, whatever W is.
+
+Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so after it
+finished n - 1, for which it saw message n - 1 of every peer; and a peer sends n - 1 only after it has
+read everybody's n - 2. So whoever could still need the old message has said, with a release that was
+acquired here, that it does not.
 """
 
 from __future__ import annotations
@@ -18,18 +31,28 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import torch
+
 from interlace.runtime.atomics import Cells
+from interlace.runtime.bell import Bell
 from interlace.runtime.segment import Mapping
+from interlace.runtime.words import Words
 
 LARGEST_MESSAGE = 64 << 10
+SMALL_DATA = 64 << 10
 LONGEST_REASON = 1 << 10
+BOXES_BYTES = 256 << 10
 
-_SEQUENCE, _ABORTED, _LEFT, _REASON = 0, 64, 128, 192
+_ABORTED, _LEFT, _REASON = 64, 128, 192
+SEQUENCE = 0
+STAGED, REDUCED, DONE = 2048 // 8, 2112 // 8, 2176 // 8
+_ASLEEP, _BELL = 2240, 2304
 _AREAS = 4096
 _TEXT = 64
-_AREA = _TEXT + LARGEST_MESSAGE
+_AREA = _TEXT + LARGEST_MESSAGE + SMALL_DATA
 _INT64 = struct.Struct("<q")
-CONTROL_BYTES = _AREAS + 2 * _AREA
+BOXES = _AREAS + 2 * _AREA
+CONTROL_BYTES = BOXES + BOXES_BYTES
 
 
 class Control:
@@ -38,32 +61,77 @@ class Control:
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
-        bases = [mapping.data_address for mapping in mappings]
-        self.peers = [peer for peer in range(len(bases)) if peer != rank]
-        self._own_sequence = Cells((bases[rank] + _SEQUENCE,))
-        self._peer_sequences = Cells([bases[peer] + _SEQUENCE for peer in self.peers])
-        self._own_aborted = Cells((bases[rank] + _ABORTED,))
-        self._all_aborted = Cells([base + _ABORTED for base in bases])
-        self._own_left = Cells((bases[rank] + _LEFT,))
-        self._left = [Cells((base + _LEFT,)) for base in bases]
+        self.words = [Words(mapping) for mapping in mappings]
+        self.views = [words.view for words in self.words]
+        self.bases = [mapping.data_address for mapping in mappings]
+        self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
+        self.bell = Bell(
+            [view[_ASLEEP // 8 : _ASLEEP // 8 + 1] for view in self.views],
+            [base + _BELL for base in self.bases],
+            rank,
+        )
+        self._own = self.words[rank]
+        self.own_view = self._own.view
+        self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]
+        self._written: list[object] = [None, None]
+        self._own_aborted = Cells((self.bases[rank] + _ABORTED,))
+        self._all_aborted = Cells([base + _ABORTED for base in self.bases])
 
-    def send(self, sequence: int, payload: bytes) -> None:
-        """Write message ``sequence`` and release it."""
-        own, area = self._bytes[self._rank], _AREAS + (sequence & 1) * _AREA
-        _INT64.pack_into(own, area, len(payload))
-        own[area + _TEXT : area + _TEXT + len(payload)] = payload
-        self._own_sequence.store_release(sequence)
+    # -- messages ------------------------------------------------------------------------------
+
+    def write(self, sequence: int, payload: bytes, extent: int = 0) -> None:
+        """Write message ``sequence``, with a number of the sender's, where the peers will find it.
+
+        The same object twice in one area is written once.
+        """
+        half = sequence & 1
+        own, area = self._bytes[self._rank], _AREAS + half * _AREA
+        self._own.view[(area >> 3) + 1] = extent
+        if self._written[half] is not payload:
+            self._written[half] = None
+            self._own.view[area >> 3] = len(payload)
+            own[area + _TEXT : area + _TEXT + len(payload)] = payload
+            self._written[half] = payload
+
+    def send(self, sequence: int) -> None:
+        """Release message ``sequence``, and what was written before."""
+        self._own.release(SEQUENCE, sequence)
+        self.bell.ring()
 
     def missing(self, sequence: int) -> list[int]:
         """Peers that have not sent message ``sequence`` yet."""
-        seen = self._peer_sequences.load_acquire()
-        return [peer for peer, last in zip(self.peers, seen, strict=True) if last < sequence]
+        return [p for p in self.peers if self.words[p].acquired(SEQUENCE) < sequence]
 
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
         area = _AREAS + (sequence & 1) * _AREA
-        (length,) = _INT64.unpack_from(self._bytes[peer], area)
+        length = self.views[peer][area >> 3]
         return bytes(self._bytes[peer][area + _TEXT : area + _TEXT + length])
+
+    def says(self, peer: int, sequence: int, payload: bytes) -> bool:
+        """Whether message ``sequence`` of ``peer`` is ``payload``."""
+        area = _AREAS + (sequence & 1) * _AREA
+        return (
+            self.views[peer][area >> 3] == len(payload)
+            and self._bytes[peer][area + _TEXT : area + _TEXT + len(payload)] == payload
+        )
+
+    def extent(self, peer: int, sequence: int) -> int:
+        """The number that ``peer`` sent with message ``sequence``."""
+        extent: int = self.views[peer][((_AREAS + (sequence & 1) * _AREA) >> 3) + 1]
+        return extent
+
+    def data(self, peer: int, half: int) -> int:
+        """The address of the small data of ``peer`` that goes with messages of this parity."""
+        return self.bases[peer] + _AREAS + half * _AREA + _TEXT + LARGEST_MESSAGE
+
+    def tensor(self, peer: int, half: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """What is at ``offset`` of the small data of ``peer``, in the shape and dtype of ``like``."""
+        first = self.data(peer, half) - self.bases[peer] + offset
+        flat = self._memory[peer][first : first + like.nbytes]
+        return flat.view(like.dtype).view(like.shape)
+
+    # -- abort and leave -----------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """Tell every rank. The first abort of the group keeps its reason."""
@@ -78,7 +146,7 @@ class Control:
 
     def aborted_by(self) -> tuple[int, str] | None:
         """Which rank aborted the group, and why."""
-        (word,) = self._own_aborted.load_acquire()
+        word = self._own.acquired(_ABORTED // 8)
         return (word - 1, self.reason(word - 1)) if word else None
 
     def reason(self, rank: int) -> str:
@@ -89,7 +157,7 @@ class Control:
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""
-        self._own_left.store_release(1)
+        self._own.release(_LEFT // 8, 1)
 
     def has_left(self, rank: int) -> bool:
-        return bool(self._left[rank].load_acquire()[0])
+        return bool(self.words[rank].acquired(_LEFT // 8))

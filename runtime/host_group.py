@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from interlace.runtime import rendezvous
-from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, Control
+from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, SEQUENCE, Control
 from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.words import ORDERED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -58,7 +59,7 @@ class HostGroup:
         self._sequence = 0
         self._unusable = ""
         self._spins = SPINS if world_size <= usable_cores() else 1
-        self._collective_lock = threading.RLock()
+        self.collective_lock = threading.RLock()
         self._abort_lock = threading.Lock()
         self._pidfds: dict[int, int] = {}
         self._pids: dict[int, int] = {rank: os.getpid()}
@@ -78,7 +79,7 @@ class HostGroup:
         nonce = self._rendezvous.nonce
         own = self.new_segment(CONTROL_BYTES)
         pidfd = os.pidfd_open(os.getpid())
-        patience = Patience(self.rank, self.timeout, self._interruption)
+        patience = Patience(self.rank, self.timeout, self.interruption)
         doing = f"joining group {self.prefix!r}"
         try:
             received = self._rendezvous.trade(
@@ -150,7 +151,7 @@ class HostGroup:
         A header is compared with what its owner has said, which came through memory of this group
         only, so a descriptor from elsewhere is found out.
         """
-        with self._collective_lock:
+        with self.collective_lock:
             self.check_usable()
             said = bytes(HEADER_BYTES) if own is None else own.identity.pack()
             identities = self._compare(nbytes, said, problem, doing)
@@ -185,40 +186,82 @@ class HostGroup:
         return [Identity.unpack(answer[_SIZE.size : start]) for answer in answers]
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective.
-
-        Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so
-        after it finished exchange n - 1, for which it saw message n - 1 of every peer; and a peer
-        sends n - 1 only after it has read everybody's n - 2. So whoever could still need the old
-        message has said, with a release that was acquired here, that it does not.
-        """
+        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
         if len(payload) > LARGEST_MESSAGE:
             raise ValueError(
                 f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
                 f"an exchange takes at most {LARGEST_MESSAGE}"
             )
-        with self._collective_lock:
-            self.check_usable()
+        with self.collective_lock:
             if self.world_size == 1:
+                self.check_usable()
                 return [payload]
-            control = self._control
-            assert control is not None
-            self._sequence = sequence = self._sequence + 1
-            control.send(sequence, payload)
-            missing = control.missing(sequence)
-            if missing:
-                patience = self.patience()
-                try:
-                    while missing:
-                        patience.step(doing, missing)
-                        missing = control.missing(sequence)
-                except BaseException as error:
-                    self._unusable = f"an earlier exchange failed ({error})"
-                    raise
+            control, sequence = self.begin(payload)
+            control.send(sequence)
+            self.await_message(sequence, doing)
             return [
                 payload if rank == self.rank else control.message(rank, sequence)
                 for rank in range(self.world_size)
             ]
+
+    def begin(self, payload: bytes, extent: int = 0) -> tuple[Control, int]:
+        """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
+        control = self._control
+        if self._unusable or control is None:
+            self.check_usable()
+            raise InterlaceError(f"rank {self.rank}: the group is still joining")
+        self._sequence = sequence = self._sequence + 1
+        control.write(sequence, payload, extent)
+        return control, sequence
+
+    def await_message(self, sequence: int, doing: str) -> None:
+        """Return when every peer has sent message ``sequence``."""
+        control = self._control
+        assert control is not None
+        for peer in control.peers:
+            if control.views[peer][SEQUENCE] < sequence:
+                self._await(control, peer, SEQUENCE, sequence, doing)
+        if not ORDERED:
+            control.missing(sequence)  # whose loads are acquires
+
+    def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
+        """Return when word ``index`` of these peers' control segments is at least ``value``."""
+        control = self._control
+        assert control is not None
+        for peer in peers:
+            if control.views[peer][index] < value:
+                self._await(control, peer, index, value, doing)
+            if not ORDERED:
+                control.words[peer].acquired(index)
+
+    def release(self, index: int, value: int) -> None:
+        """Store a word of the own control segment; what was written before comes before it."""
+        control = self._control
+        assert control is not None
+        if ORDERED:
+            control.own_view[index] = value
+        else:
+            control.words[self.rank].release(index, value)
+        control.bell.ring()
+
+    @property
+    def control(self) -> Control | None:
+        """The control segments; None while joining and after leaving."""
+        return self._control
+
+    def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
+        """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
+        view = control.views[peer]
+        for _ in range(self._spins):
+            if view[index] >= value:
+                return
+        patience, waited_for = self.patience(), (peer,)
+        try:
+            while view[index] < value:
+                patience.step(doing, waited_for, lambda: view[index] >= value)
+        except BaseException as error:
+            self._unusable = f"an earlier exchange failed ({error})"
+            raise
 
     def wait_until(
         self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
@@ -233,9 +276,10 @@ class HostGroup:
     def patience(self, timeout: float | None = None) -> Patience:
         """For one wait: step it after every poll that failed. Bounded as the group is by default."""
         bound = self.timeout if timeout is None else timeout
-        return Patience(self.rank, bound, self._interruption, spins=self._spins)
+        bell = None if self._control is None else self._control.bell
+        return Patience(self.rank, bound, self.interruption, spins=self._spins, bell=bell)
 
-    def _interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+    def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """Why a wait for these ranks can never end. Root causes come first.
 
         A peer that died is named before an abort, which is often the answer of another survivor to
@@ -276,7 +320,7 @@ class HostGroup:
         """If the group was aborted, raise why: rather a death among these ranks than the abort."""
         failure = self.failure()
         if failure is not None:
-            raise self._interruption(doing, waited_for) or failure
+            raise self.interruption(doing, waited_for) or failure
 
     def has_left(self, rank: int) -> bool:
         """Whether ``rank`` has closed its side of the group."""

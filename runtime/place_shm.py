@@ -24,7 +24,9 @@ import torch
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime import trace, user_launches
 from interlace.runtime.atomics import Cells
+from interlace.runtime.engine import Engine
 from interlace.runtime.errors import BlockedWait
+from interlace.runtime.host_engine import HostEngine
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory, split, total_bytes
@@ -193,6 +195,9 @@ class ShmPlace(Place):
         if not self._worker.inside and (asynchronous or not self._worker.idle):
             return self._worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
+
+    def new_engine(self, communicator: object) -> Engine:
+        return HostEngine(self._group)
 
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None

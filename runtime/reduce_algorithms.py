@@ -18,7 +18,7 @@ import torch
 from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.collective_algorithms import segment_table, sum_in_rank_order
+from interlace.runtime.collective_algorithms import segment_table
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch
@@ -30,6 +30,7 @@ from interlace.runtime.operands import (
     multiply,
     persistent_programs,
 )
+from interlace.runtime.reductions import fold, fold_unrounded
 from interlace.runtime.stream import Event
 
 
@@ -118,12 +119,13 @@ def matmul_reduce_scatter_pipelined(
 
 def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: bool) -> None:
     """Sum in rank order, add the bias once, round once."""
+    reduction = "avg" if average else "sum"
     if linear.bias is None:
-        sum_in_rank_order(parts, linear.output, average=average)
+        fold(reduction, parts, linear.output)
         return
     wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
     total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
-    sum_in_rank_order(parts, total, average=average)
+    fold_unrounded(reduction, parts, total)
     bias = linear.bias.to(wide)
     linear.output.copy_(total + (bias if linear.bias_along == "n" else bias[:, None]))
 

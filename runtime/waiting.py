@@ -5,7 +5,8 @@ A wait is a loop of the caller's own polls with one :meth:`Patience.step` after 
     polls 1-20        nothing: the answer is usually there within microseconds
     up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
                       waited for may need it (a barrier on 2 cores is 4 times faster with it)
-    later             sleep 1/20 of the time waited so far, at most 1 ms
+    later             sleep until a peer rings the bell (``bell.py``), at most 1 ms; where nobody
+                      would ring it, 1/20 of the time waited so far
     every 1 ms        look for the reasons why the wait could never end
 
 A reason must be found twice with a poll in between: a peer may publish what is waited for and then
@@ -20,11 +21,11 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from interlace.runtime.bell import LONGEST_SLEEP, Bell
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 
 CHECK_SECONDS = 1e-3
 YIELD_SECONDS = 1e-3
-LONGEST_SLEEP = 1e-3
 SPINS = 20
 
 # os.sched_yield keeps the GIL before Python 3.12, and so would starve the process's other threads.
@@ -54,6 +55,7 @@ class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
 
     __slots__ = (
+        "_bell",
         "_interruption",
         "_next_check",
         "_rank",
@@ -64,8 +66,15 @@ class Patience:
     )
 
     def __init__(
-        self, rank: int, timeout: float, interruption: Interruption, *, spins: int = SPINS
+        self,
+        rank: int,
+        timeout: float,
+        interruption: Interruption,
+        *,
+        spins: int = SPINS,
+        bell: Bell | None = None,
     ) -> None:
+        self._bell = bell
         self._rank = rank
         self._timeout = timeout
         self._interruption = interruption
@@ -73,8 +82,16 @@ class Patience:
         self._started = self._next_check = 0.0
         self._suspect = False
 
-    def step(self, doing: str, waited_for: Sequence[int]) -> None:
-        """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless."""
+    def step(
+        self,
+        doing: str,
+        waited_for: Sequence[int],
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless.
+
+        ``ready`` is the poll, if a peer that makes it true rings the bell.
+        """
         self._steps += 1
         if self._steps < 0:
             return
@@ -101,5 +118,7 @@ class Patience:
                 )
         if waited < YIELD_SECONDS:
             _yield_core()
+        elif ready is not None and self._bell is not None:
+            self._bell.sleep(LONGEST_SLEEP, ready)
         else:
             time.sleep(min(LONGEST_SLEEP, waited / 20))

@@ -1,66 +1,185 @@
-"""The plain collectives that the fused ops need, with torch.distributed's semantics.
+"""Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
 
-``all_gather(output, tensor)``, ``reduce_scatter(output, input)``, ``all_reduce(tensor)``. The output is
-a tensor or a list of tensors; for a tensor its shape decides between concatenating and stacking.
+Each has an internal form, ``_all_reduce(communicator, ...)``, which returns ``Work | None``. It checks this
+rank's arguments, looks up the :class:`Call` that the ranks have to agree on, and hands dense tensors to the
+group's engine. A misuse on one rank is reported on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from interlace import checks
+from interlace import chosen_algorithm, dense, reduce_ops
+from interlace.forms import NOT_GIVEN, either, parts
 from interlace.groups import resolve
-from interlace.kernels.tiling import split_rows
-from interlace.runtime import collective_algorithms as algorithms
-from interlace.runtime import configuration
+from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.stream import Event, Outcome
+from interlace.runtime.engine import Engine
+from interlace.runtime.stream import Event
+from interlace.runtime.work import Work
 
-COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy")
-WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-REDUCIBLE_DTYPES = (*checks.FLOAT_DTYPES, *WHOLE_DTYPES)
+# -- all_reduce ---------------------------------------------------------------------------------------
 
 
-def _use_kernel(
-    communicator: Communicator, algorithm: str, dtype: torch.dtype, elements: int
-) -> bool:
-    """Whether to run the Triton kernel. "auto": wherever it is the fast or the instructive way."""
-    supported = dtype in algorithms.KERNEL_DTYPES
-    if algorithm == "kernel" and not supported:
-        raise TypeError(
-            f'algorithm="kernel" supports float32, float16 and bfloat16, got {dtype} '
-            f"on rank {communicator.rank}"
+def _reduction(
+    communicator: Communicator, name: str, tensor: torch.Tensor, op: str, *terms: Any
+) -> Call:
+    """The call of a reduction of tensors that are equal in shape, made once."""
+    key = (name, tensor.dtype, tensor.shape, op, *terms)
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype(name, op, "tensor", tensor.dtype, communicator.rank)
+        common = (
+            ("shape of tensor", tuple(tensor.shape)),
+            ("dtype of tensor", tensor.dtype),
+            ("op", op),
         )
-    if algorithm == "auto":
-        return supported and elements > 0 and not communicator.place.direct_access
-    return algorithm == "kernel" and elements > 0
+        call = dense.remember(communicator, key, Call(name, (*common, *terms)))
+    return call
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat, contiguous tensor in a dtype that only has to be moved."""
-    flat = tensor.reshape(-1)
-    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def all_gather(
-    output: torch.Tensor | list[torch.Tensor],
+def _all_reduce(
+    communicator: Communicator,
     tensor: torch.Tensor,
+    op: Any = "sum",
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    try:
+        data = dense.target("tensor", tensor, communicator)
+        name, factor = reduce_ops.parse(op, communicator.rank)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+        call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
+        if factor is not None:
+            reduce_ops.checked_factor(factor, tuple(data.shape), communicator.rank)
+    except (TypeError, ValueError):
+        with communicator.accepting("all_reduce"):
+            raise
+    if factor is None and algorithm == "auto" and data.is_contiguous():
+        return communicator.collective(
+            call, lambda engine: engine.all_reduce(call, data, name), (tensor,), async_op=async_op
+        )
+
+    def start(engine: Engine) -> Event | None:
+        if algorithm != "auto":
+            engine.parts(call)
+            made = data.contiguous()
+            event: Event | None = chosen_algorithm.all_reduce(communicator, made, name, algorithm)
+        elif factor is not None:
+            made = reduce_ops.scaled(data, factor)
+            event = engine.all_reduce(call, made, "sum")
+        else:
+            made = data.contiguous()
+            event = engine.all_reduce(call, made, name)
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = "sum",
     group: Any = None,
     async_op: bool = False,
     *,
     algorithm: str = "auto",
-) -> Any:
+) -> Work | None:
+    """Reduce ``tensor`` over ranks, in place; every rank ends with the same bits.
+
+    ``op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp`` of these
+    names, or ``ReduceOp.PREMUL_SUM(factor)``. ``algorithm``: "auto", or for sums and averages "kernel"
+    (Triton, one-shot) or "copy" (two-shot).
+
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
+    any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
+    ``torch.distributed.all_reduce``.
+
+    >>> import interlace, torch
+    >>> def reduce():
+    ...     x = torch.full((2,), 1.0 + interlace.get_rank())
+    ...     interlace.all_reduce(x)
+    ...     return x
+    >>> interlace.run(reduce, 2)
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    return _all_reduce(resolve(group), tensor, op, async_op, algorithm=algorithm)
+
+
+# -- all_gather ---------------------------------------------------------------------------------------
+
+
+def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
+    return tuple((f"shape of {name}[{r}]", tuple(each.shape)) for r, each in enumerate(tensors))
+
+
+def _all_gather(
+    communicator: Communicator,
+    output: torch.Tensor | list[torch.Tensor],
+    tensor: torch.Tensor,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    try:
+        data = dense.source("tensor", tensor, communicator)
+        outputs = parts("output", output, "tensor", data, communicator, written=True)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, data.dtype, communicator)
+        key: Any = ("all_gather", data.dtype, data.shape, algorithm)
+        if not isinstance(output, torch.Tensor):
+            key = (*key, *[each.shape for each in outputs])
+        call = communicator.calls.get(key)
+        if call is None:
+            terms = (
+                ("dtype of tensor", data.dtype),
+                *_shape_terms("output", outputs),
+                ("algorithm", algorithm),
+            )
+            call = dense.remember(communicator, key, Call("all_gather", terms))
+    except (TypeError, ValueError):
+        with communicator.accepting("all_gather"):
+            raise
+    given = (output,) if isinstance(output, torch.Tensor) else output
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous()
+
+        def run(targets: list[torch.Tensor]) -> Event | None:
+            if algorithm == "auto":
+                return engine.all_gather(call, targets, made)
+            engine.parts(call)
+            return chosen_algorithm.all_gather(communicator, targets, made, algorithm)
+
+        return dense.filled(communicator, outputs, run)
+
+    return communicator.collective(call, start, given, async_op=async_op)
+
+
+def all_gather(
+    output: Any = NOT_GIVEN,
+    tensor: Any = NOT_GIVEN,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    tensor_list: Any = NOT_GIVEN,
+    output_tensor: Any = NOT_GIVEN,
+    input_tensor: Any = NOT_GIVEN,
+) -> Work | None:
     """Gather every rank's ``tensor`` into ``output``. Any dtype.
 
     Parameters
     ----------
     output : a list with one tensor per rank, each of that rank's shape (shapes may differ); or one
         tensor, ``(world_size * n, ...)`` to concatenate along dim 0 or ``(world_size, n, ...)`` to stack.
+        ``tensor`` may be this rank's part of it, which is then not copied.
     algorithm : "auto", "kernel" (Triton), "copy" (copy engine).
+    tensor_list, output_tensor, input_tensor : torch's names of ``output`` and ``tensor``.
 
     Returns None, or a :class:`Work` with ``async_op``. Semantics: ``torch.distributed.all_gather`` and
     ``all_gather_into_tensor``. Raises ValueError or TypeError before any data moves.
@@ -73,249 +192,145 @@ def all_gather(
     >>> interlace.run(gather, 2)
     [tensor([0, 1]), tensor([0, 1])]
     """
-    communicator = resolve(group)
-    rank, world_size = communicator.rank, communicator.world_size
-    with communicator.accepting("all_gather"):
-        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-        tensor = checks.tensor("tensor", tensor, communicator)
-        parts = _parts("output", output, tensor, communicator)
-        for part in parts:
-            checks.output("output", part, communicator)
-        if tuple(parts[rank].shape) != tuple(tensor.shape):
-            raise ValueError(
-                f"output[{rank}] has shape {tuple(parts[rank].shape)}, tensor has {tuple(tensor.shape)}, "
-                f"on rank {rank}"
-            )
-        expected = [tuple(part.shape) for part in parts]
-
-    def host() -> Outcome:
-        mine = (tuple(tensor.shape), tensor.dtype, algorithm, expected)
-        answers = communicator.agree("all_gather", mine)
-        checks.equal_on_all(
-            "all_gather", "dtype of tensor", [a[1] for a in answers], rank, kind=TypeError
-        )
-        checks.equal_on_all("all_gather", "algorithm", [a[2] for a in answers], rank)
-        for receiver, (_, _, _, outputs) in enumerate(answers):
-            for source, (shape, _, _, _) in enumerate(answers):
-                if outputs[source] != shape:
-                    raise ValueError(
-                        f"all_gather: output[{source}] has shape {outputs[source]} on rank "
-                        f"{receiver}, tensor has {shape} on rank {source}"
-                    )
-        return Outcome(None, _gather(communicator, tensor, output, parts, algorithm))
-
-    # shapes on other ranks are known only after the exchange; all of it may run in the background
-    assert world_size == len(parts)
-    return _finished(communicator.run("all_gather", host, async_op=async_op), async_op)
+    if tensor_list is not NOT_GIVEN:
+        output = either("output", output, "tensor_list", tensor_list, "all_gather")
+    output = either("output", output, "output_tensor", output_tensor, "all_gather")
+    tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
+    return _all_gather(resolve(group), output, tensor, async_op, algorithm=algorithm)
 
 
-def _gather(
+all_gather_into_tensor = all_gather
+all_gather_single = all_gather
+_all_gather_base = all_gather
+
+# -- reduce_scatter -----------------------------------------------------------------------------------
+
+
+def _reduce_scatter(
     communicator: Communicator,
-    tensor: torch.Tensor,
-    output: Any,
-    parts: list[torch.Tensor],
-    algorithm: str,
-) -> Event:
-    total = sum(part.numel() for part in parts)
-    flat = tensor.contiguous().view(-1)
-    whole = isinstance(output, torch.Tensor) and output.is_contiguous()
-    if _use_kernel(communicator, algorithm, tensor.dtype, total):
-        target = (
-            output.detach().view(-1)
-            if whole
-            else torch.empty(total, dtype=tensor.dtype, device=tensor.device)
-        )
-        lengths = [part.numel() for part in parts]
-        config = configuration.choose(communicator.place, tensor.dtype, max(lengths), 1, 1)
-        event = algorithms.all_gather_kernel(communicator, flat, target, lengths, config)
-        if whole:
-            return event
-        pieces = list(target.split(lengths))
-    else:
-        pieces = [
-            part.view(-1)
-            if part.is_contiguous()
-            else torch.empty(part.numel(), dtype=part.dtype, device=part.device)
-            for part in parts
-        ]
-        event = algorithms.all_gather_copy(
-            communicator, _bytes_of(flat), [_bytes_of(piece) for piece in pieces]
-        )
-        if all(part.is_contiguous() for part in parts):
-            return event
-    for part, piece in zip(parts, pieces, strict=True):
-        if part.data_ptr() != piece.data_ptr():
-            communicator.compute.copy(part, piece.view(part.shape), "output")
-    return communicator.compute.record()
+    output: torch.Tensor,
+    input: torch.Tensor | list[torch.Tensor],
+    op: Any = "sum",
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    rank = communicator.rank
+    try:
+        out = dense.target("output", output, communicator)
+        name, factor = reduce_ops.parse(op, rank)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, out.dtype, communicator, name)
+        inputs = parts("input", input, "output", out, communicator, written=False)
+        key: Any = ("reduce_scatter", out.dtype, out.shape, name, algorithm)
+        if not isinstance(input, torch.Tensor):
+            key = (*key, *[each.shape for each in inputs])
+        call = communicator.calls.get(key)
+        if call is None:
+            reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype, rank)
+            terms = (
+                ("dtype of input", out.dtype),
+                ("op", name),
+                *_shape_terms("input", inputs),
+                ("algorithm", algorithm),
+            )
+            call = dense.remember(communicator, key, Call("reduce_scatter", terms))
+        if factor is not None:
+            reduce_ops.checked_factor(factor, tuple(out.shape), rank)
+    except (TypeError, ValueError):
+        with communicator.accepting("reduce_scatter"):
+            raise
 
+    def start(engine: Engine) -> Event | None:
+        if factor is None:
+            made = [each.contiguous() for each in inputs]
+        else:
+            made = [reduce_ops.scaled(each, factor) for each in inputs]
 
-def _parts(
-    name: str, whole: Any, like: torch.Tensor, communicator: Communicator
-) -> list[torch.Tensor]:
-    """One tensor per rank from a list, or from one tensor in cat or stack form."""
-    rank, world_size = communicator.rank, communicator.world_size
-    if isinstance(whole, torch.Tensor):
-        tensor = checks.tensor(name, whole, communicator)
-        checks.same_dtype(name, tensor.dtype, "tensor", like.dtype, rank)
-        shape = tuple(like.shape)
-        if tuple(tensor.shape) == (world_size, *shape):
-            return list(tensor.unbind(0))
-        if shape and tuple(tensor.shape) == (world_size * shape[0], *shape[1:]):
-            return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
-        forms = [str((world_size, *shape))]
-        if shape:
-            forms.insert(0, str((world_size * shape[0], *shape[1:])))
-        raise ValueError(
-            f"{name} must have shape {' or '.join(forms)} for tensors of {shape} and world size "
-            f"{world_size}, got {tuple(tensor.shape)} on rank {rank}"
-        )
-    if not isinstance(whole, Sequence):
-        raise TypeError(
-            f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
-        )
-    if len(whole) != world_size:
-        raise ValueError(
-            f"{name} must have one tensor per rank, {world_size}, got {len(whole)} on rank {rank}"
-        )
-    parts = [checks.tensor(f"{name}[{r}]", part, communicator) for r, part in enumerate(whole)]
-    for r, part in enumerate(parts):
-        checks.same_dtype(f"{name}[{r}]", part.dtype, "tensor", like.dtype, rank)
-    return parts
+        def run(targets: list[torch.Tensor]) -> Event | None:
+            if algorithm == "auto":
+                reducing = name if factor is None else "sum"
+                return engine.reduce_scatter(call, targets[0], made, reducing)
+            engine.parts(call)
+            return chosen_algorithm.reduce_scatter(communicator, targets[0], made, name, algorithm)
 
+        return dense.filled(communicator, [out], run)
 
-def _finished(result: Any, async_op: bool) -> Any:
-    """torch's convention: a Work when asynchronous, else None."""
-    return result if async_op else None
-
-
-def _check_reduction(name: str, tensor: torch.Tensor, op: Any, rank: int) -> bool:
-    """Whether to average; sums of whole numbers are exact, their averages are not defined here."""
-    average = checks.one_of("op", op, checks.REDUCE_OPS, rank) == "avg"
-    if tensor.dtype not in REDUCIBLE_DTYPES:
-        raise TypeError(f"{name} of dtype {tensor.dtype} cannot be reduced, on rank {rank}")
-    if average and not tensor.is_floating_point():
-        raise TypeError(f'op="avg" needs a floating {name}, got {tensor.dtype} on rank {rank}')
-    return average
+    return communicator.collective(call, start, (output,), async_op=async_op)
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor | list[torch.Tensor],
+    output: Any = NOT_GIVEN,
+    input: Any = NOT_GIVEN,
     op: Any = "sum",
     group: Any = None,
     async_op: bool = False,
     *,
     algorithm: str = "auto",
-) -> Any:
+    input_list: Any = NOT_GIVEN,
+) -> Work | None:
     """Reduce over ranks; rank r keeps part r in ``output``.
 
     Parameters
     ----------
-    output : this rank's part.
-    input : a list with one part per rank (lengths may differ, each equal to its owner's ``output``), or
-        one tensor that is the parts concatenated along dim 0 or stacked.
-    op : "sum" or "avg", or torch's ``ReduceOp.SUM`` / ``AVG``.
+    output : this rank's part. It may be this rank's part of ``input``.
+    input : a list with one part per rank (shapes may differ, each equal to its owner's ``output``), or
+        one tensor that is the parts concatenated along dim 0 or stacked. ``input_list`` is torch's name.
+    op, algorithm : as for :func:`all_reduce`.
 
-    Sums in rank order, fp32 for float16 and bfloat16. Returns None, or a :class:`Work` with
-    ``async_op``. Semantics: ``torch.distributed.reduce_scatter`` and ``reduce_scatter_tensor``.
+    Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work` with ``async_op``.
+    Raises ValueError or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``
+    and ``reduce_scatter_tensor``.
     """
-    communicator = resolve(group)
-    rank = communicator.rank
-    with communicator.accepting("reduce_scatter"):
-        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-        output = checks.output("output", output, communicator)
-        average = _check_reduction("output", output, op, rank)
-        parts = _parts("input", input, output, communicator)
-        shapes = [tuple(part.shape) for part in parts]
-        if shapes[rank] != tuple(output.shape):
-            raise ValueError(
-                f"input[{rank}] has shape {shapes[rank]}, output has {tuple(output.shape)}, on rank {rank}"
-            )
-
-    def host() -> Outcome:
-        op_name = "reduce_scatter"
-        answers = communicator.agree(op_name, (shapes, output.dtype, average, algorithm))
-        checks.equal_on_all(op_name, "shapes of input", [a[0] for a in answers], rank)
-        checks.equal_on_all(
-            op_name, "dtype of input", [a[1] for a in answers], rank, kind=TypeError
-        )
-        checks.equal_on_all(
-            op_name, "op", ["avg" if answer[2] else "sum" for answer in answers], rank
-        )
-        checks.equal_on_all(op_name, "algorithm", [a[3] for a in answers], rank)
-        target = output if output.is_contiguous() else torch.empty_like(output).contiguous()
-        lengths = [part.numel() for part in parts]
-        if _use_kernel(communicator, algorithm, output.dtype, sum(lengths)):
-            whole = torch.cat([part.reshape(-1) for part in parts])
-            config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
-            event = algorithms.reduce_scatter_kernel(
-                communicator, whole, target.view(-1), lengths, config, average=average
-            )
-        else:
-            flat = [part.contiguous().view(-1) for part in parts]
-            event = algorithms.reduce_scatter_copy(
-                communicator, flat, target.view(-1), average=average
-            )
-        return Outcome(None, _copied(communicator, output, target, event))
-
-    return _finished(communicator.run("reduce_scatter", host, async_op=async_op), async_op)
+    output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
+    input = either("input", input, "input_list", input_list, "reduce_scatter")
+    return _reduce_scatter(resolve(group), output, input, op, async_op, algorithm=algorithm)
 
 
-def _copied(
-    communicator: Communicator, output: torch.Tensor, target: torch.Tensor, event: Event
-) -> Event:
-    """Bring a contiguous result into the strides of the caller's tensor."""
-    if output.data_ptr() == target.data_ptr():
+reduce_scatter_tensor = reduce_scatter
+reduce_scatter_single = reduce_scatter
+_reduce_scatter_base = reduce_scatter
+
+# -- barrier ------------------------------------------------------------------------------------------
+
+_BARRIER = Call("barrier")
+
+
+def _barrier(
+    communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
+) -> Work | None:
+    place = communicator.place
+
+    def start(engine: Engine) -> Event | None:
+        place.arrive()
+        event = engine.barrier(_BARRIER)
+        place.depart()
         return event
-    communicator.compute.copy(output, target, "output")
-    return communicator.compute.record()
+
+    if timeout is None or async_op:
+        return communicator.collective(_BARRIER, start, async_op=async_op)
+    work = communicator.collective(_BARRIER, start, async_op=True)
+    assert work is not None
+    work.wait(timeout)
+    return None
 
 
-def all_reduce(
-    tensor: torch.Tensor,
-    op: Any = "sum",
+def barrier(
     group: Any = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> Any:
-    """Reduce ``tensor`` over ranks, in place; every rank ends with the same bits.
+    device_ids: Any = None,
+    timeout: timedelta | float | None = None,
+) -> Work | None:
+    """Return once every rank of the group has called it, and what their callers had issued has finished.
 
-    ``op`` is "sum" or "avg", or torch's ``ReduceOp.SUM`` / ``AVG``. "kernel" is one-shot, "copy" is
-    two-shot. Returns None, or a :class:`Work` with ``async_op``. Semantics:
-    ``torch.distributed.all_reduce``.
-
-    >>> import interlace, torch
-    >>> def reduce():
-    ...     x = torch.full((2,), 1.0 + interlace.get_rank())
-    ...     interlace.all_reduce(x)
-    ...     return x
-    >>> interlace.run(reduce, 2)
-    [tensor([3., 3.]), tensor([3., 3.])]
+    Blocks the host, unless ``async_op``. ``timeout``, in seconds or a timedelta, bounds the blocking in
+    ``shm``; the group's own always does. ``device_ids`` is torch's, for its NCCL backend, and must be a
+    list of ints or None. Returns None, or a :class:`Work` with ``async_op``. Raises
+    CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
     """
     communicator = resolve(group)
-    rank = communicator.rank
-    with communicator.accepting("all_reduce"):
-        algorithm = checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-        tensor = checks.output("tensor", tensor, communicator)
-        average = _check_reduction("tensor", tensor, op, rank)
-
-    def host() -> Outcome:
-        name = "all_reduce"
-        mine = (tuple(tensor.shape), tensor.dtype, "avg" if average else "sum", algorithm)
-        answers = communicator.agree(name, mine)
-        checks.equal_on_all(name, "shape of tensor", [a[0] for a in answers], rank)
-        checks.equal_on_all(name, "dtype of tensor", [a[1] for a in answers], rank, kind=TypeError)
-        checks.equal_on_all(name, "op", [a[2] for a in answers], rank)
-        checks.equal_on_all(name, "algorithm", [a[3] for a in answers], rank)
-        target = tensor if tensor.is_contiguous() else tensor.contiguous()
-        flat = target.view(-1)
-        if _use_kernel(communicator, algorithm, tensor.dtype, flat.numel()):
-            config = configuration.choose(communicator.place, tensor.dtype, flat.numel(), 1, 1)
-            event = algorithms.all_reduce_kernel(communicator, flat, flat, config, average=average)
-        else:
-            segments = split_rows(flat.numel(), communicator.world_size)
-            event = algorithms.all_reduce_copy(communicator, flat, flat, segments, average=average)
-        return Outcome(None, _copied(communicator, tensor, target, event))
-
-    return _finished(communicator.run("all_reduce", host, async_op=async_op), async_op)
+    if device_ids is not None and not isinstance(device_ids, list):
+        raise TypeError(
+            f"device_ids must be a list of ints, got {device_ids!r} on rank {communicator.rank}"
+        )
+    return _barrier(communicator, async_op, timeout)

@@ -170,7 +170,7 @@ def test_an_error_inside_a_stream_names_the_rank() -> None:
     def on_rank() -> None:
         interlace.all_reduce(torch.ones(3), algorithm="copy")
 
-    with mock.patch.object(collective_algorithms, "sum_in_rank_order", broken):
+    with mock.patch.object(collective_algorithms, "fold", broken):
         error = failure(on_rank, 2)
     assert isinstance(error, ZeroDivisionError) and isinstance(error, interlace.RankError)
 

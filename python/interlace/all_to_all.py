@@ -1,0 +1,178 @@
+"""Every rank sends a part to every rank: all_to_all with lists, all_to_all_single with split sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks, dense
+from interlace.forms import one_per_rank
+from interlace.groups import resolve
+from interlace.runtime.call import Call
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.engine import Engine
+from interlace.runtime.stream import Event
+from interlace.runtime.work import Work
+
+
+def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence[Any]], None]:
+    """Compares what each rank expects of each with what that one sends; parts are (expected, sent)."""
+
+    def match(parts: Sequence[Any]) -> None:
+        for receiver, (expected, _) in enumerate(parts):
+            for sender, (_, sent) in enumerate(parts):
+                if expected[sender] != sent[receiver]:
+                    raise ValueError(
+                        f"{op}: {output}[{sender}] {what} {expected[sender]} on rank {receiver}, "
+                        f"{input}[{receiver}] {what} {sent[receiver]} on rank {sender}"
+                    )
+
+    return match
+
+
+def _exchange(
+    communicator: Communicator,
+    call: Call,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    async_op: bool,
+) -> Work | None:
+    def start(engine: Engine) -> Event | None:
+        made = [each.contiguous() for each in inputs]
+        return dense.filled(
+            communicator, outputs, lambda targets: engine.all_to_all(call, targets, made)
+        )
+
+    return communicator.collective(call, start, given, async_op=async_op)
+
+
+def _all_to_all(
+    communicator: Communicator,
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    async_op: bool = False,
+) -> Work | None:
+    try:
+        first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
+        dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
+        inputs = one_per_rank(
+            "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
+            written=False,
+        )  # fmt: skip
+        outputs = one_per_rank(
+            "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
+            written=True,
+        )  # fmt: skip
+        expected = tuple(tuple(each.shape) for each in outputs)
+        sent = tuple(tuple(each.shape) for each in inputs)
+        key = ("all_to_all", dtype, expected, sent)
+        call = communicator.calls.get(key)
+        if call is None:
+            match = _pairwise("all_to_all", "has shape", "output_tensor_list", "input_tensor_list")
+            made = Call("all_to_all", (("dtype", dtype),), part=(expected, sent), match=match)
+            call = dense.remember(communicator, key, made)
+    except (TypeError, ValueError):
+        with communicator.accepting("all_to_all"):
+            raise
+    return _exchange(communicator, call, outputs, inputs, output_tensor_list, async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Rank r gets ``input_tensor_list[r]`` of every rank, in ``output_tensor_list``, by rank. Any dtype.
+
+    Shapes may differ between pairs; rank r's output from rank s has the shape of s's input for r. Returns
+    None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
+    moves. Semantics: ``torch.distributed.all_to_all``.
+    """
+    return _all_to_all(resolve(group), output_tensor_list, input_tensor_list, async_op)
+
+
+def sizes(name: str, value: Any, total: int, of: str, communicator: Communicator) -> tuple[int, ...]:
+    """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
+    rank, world_size = communicator.rank, communicator.world_size
+    if value is None or len(value) == 0:
+        if total % world_size:
+            raise ValueError(
+                f"{of} has {total} rows, which world size {world_size} does not divide, and {name} is "
+                f"not given, on rank {rank}"
+            )
+        return (total // world_size,) * world_size
+    lengths = tuple(int(each) for each in value)
+    if len(lengths) != world_size:
+        raise ValueError(
+            f"{name} must have one size per rank, {world_size}, got {list(lengths)} on rank {rank}"
+        )
+    if min(lengths) < 0 or sum(lengths) != total:
+        raise ValueError(
+            f"{name} must not be negative and add up to the {total} rows of {of}, got {list(lengths)} "
+            f"on rank {rank}"
+        )
+    return lengths
+
+
+def _all_to_all_single(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    name, rank = "all_to_all_single", communicator.rank
+    try:
+        data = dense.source("input", input, communicator)
+        out = dense.target("output", output, communicator)
+        if out.dtype is not data.dtype:
+            checks.same_dtype("output", out.dtype, "input", data.dtype, rank)
+        if not data.dim() or data.shape[1:] != out.shape[1:]:
+            raise ValueError(
+                f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
+                f"{tuple(data.shape)} on rank {rank}"
+            )
+        sent = sizes("input_split_sizes", input_split_sizes, data.shape[0], "input", communicator)
+        expected = sizes(
+            "output_split_sizes", output_split_sizes, out.shape[0], "output", communicator
+        )
+        key = (name, data.dtype, data.shape, expected, sent)
+        call = communicator.calls.get(key)
+        if call is None:
+            match = _pairwise(name, "is", "output_split_sizes", "input_split_sizes")
+            terms = (
+                ("dtype of input", data.dtype),
+                ("shape of input off dim 0", tuple(data.shape[1:])),
+            )
+            made = Call(name, terms, part=(expected, sent), match=match)
+            call = dense.remember(communicator, key, made)
+    except (TypeError, ValueError):
+        with communicator.accepting(name):
+            raise
+    outputs, inputs = list(out.split(expected)), list(data.split(sent))
+    return _exchange(communicator, call, outputs, inputs, [output], async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Rank r gets part r of every rank's ``input``, in rank order, in ``output``. Any dtype.
+
+    Parts are rows: ``input_split_sizes[r]`` rows of ``input`` go to rank r, ``output_split_sizes[s]`` rows
+    of ``output`` come from rank s; None or empty stands for equal parts. Returns None, or a :class:`Work`
+    with ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics:
+    ``torch.distributed.all_to_all_single``.
+    """
+    return _all_to_all_single(
+        resolve(group), output, input, output_split_sizes, input_split_sizes, async_op
+    )

@@ -1,0 +1,83 @@
+"""From a caller's tensors to what an engine takes, detached and dense, and back.
+
+Checks here run on every call, so what is right returns early, and words are found for what is wrong only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.stream import Event
+
+MOST_CALLS = 1024
+
+
+def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value``, detached, if an op can read it: a strided tensor on the group's device."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == communicator.place.device.type
+        and not value.is_conj()
+        and not value.is_neg()
+    ):
+        return value.detach() if value.requires_grad else value
+    return checks.tensor(name, value, communicator)
+
+
+def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value``, detached, if an op can also write it, each element once."""
+    tensor = source(name, value, communicator)
+    return tensor if tensor.is_contiguous() else checks.output(name, tensor, communicator)
+
+
+def filled(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    run: Callable[[list[torch.Tensor]], Event | None],
+) -> Event | None:
+    """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
+    dense = [
+        each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        for each in outputs
+    ]
+    return copied_back(communicator, outputs, dense, run(dense))
+
+
+def changed(
+    communicator: Communicator, tensor: torch.Tensor, run: Callable[[torch.Tensor], Event | None]
+) -> Event | None:
+    """Run on a dense copy of ``tensor``, which is not dense, and copy the result back."""
+    dense = tensor.contiguous()
+    return copied_back(communicator, [tensor], [dense], run(dense))
+
+
+def copied_back(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    dense: Sequence[torch.Tensor],
+    event: Event | None,
+) -> Event | None:
+    """After ``event``: each of ``outputs`` that is not itself ``dense`` gets what its stand-in has."""
+    pairs = [(out, made) for out, made in zip(outputs, dense, strict=True) if out is not made]
+    if not pairs:
+        return event
+    compute = communicator.compute
+    if event is not None:
+        compute.wait_event(event)
+    for out, made in pairs:
+        compute.copy(out, made, "output")
+    return compute.record()
+
+
+def remember(communicator: Communicator, key: Any, call: Any) -> Any:
+    """Keep ``call`` for the next time the same is asked for."""
+    if len(communicator.calls) >= MOST_CALLS:
+        communicator.calls.clear()
+    communicator.calls[key] = call
+    return call

@@ -1,0 +1,105 @@
+"""One tensor per rank: a list, or one tensor whose shape says whether it is the concatenation or a stack.
+
+For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the stack
+``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks, dense
+from interlace.runtime.communicator import Communicator
+
+NOT_GIVEN: Any = object()
+
+
+def parts(
+    name: str, whole: Any, like_name: str, like: torch.Tensor, communicator: Communicator, *, written: bool
+) -> list[torch.Tensor]:
+    """The tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
+
+    Raises unless this rank's has the shape of ``like``. ``written``: whether the op fills them.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    take = dense.target if written else dense.source
+    if isinstance(whole, torch.Tensor):
+        tensor = take(name, whole, communicator)
+        if tensor.dtype is not like.dtype:
+            checks.same_dtype(name, tensor.dtype, like_name, like.dtype, rank)
+        shape, given = like.shape, tensor.shape
+        if given == (world_size, *shape):
+            return list(tensor.unbind(0))
+        if shape and given == (world_size * shape[0], *shape[1:]):
+            if tensor.is_contiguous():
+                return list(tensor.view(world_size, *shape).unbind(0))
+            return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
+        forms = [str((world_size, *shape))]
+        if shape:
+            forms.insert(0, str((world_size * shape[0], *shape[1:])))
+        raise ValueError(
+            f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
+            f"{world_size}, got {tuple(given)} on rank {rank}"
+        )
+    tensors = one_per_rank(name, whole, like_name, like.dtype, communicator, written=written)
+    if tensors[rank].shape != like.shape:
+        raise ValueError(
+            f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has {tuple(like.shape)}, "
+            f"on rank {rank}"
+        )
+    return tensors
+
+
+def one_per_rank(
+    name: str,
+    whole: Any,
+    like_name: str,
+    dtype: torch.dtype,
+    communicator: Communicator,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
+    """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
+    rank, world_size = communicator.rank, communicator.world_size
+    if not isinstance(whole, Sequence) or isinstance(whole, str):
+        raise TypeError(
+            f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
+        )
+    if len(whole) != world_size:
+        raise ValueError(
+            f"{name} must have one tensor per rank, {world_size}, got {len(whole)} on rank {rank}"
+        )
+    take = dense.target if written else dense.source
+    tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
+    for r, tensor in enumerate(tensors):
+        if tensor.dtype is not dtype:
+            checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype, rank)
+    if written:
+        _disjoint(name, tensors, rank)
+    return tensors
+
+
+def _disjoint(name: str, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """Raise if two entries are the same memory: the second would overwrite the first."""
+    seen: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            first = seen.setdefault(tensor.data_ptr(), index)
+            if first != index:
+                raise ValueError(
+                    f"{name}[{first}] and {name}[{index}] begin at the same memory on rank {rank}"
+                )
+
+
+def either(name: str, value: Any, alias: str, other: Any, function: str) -> Any:
+    """An argument that has two names; TypeError as Python's own if both or neither are given."""
+    if other is NOT_GIVEN:
+        if value is NOT_GIVEN:
+            raise TypeError(f"{function}() missing required argument: {name!r}")
+        return value
+    if value is not NOT_GIVEN:
+        raise TypeError(f"{function}() got both {name!r} and {alias!r}")
+    return other

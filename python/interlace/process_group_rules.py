@@ -1,0 +1,86 @@
+"""Which calls a process group written in Python may serve itself, and which torch must see first.
+
+A Python ``ProcessGroup`` is called before torch's dispatcher: dispatch modes and tensor subclasses that
+would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) never learn of it. Then the method
+has to hand the call to ``super()``, which dispatches ``c10d::<op>``.
+
+=======================================  =============================================================
+dispatch mode is active                  torch: the mode decides
+``AsyncCollectiveTensor``                this group, with the tensor that it waits for
+subclass without ``__torch_dispatch__``  this group, with the plain tensor of the same memory
+subclass with ``__torch_dispatch__``     torch
+meta tensor                              torch
+=======================================  =============================================================
+
+``super()`` must be called from a function that is called as the method is: pybind11 knows a call of the
+base class by the name of the calling function, and otherwise calls the override again, without end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+modes_active = torch._C._len_torch_dispatch_stack
+
+
+def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Plain tensors of the same memory; None where torch's dispatcher has to see the call."""
+    if modes_active():
+        return None
+    plain = [_plain(tensor) for tensor in tensors]
+    return None if any(tensor is None for tensor in plain) else plain  # type: ignore[return-value]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
+    if not isinstance(tensor, torch.Tensor):
+        return tensor  # misuse, which the op reports
+    if tensor.is_meta:
+        return None
+    if type(tensor) in PLAIN_TYPES:
+        return tensor
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def is_simulated(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no data will move: fake and meta tensors, or a mode that makes them."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    subclasses = sys.modules.get("torch._subclasses.fake_tensor")
+    fake = () if subclasses is None else (subclasses.FakeTensor,)
+    return any(tensor.is_meta or isinstance(tensor, fake) for tensor in tensors)
+
+
+def outside_compilation(function: F) -> F:
+    """Keep Dynamo out of ``function`` and all it calls, as ``torch.compiler.disable`` does.
+
+    Dynamo would trace into the method of an opaque object and fail. ``torch.compiler.disable`` wraps,
+    which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a mark on the function itself
+    (not inlined) and on its code (nor compiled when called, nor what it calls) costs nothing.
+    """
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    assert isinstance(function, FunctionType)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function

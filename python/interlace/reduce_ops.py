@@ -1,0 +1,81 @@
+"""Reduce operations by every name they go by: torch's ``ReduceOp``, its instances, and strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ReduceOp = dist.ReduceOp
+
+OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+PREMUL_SUM = "premul_sum"
+
+Factor = float | torch.Tensor | None
+
+_NAMES: dict[Any, str] = {
+    **{name: name for name in OPS},
+    **{name.upper(): name for name in OPS},
+    **{getattr(ReduceOp.RedOpType, name.upper()): name for name in OPS},
+}
+
+
+def parse(op: Any, rank: int) -> tuple[str, Factor]:
+    """The name of ``op``, one of :data:`OPS`, and the factor of a PREMUL_SUM.
+
+    ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or what a backend finds
+    in the options of a call. Raises ValueError, or TypeError for what is no op at all.
+
+    >>> parse("sum", 0), parse(ReduceOp.AVG, 0), parse(ReduceOp.PREMUL_SUM(0.5), 0)
+    (('sum', None), ('avg', None), ('premul_sum', 0.5))
+    """
+    if type(op) is str or type(op) is ReduceOp.RedOpType:
+        name = _NAMES.get(op)
+        if name is not None and name != PREMUL_SUM:
+            return name, None
+    if isinstance(op, ReduceOp):
+        name = _NAMES.get(op.op)  # type: ignore[attr-defined]
+        if name is not None and name != PREMUL_SUM:
+            return name, None
+        if name == PREMUL_SUM and (factor := op.factor) is not None:  # type: ignore[attr-defined]
+            return PREMUL_SUM, factor
+    if _NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
+        raise ValueError(
+            f"op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor), on rank {rank}"
+        )
+    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
+
+
+def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype, rank: int) -> None:
+    """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
+    from interlace.runtime import reductions
+
+    try:
+        reductions.check("sum" if op == PREMUL_SUM else op, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name}: {argument} of dtype {dtype} cannot be reduced with op {op!r}, on rank {rank}: {error}"
+        ) from error
+    if op == PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(
+            f"{name}: op premul_sum needs a floating or complex {argument}, got {dtype} on rank {rank}"
+        )
+
+
+def scaled(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
+    """A dense copy of ``tensor``, multiplied by the factor of a PREMUL_SUM; in the tensor's dtype."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.detach().to(tensor.device)
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
+    return (wide * factor).to(tensor.dtype).contiguous()
+
+
+def checked_factor(factor: Factor, shape: tuple[int, ...], rank: int) -> Factor:
+    """``factor`` if it multiplies a tensor of ``shape`` without making it larger."""
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise ValueError(
+            f"op: the factor of premul_sum must have one element, got shape {tuple(factor.shape)} "
+            f"for a tensor of shape {shape} on rank {rank}"
+        )
+    return factor

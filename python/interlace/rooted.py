@@ -1,0 +1,303 @@
+"""Collectives with a root: broadcast, reduce, gather, scatter; torch's semantics.
+
+``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group; the
+internal forms take ``root``, a rank of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import dense, reduce_ops
+from interlace.forms import one_per_rank
+from interlace.groups import resolve
+from interlace.roots import group_rank
+from interlace.runtime.call import Call
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.engine import Engine
+from interlace.runtime.stream import Event
+from interlace.runtime.work import Work
+
+# -- broadcast ----------------------------------------------------------------------------------------
+
+
+def _broadcast(
+    communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
+) -> Work | None:
+    try:
+        is_root = communicator.rank == root
+        data = (dense.source if is_root else dense.target)("tensor", tensor, communicator)
+        key = ("broadcast", data.dtype, data.shape, root)
+        call = communicator.calls.get(key)
+        if call is None:
+            terms = (
+                ("shape of tensor", tuple(data.shape)),
+                ("dtype of tensor", data.dtype),
+                ("root", root),
+            )
+            call = dense.remember(communicator, key, Call("broadcast", terms))
+    except (TypeError, ValueError):
+        with communicator.accepting("broadcast"):
+            raise
+    if data.is_contiguous():
+        return communicator.collective(
+            call, lambda engine: engine.broadcast(call, data, root), (tensor,), async_op=async_op
+        )
+
+    def start(engine: Engine) -> Event | None:
+        if is_root:
+            return engine.broadcast(call, data.contiguous(), root)
+        return dense.filled(communicator, [data], lambda made: engine.broadcast(call, made[0], root))
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """``tensor`` becomes that of rank ``src``, in place. Any dtype.
+
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
+    any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("src", src, group_src, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("broadcast"):
+            raise
+    return _broadcast(communicator, tensor, root, async_op)
+
+
+# -- reduce -------------------------------------------------------------------------------------------
+
+
+def _reduce(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    root: int,
+    op: Any = "sum",
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    try:
+        data = dense.target("tensor", tensor, communicator)
+        name, factor = reduce_ops.parse(op, rank)
+        key = ("reduce", data.dtype, data.shape, name, root)
+        call = communicator.calls.get(key)
+        if call is None:
+            reduce_ops.check_dtype("reduce", name, "tensor", data.dtype, rank)
+            terms = (
+                ("shape of tensor", tuple(data.shape)),
+                ("dtype of tensor", data.dtype),
+                ("op", name),
+                ("root", root),
+            )
+            call = dense.remember(communicator, key, Call("reduce", terms))
+        if factor is not None:
+            reduce_ops.checked_factor(factor, tuple(data.shape), rank)
+    except (TypeError, ValueError):
+        with communicator.accepting("reduce"):
+            raise
+    reducing = name if factor is None else "sum"
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous() if factor is None else reduce_ops.scaled(data, factor)
+        event = engine.reduce(call, made, root, reducing)
+        if rank != root:
+            return event
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """On rank ``dst``, ``tensor`` becomes the reduction over ranks; elsewhere it stays as it is.
+
+    ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
+    ValueError or TypeError on every rank before any data moves. Semantics: ``torch.distributed.reduce``.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("dst", dst, group_dst, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("reduce"):
+            raise
+    return _reduce(communicator, tensor, root, op, async_op)
+
+
+# -- gather and scatter -------------------------------------------------------------------------------
+
+
+def _shapes(tensors: Sequence[torch.Tensor] | None) -> list[tuple[int, ...]] | None:
+    return None if tensors is None else [tuple(each.shape) for each in tensors]
+
+
+def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
+    """torch's rule: the list is given on the root, and on no other rank."""
+    if rank == root and value is None:
+        raise ValueError(f"{name} must be given on the root, group rank {root}, got None on rank {rank}")
+    if rank != root and value is not None and len(value):
+        raise ValueError(
+            f"{name} must be given on the root only, group rank {root}, got {len(value)} tensors "
+            f"on rank {rank}"
+        )
+
+
+def _one_root(op: str, root: int, list_name: str) -> Any:
+    """Compares the shapes in the root's list with those of the ranks' tensors."""
+
+    def match(answers: Sequence[Any]) -> None:
+        for rank, shape in enumerate(answers[root][1]):
+            if shape != answers[rank][0]:
+                raise ValueError(
+                    f"{op}: {list_name}[{rank}] has shape {shape} on rank {root}, tensor has "
+                    f"{answers[rank][0]} on rank {rank}"
+                )
+
+    return match
+
+
+def _rooted_call(
+    communicator: Communicator,
+    op: str,
+    list_name: str,
+    data: torch.Tensor,
+    tensors: list[torch.Tensor] | None,
+    root: int,
+) -> Call:
+    shapes = None if tensors is None else tuple(each.shape for each in tensors)
+    key = (op, data.dtype, data.shape, root, shapes)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (("dtype of tensor", data.dtype), ("root", root))
+        made = Call(
+            op,
+            terms,
+            part=(tuple(data.shape), _shapes(tensors)),
+            match=_one_root(op, root, list_name),
+        )
+        call = dense.remember(communicator, key, made)
+    return call
+
+
+def _gather(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None,
+    root: int,
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    try:
+        data = dense.source("tensor", tensor, communicator)
+        _only_on_root("gather_list", gather_list, root, rank)
+        outputs: list[torch.Tensor] | None = None
+        if rank == root:
+            outputs = one_per_rank(
+                "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
+            )
+        call = _rooted_call(communicator, "gather", "gather_list", data, outputs, root)
+    except (TypeError, ValueError):
+        with communicator.accepting("gather"):
+            raise
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous()
+        if outputs is None:
+            return engine.gather(call, None, made, root)
+        return dense.filled(
+            communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
+        )
+
+    return communicator.collective(call, start, gather_list or (), async_op=async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather every rank's ``tensor`` into ``gather_list`` of rank ``dst``, by default 0. Any dtype.
+
+    ``gather_list``: on ``dst`` one tensor per rank, each of that rank's shape (shapes may differ); None or
+    empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
+    every rank before any data moves. Semantics: ``torch.distributed.gather``.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("dst", dst, group_dst, communicator, default=0)
+    except (TypeError, ValueError):
+        with communicator.accepting("gather"):
+            raise
+    return _gather(communicator, tensor, gather_list, root, async_op)
+
+
+def _scatter(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None,
+    root: int,
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    try:
+        out = dense.target("tensor", tensor, communicator)
+        _only_on_root("scatter_list", scatter_list, root, rank)
+        inputs: list[torch.Tensor] | None = None
+        if rank == root:
+            inputs = one_per_rank(
+                "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
+            )
+        call = _rooted_call(communicator, "scatter", "scatter_list", out, inputs, root)
+    except (TypeError, ValueError):
+        with communicator.accepting("scatter"):
+            raise
+
+    def start(engine: Engine) -> Event | None:
+        made = None if inputs is None else [each.contiguous() for each in inputs]
+        return dense.filled(
+            communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
+        )
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """``tensor`` becomes this rank's entry of ``scatter_list`` of rank ``src``, by default 0. Any dtype.
+
+    ``scatter_list``: on ``src`` one tensor per rank, each of that rank's shape (shapes may differ); None or
+    empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
+    every rank before any data moves. Semantics: ``torch.distributed.scatter``.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("src", src, group_src, communicator, default=0)
+    except (TypeError, ValueError):
+        with communicator.accepting("scatter"):
+            raise
+    return _scatter(communicator, tensor, scatter_list, root, async_op)

@@ -1,0 +1,73 @@
+"""Sleeping until a peer process has released something: one futex per rank, in shared memory.
+
+A rank that wants to sleep says so in its ASLEEP word, looks once more at what it waits for, and then
+waits on its BELL. Whoever releases anything looks at the ASLEEP words afterwards and rings for those
+that are set. A processor may let the releasing rank read ASLEEP before its release is visible, and the
+bell is then not rung; sleeping is therefore bounded by a millisecond, and nothing but that is lost.
+
+Where there is no futex (not Linux on x86-64 or AArch64) sleeping is a short plain sleep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+LONGEST_SLEEP = 1e-3
+
+_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
+_FUTEX = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+_WAIT, _WAKE = 0, 1
+_EVERYONE = 1 << 30
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Bell:
+    """The bells of all ranks of a group; ``asleep`` and ``futexes`` (addresses) by rank."""
+
+    def __init__(self, asleep: Sequence[memoryview], futexes: Sequence[int], rank: int) -> None:
+        self._own_asleep = asleep[rank]
+        self._others = [
+            (asleep[peer], futexes[peer]) for peer in range(len(asleep)) if peer != rank
+        ]
+        self._bell = ctypes.c_uint32.from_address(futexes[rank])
+        self._address = ctypes.c_void_p(futexes[rank])
+
+    def ring(self) -> None:
+        """Wake every peer that sleeps. Called after each release."""
+        for asleep, futex in self._others:
+            if asleep[0] and _FUTEX is not None:
+                ctypes.c_uint32.from_address(futex).value += 1
+                _syscall(_FUTEX, ctypes.c_void_p(futex), _WAKE, _EVERYONE, None, None, 0)
+
+    def sleep(self, seconds: float, ready: Callable[[], bool]) -> None:
+        """Sleep until the bell rings, ``seconds`` at most; not at all if ``ready()``."""
+        seconds = min(seconds, LONGEST_SLEEP)
+        if _FUTEX is None:
+            time.sleep(seconds)
+            return
+        rung = self._bell.value
+        self._own_asleep[0] = 1
+        try:
+            if not ready():
+                timeout = _Timespec(0, int(seconds * 1e9))
+                _syscall(
+                    _FUTEX,
+                    self._address,
+                    _WAIT,
+                    ctypes.c_uint32(rung),
+                    ctypes.byref(timeout),
+                    None,
+                    0,
+                )
+        finally:
+            self._own_asleep[0] = 0

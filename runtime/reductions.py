@@ -1,0 +1,302 @@
+"""Elementwise reductions over ranks: one definition of every op for every dtype.
+
+============== ================================ ======================================================
+dtypes         ops                              how
+============== ================================ ======================================================
+float32, 64    sum avg product min max          in the dtype
+float16,       sum avg product min max          sum, avg and product in fp32, rounded once at the end
+bfloat16
+fp8            sum avg product min max          all in fp32, rounded once at the end as torch rounds
+complex        sum avg product                  as pairs of the real dtype; complex32 in complex64
+int, uint      all                              sum and product wrap around; avg is the sum in int64
+                                                (uint64: modulo 2**64), divided, truncated toward zero
+bool           all                              sum, max, bor: or. product, min, band, avg: and (avg is
+                                                the truncated mean). bxor: xor
+============== ================================ ======================================================
+
+Always from left to right, and in min and max NaN wins, as in torch. Equal ranges of equal parts give
+equal bits. Where an element lies in the range may decide the sign of a zero that min or max finds among
+zeros of both signs, and the last bit of a complex product, because torch's loop over whole registers and
+its loop over the rest differ there. So ranks that each reduce the same data must cut it alike.
+
+Two parts are the common case, and most dtypes have one torch operator that does them. Several parts go
+in pieces that stay in the cache, so memory is read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+PIECE = 1 << 15  # elements, per thread; two scratch tensors of it fit the second-level cache
+DEVICE_PIECE = 1 << 24  # where a launch costs more than a pass through memory
+
+Fold = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+Binary = Callable[..., torch.Tensor]
+Finish = Callable[[torch.Tensor, int], Any]
+
+_FLOATS = (torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_FP8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+_COMPLEX = (torch.complex64, torch.complex128)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+_SUB_BYTE = tuple(
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)
+)  # one byte per element in torch, and no operators yet
+
+DTYPES = (
+    *_FLOATS,
+    *_HALVES,
+    *_FP8,
+    torch.complex32,
+    *_COMPLEX,
+    torch.uint8,
+    *_SIGNED,
+    *_AS_SIGNED,
+    torch.bool,
+)
+"""Every dtype that can be reduced by some op."""
+
+MOVABLE_DTYPES = (
+    *DTYPES,
+    torch.float4_e2m1fn_x2,
+    torch.bits8,
+    torch.bits16,
+    torch.bits1x8,
+    torch.bits2x4,
+    torch.bits4x2,
+    *_SUB_BYTE,
+)
+"""Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
+
+
+# -- ways to fold ------------------------------------------------------------------------------
+
+
+def _pieces(
+    parts: Sequence[torch.Tensor], output: torch.Tensor
+) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+    """Equal ranges of all tensors, small enough for the cache."""
+    size = DEVICE_PIECE if output.is_cuda else PIECE * torch.get_num_threads()
+    every = (*parts, output)
+    if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
+        yield parts, output
+        return
+    for *pieces, result in zip(*(tensor.view(-1).split(size) for tensor in every), strict=True):
+        yield pieces, result
+
+
+def _nothing(total: torch.Tensor, count: int) -> None:
+    pass
+
+
+def _divide(total: torch.Tensor, count: int) -> None:
+    total.div_(count)
+
+
+def _divide_whole(total: torch.Tensor, count: int) -> None:
+    torch.div(total, count, rounding_mode="trunc", out=total)
+
+
+def _divide_unsigned(total: torch.Tensor, count: int) -> None:
+    """Divide int64 that stands for uint64: torch has no such kernel.
+
+    Half of the number is never negative. Twice its quotient is the quotient or one too few.
+    """
+    half = (total >> 1).bitwise_and_((1 << 63) - 1)
+    quotient = torch.div(half, count, rounding_mode="trunc").mul_(2)
+    rest = total.sub_(quotient * count)  # 0 <= rest < 2 * count
+    torch.add(quotient, rest >= count, out=total)
+
+
+def _direct(binary: Binary, finish: Finish = _nothing) -> Fold:
+    """In the dtype itself, in the output's memory."""
+
+    def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        address = output.data_ptr()
+        late = any(part.data_ptr() == address for part in parts[2:])  # read after the first write
+        for pieces, result in _pieces(parts, output):
+            total = torch.empty_like(result) if late else result
+            binary(pieces[0], pieces[1], out=total)
+            for piece in pieces[2:]:
+                binary(total, piece, out=total)
+            finish(total, len(parts))
+            if late:
+                result.copy_(total)
+
+    return fold
+
+
+def _load(scratch: torch.Tensor, part: torch.Tensor) -> None:
+    scratch.copy_(part)
+
+
+def _wide(
+    dtype: torch.dtype,
+    binary: Binary,
+    finish: Finish = _nothing,
+    load: Callable[[torch.Tensor, torch.Tensor], Any] = _load,
+) -> Fold:
+    """In another dtype, or of what ``load`` makes of the parts; the output may be of that dtype."""
+
+    def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        scratch = None
+        for pieces, result in _pieces(parts, output):
+            if scratch is None or scratch.shape[1:] != result.shape:
+                scratch = torch.empty((2, *result.shape), dtype=dtype, device=output.device)
+            total, other = scratch.unbind(0)
+            load(total, pieces[0])
+            for piece in pieces[1:]:
+                load(other, piece)
+                binary(total, other, out=total)
+            finish(total, len(parts))
+            result.copy_(total)
+
+    return fold
+
+
+def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
+    """min and max of unsigned numbers, seen as signed: with the top bit turned they order alike."""
+    top = torch.iinfo(dtype).min
+
+    def load(scratch: torch.Tensor, part: torch.Tensor) -> None:
+        torch.bitwise_xor(part, top, out=scratch)
+
+    return _wide(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
+
+
+def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
+    """The same memory, seen as another dtype."""
+
+    def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        inner([view(part) for part in parts], view(output))
+
+    return fold
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+_ARITHMETIC: dict[str, Binary] = {"sum": torch.add, "product": torch.mul}
+_ORDER: dict[str, Binary] = {"min": torch.minimum, "max": torch.maximum}
+_BITS: dict[str, Binary] = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_OF_BOOL: dict[str, Binary] = {
+    **{op: torch.logical_or for op in ("sum", "max", "bor")},
+    **{op: torch.logical_and for op in ("product", "min", "band", "avg")},
+    "bxor": torch.logical_xor,
+}
+
+_FOLDS: dict[tuple[str, torch.dtype], Fold] = {}
+_PAIRS: dict[tuple[str, torch.dtype], Binary] = {}
+"""What folds two parts in one call of torch, with the bits that ``_FOLDS`` gives."""
+
+
+def _in_dtype(dtype: torch.dtype, binaries: dict[str, Binary]) -> None:
+    for op, binary in binaries.items():
+        _FOLDS[op, dtype] = _direct(binary)
+        _PAIRS[op, dtype] = binary
+
+
+def _fill() -> None:
+    for dtype in _FLOATS:
+        _in_dtype(dtype, {**_ARITHMETIC, **_ORDER})
+        _FOLDS["avg", dtype] = _direct(torch.add, _divide)
+    for dtype in (*_HALVES, *_FP8):
+        for op, binary in {**_ARITHMETIC, **_ORDER}.items():
+            _FOLDS[op, dtype] = _wide(torch.float32, binary)
+        _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide)
+    for dtype in _HALVES:
+        # fp32 has more than twice the bits and two, so an operator on two halves, which torch computes
+        # in fp32, gives the right rounding however it gets there
+        _PAIRS.update({(op, dtype): binary for op, binary in _ARITHMETIC.items()})
+        _in_dtype(dtype, _ORDER)  # picks, never rounds
+
+    for dtype in _COMPLEX:
+        _in_dtype(dtype, _ARITHMETIC)
+        # torch divides complex numbers by complex numbers, with more roundings
+        _FOLDS["avg", dtype] = _viewed(torch.view_as_real, _direct(torch.add, _divide))
+    for op in ("sum", "avg"):
+        halves = _FOLDS[op, torch.float16]
+        _FOLDS[op, torch.complex32] = _viewed(torch.view_as_real, halves)
+    _FOLDS["product", torch.complex32] = _wide(torch.complex64, torch.mul)
+
+    for dtype in (torch.uint8, *_SIGNED):
+        _in_dtype(dtype, {**_ARITHMETIC, **_ORDER, **_BITS})
+        _FOLDS["avg", dtype] = _wide(torch.int64, torch.add, _divide_whole)
+    for dtype, signed in _AS_SIGNED.items():
+
+        def view(tensor: torch.Tensor, signed: torch.dtype = signed) -> torch.Tensor:
+            return tensor.view(signed)
+
+        for op in (*_ARITHMETIC, *_BITS):
+            _FOLDS[op, dtype] = _viewed(view, _FOLDS[op, signed])
+        for op, binary in _ORDER.items():
+            _FOLDS[op, dtype] = _viewed(view, _offset(signed, binary))
+        _FOLDS["avg", dtype] = _wide(torch.int64, torch.add, _divide_whole)
+        if dtype == torch.uint64:
+            _FOLDS["avg", dtype] = _viewed(view, _wide(torch.int64, torch.add, _divide_unsigned))
+    _in_dtype(torch.bool, _OF_BOOL)
+
+
+_fill()
+
+
+# -- what others call --------------------------------------------------------------------------
+
+
+def defined(op: str, dtype: torch.dtype) -> bool:
+    """Whether ``op``, one of ``REDUCE_OPS``, is defined for ``dtype``."""
+    return (op, dtype) in _FOLDS
+
+
+def check(op: str, dtype: torch.dtype) -> None:
+    """Raise TypeError unless ``op`` is defined for ``dtype``, ValueError if there is no such op."""
+    if (op, dtype) in _FOLDS:
+        return
+    if op not in REDUCE_OPS:
+        raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    raise TypeError(f'op "{op}" is not defined for {dtype}')
+
+
+def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """``output = parts[0] op parts[1] op ...``, elementwise, from left to right.
+
+    All of one shape, dtype and device, detached; ``op`` defined for the dtype. ``output`` may be the
+    same memory as one of the parts, but not overlap one partly. One part is its own reduction.
+    """
+    if len(parts) == 2:
+        binary = _PAIRS.get((op, output.dtype))
+        if binary is not None:
+            binary(parts[0], parts[1], out=output)
+            return
+    _fold(op, parts, output)
+
+
+def _fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    if len(parts) == 1:
+        if parts[0].data_ptr() != output.data_ptr():
+            output.copy_(parts[0])
+    else:
+        _FOLDS[op, parts[0].dtype](parts, output)
+
+
+def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """:func:`fold` of sum or avg into an ``output`` of the accumulation dtype, which does not alias.
+
+    For who goes on computing before the one rounding: float16 and bfloat16 give float32.
+    """
+    _fold(op, parts, output)
