@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ from interlace.runtime.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+    from torch._C._distributed_c10d import Store
 
 OP_TAG = 1
 CONTROL = 2
@@ -90,25 +90,26 @@ class Packet:
 
 def _connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
-) -> ProcessGroupGloo:
-    """A gloo group on the interface that ``address`` belongs to.
+) -> Any:
+    """A gloo group (torch's stubs lack what is used of it) on the interface that ``address`` belongs to.
 
     ``GLOO_SOCKET_IFNAME`` names another, as for torch. Without either gloo looks up the host name.
     """
-    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch._C import _distributed_c10d
 
+    gloo: Any = _distributed_c10d.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        device = ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+        device = gloo.create_device(interface=interface, lazy_init=False)
     elif address is not None:
-        device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+        device = gloo.create_device(hostname=address, lazy_init=False)
     else:
-        device = ProcessGroupGloo.create_default_device(lazy_init=False)
-    options = ProcessGroupGloo._Options()
+        device = gloo.create_default_device(lazy_init=False)
+    options = gloo._Options()
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout)
     try:
-        return ProcessGroupGloo(store, rank, world_size, options)
+        return gloo(store, rank, world_size, options)
     except RuntimeError as error:
         where = interface or address or "the address of its host name"
         raise InterlaceError(
@@ -121,7 +122,8 @@ class HostLinks:
 
     ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
     in seconds, bounds connecting and every later wait. ``on_failure`` is called once, in any thread,
-    with what the group failed with; ``on_packet`` in a peer's thread, with its rank and what it sent.
+    with what the group failed with; ``on_packet`` in a peer's thread, with its rank and what it sent;
+    ``on_tick`` now and then, at least ten times within ``timeout``.
     """
 
     def __init__(
@@ -136,13 +138,15 @@ class HostLinks:
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
         self.on_packet: Callable[[int, Packet], None] = lambda peer, packet: None
+        self.on_tick: Callable[[], None] = lambda: None
         self._pids, self._on_failure = pids, on_failure
         self._failure: InterlaceError | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._left: set[int] = set()
         self._waiting: tuple[float, str, tuple[int, ...]] | None = None
-        self._doing = ""
+        self.doing = ""
+        """The op that this rank is in, for errors."""
         self._gloo = _connected(store, rank, self.world_size, address, timeout)
         self._peers = [peer for peer in range(self.world_size) if peer != rank]
         self._threads = [
@@ -185,14 +189,13 @@ class HostLinks:
     def _bounded(self, doing: str, waited_for: Sequence[int]) -> Iterator[None]:
         """Let the watching thread end this wait after the group's timeout."""
         self.check()
-        self._doing = doing
         self._waiting = (time.monotonic() + self.timeout, doing, tuple(waited_for))
         try:
             yield
         finally:
-            self._waiting, self._doing = None, ""
+            self._waiting = None
 
-    def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Work:
+    def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
         return self._gloo.send([as_bytes(tensor)], peer, PAYLOAD + slot)
 
@@ -226,7 +229,7 @@ class HostLinks:
             elif received.kind == ABORT:
                 self._left.add(peer)  # it closes its connections next
                 text = received.text.decode(errors="replace")
-                self.fail(AbortedError(f"rank {peer} aborted the group: {text}"), tell=False)
+                self.fail(AbortedError(aborted_by(peer, text)), tell=False)
             else:
                 self.on_packet(peer, received)
 
@@ -234,12 +237,13 @@ class HostLinks:
         """A connection has ended. Only a death is news."""
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
-        doing = self._doing or "no op, between two of them"
+        doing = self.doing or "no op, between two of them"
         self.fail(PeerDiedError(peer, self._pids[peer], doing))
 
     def _watch(self) -> None:
         """End a wait that has taken longer than the group's timeout."""
         while not self._closed.wait(min(1.0, self.timeout / 10)):
+            self.on_tick()
             waiting = self._waiting
             if waiting is not None and time.monotonic() > waiting[0]:
                 _, doing, ranks = waiting
@@ -322,6 +326,12 @@ class HostLinks:
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(5.0)
+
+
+def aborted_by(rank: int, reason: str) -> str:
+    """Who aborted, and why; a reason that goes from rank to rank keeps the name of the first."""
+    said = " aborted the group: "
+    return reason if said in reason else f"rank {rank}{said}{reason}"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from interlace.runtime.host_group import HostGroup
 from interlace.runtime.reductions import fold
 
 SLOTS = 4
-SLOT_BYTES = 1 << 20
+SLOT_BYTES = 512 << 10
 
 _memmove = ctypes.memmove
 Target = tuple[int, int] | None  # address and bytes

@@ -1,0 +1,264 @@
+"""What the ranks of test_host_engine.py run. Every rank can compute every rank's data."""
+
+from __future__ import annotations
+
+import torch
+
+from interlace import groups
+from interlace.runtime.call import Call
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.control import SMALL_DATA
+from interlace.runtime.engine import Engine
+from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS
+from interlace.runtime.reductions import fold
+
+DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
+
+
+def engine() -> Engine:
+    return groups.default_group().engine
+
+
+def data(rank: int, elements: int, dtype: torch.dtype, key: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + key)
+    whole = torch.randint(0, 100, (elements,), generator=generator)
+    return whole.to(dtype)
+
+
+def sizes(itemsize: int, world_size: int) -> list[int]:
+    """Numbers of elements around everything that changes the way data goes."""
+    edges = [SMALL_DATA, SMALL_DATA // world_size, SLOT_BYTES, SLOT_BYTES * (SLOTS + 2)]
+    return [0, 1, 3, *(edge // itemsize + more for edge in edges for more in (-1, 0, 5))]
+
+
+def _check(what: str, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:
+    same = torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)) if got.numel() else True
+    return [] if same else [what]
+
+
+def moving() -> list[str]:
+    """All ops that move, in all sizes; what came out wrong."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    for dtype in DTYPES[:2]:
+        for number, n in enumerate(sizes(dtype.itemsize, world)):
+            name, mine = f"{dtype} {n}", data(rank, n, dtype, number)
+            theirs = [data(peer, n, dtype, number) for peer in range(world)]
+            call = Call("op", (("n", n),))
+            whole = torch.zeros(world * n, dtype=dtype)
+            e.all_gather(call, whole.split(n) if n else [whole] * world, mine)
+            wrong += _check(f"all_gather {name}", whole, torch.cat(theirs))
+            own = whole[rank * n : (rank + 1) * n]  # in place
+            e.all_gather(call, whole.split(n) if n else [whole] * world, own)
+            wrong += _check(f"all_gather in place {name}", whole, torch.cat(theirs))
+            root = number % world
+            tensor = mine.clone()
+            e.broadcast(call, tensor, root)
+            wrong += _check(f"broadcast {name}", tensor, theirs[root])
+            outputs = [torch.zeros_like(mine) for _ in range(world)] if rank == root else None
+            e.gather(call, outputs, mine, root)
+            for peer, output in enumerate(outputs or []):
+                wrong += _check(f"gather {name} of {peer}", output, theirs[peer])
+            inputs = [theirs[root] + (peer if n else 0) for peer in range(world)]
+            output = torch.zeros_like(mine)
+            e.scatter(call, output, inputs if rank == root else None, root)
+            wrong += _check(f"scatter {name}", output, inputs[rank])
+            parts = [mine + peer for peer in range(world)]
+            outputs = [torch.zeros_like(mine) for _ in range(world)]
+            e.all_to_all(call, outputs, parts)
+            for peer, output in enumerate(outputs):
+                wrong += _check(f"all_to_all {name} of {peer}", output, theirs[peer] + rank)
+    return wrong
+
+
+def uneven() -> list[str]:
+    """Lengths that differ by rank and pair: some small, some large, some empty."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    scale = [0, 1, 70_000, 3_000_000]
+    lengths = [scale[peer % len(scale)] + peer for peer in range(world)]
+    everyone = [data(peer, lengths[peer], torch.uint8) for peer in range(world)]
+    outputs = [torch.zeros_like(part) for part in everyone]
+    e.all_gather(Call("a"), outputs, everyone[rank])
+    for peer in range(world):
+        wrong += _check(f"all_gather of {peer}", outputs[peer], everyone[peer])
+    root = world - 1
+    outputs = [torch.zeros_like(part) for part in everyone]
+    e.gather(Call("g"), outputs if rank == root else None, everyone[rank], root)
+    if rank == root:
+        for peer in range(world):
+            wrong += _check(f"gather of {peer}", outputs[peer], everyone[peer])
+    own = torch.zeros_like(everyone[rank])
+    e.scatter(Call("s"), own, everyone if rank == 0 else None, 0)
+    wrong += _check("scatter", own, everyone[rank])
+
+    def between(source: int, target: int) -> torch.Tensor:
+        n = scale[(source + 2 * target) % len(scale)]
+        return data(source, n, torch.uint8, target)
+
+    outputs = [torch.zeros_like(between(peer, rank)) for peer in range(world)]
+    e.all_to_all(Call("t"), outputs, [between(rank, peer) for peer in range(world)])
+    for peer in range(world):
+        wrong += _check(f"all_to_all of {peer}", outputs[peer], between(peer, rank))
+    owned = [length // 4 * 4 for length in lengths]
+    parts = [[data(peer, owned[r], torch.uint8, r) for r in range(world)] for peer in range(world)]
+    result = torch.zeros(owned[rank], dtype=torch.uint8)
+    e.reduce_scatter(Call("r"), result, parts[rank], "max")
+    wanted = torch.zeros_like(result)
+    fold("max", [parts[peer][rank] for peer in range(world)], wanted)
+    wrong += _check("reduce_scatter", result, wanted)
+    return wrong
+
+
+def reducing() -> list[str]:
+    """All ops that reduce, in all sizes."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    for dtype in DTYPES:
+        for number, n in enumerate(sizes(dtype.itemsize, world)):
+            op = ("sum", "product", "avg")[number % 3]
+            name = f"{op} {dtype} {n}"
+            everyone = [data(peer, n, dtype, number) for peer in range(world)]
+            wanted = torch.zeros(n, dtype=dtype)
+            fold(op, everyone, wanted)
+            call = Call("op", (("n", n), ("op", op)))
+            tensor = everyone[rank].clone()
+            e.all_reduce(call, tensor, op)
+            wrong += _check(f"all_reduce {name}", tensor, wanted)
+            root = number % world
+            tensor = everyone[rank].clone()
+            e.reduce(call, tensor, root, op)
+            wrong += _check(f"reduce {name}", tensor, wanted if rank == root else everyone[rank])
+            parts = [
+                [data(p, n, dtype, 7 * r + number) for r in range(world)] for p in range(world)
+            ]
+            fold(op, [parts[peer][rank] for peer in range(world)], wanted)
+            call = Call("op", (("n", n), ("op", op)))
+            for output in (torch.zeros(n, dtype=dtype), parts[rank][rank].clone()):
+                inputs = list(parts[rank])
+                inputs[rank] = output.copy_(inputs[rank]) if n % 2 else inputs[rank]
+                e.reduce_scatter(call, output, inputs, op)
+                wrong += _check(f"reduce_scatter {name}", output, wanted)
+    return wrong
+
+
+def mixed(count: int) -> list[str]:
+    """Small and large ops in turn, and ranks that are late: areas and slots are used again."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    calls = {n: Call("op", (("n", n),)) for n in (5, 20_000, 400_000)}
+    for number in range(count):
+        n = (5, 20_000, 5, 400_000)[number % 4]
+        everyone = [data(peer, n, torch.float32, number) for peer in range(world)]
+        if (number + rank) % 5 == 0:
+            sum(range(20_000))
+        tensor = everyone[rank].clone()
+        e.all_reduce(calls[n], tensor, "sum")
+        wanted = torch.zeros(n)
+        fold("sum", everyone, wanted)
+        wrong += _check(f"op {number} ({n})", tensor, wanted)
+    return wrong
+
+
+def differing(large: bool) -> str:
+    """Rank 1 asks for something else; then all ask for the same."""
+    communicator: Communicator = groups.default_group()
+    e = communicator.engine
+    n = 200_000 if large else 4
+    shape = n + (e.rank == 1)
+    text = ""
+    tensor = torch.ones(shape)
+    try:
+        e.all_reduce(Call("all_reduce", (("shape of tensor", (shape,)),)), tensor, "sum")
+    except ValueError as error:
+        text = str(error)
+    assert torch.equal(tensor, torch.ones(shape)), "bytes moved before the comparison"
+    tensor = torch.ones(n)
+    e.all_reduce(Call("all_reduce", (("shape of tensor", (n,)),)), tensor, "sum")
+    assert torch.equal(tensor, torch.full((n,), float(e.world_size)))
+    return text
+
+
+def mail(nbytes: int) -> list[str]:
+    """Everybody sends to everybody, before anyone receives, in another order of tags."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    call = Call("send")
+    peers = [peer for peer in range(world) if peer != rank]
+    sent = [
+        e.send(call, data(rank, nbytes, torch.uint8, 10 * peer + tag), peer, tag)
+        for peer in peers
+        for tag in (0, 1, 2)
+    ]
+    buffers = {
+        (peer, tag): torch.zeros(nbytes, dtype=torch.uint8) for peer in peers for tag in (2, 0, 1)
+    }
+    received = [e.recv(call, buffers[key], *key) for key in buffers]
+    for future in received + sent:
+        future.result(60)
+    for (peer, tag), buffer in buffers.items():
+        wrong += _check(f"{peer} {tag}", buffer, data(peer, nbytes, torch.uint8, 10 * rank + tag))
+    return wrong
+
+
+def mail_in_background(nbytes: int) -> bool:
+    """Rank 0 sends more than a box holds and never waits: the thread has to move it."""
+    e = engine()
+    tensor = data(0, nbytes, torch.uint8)
+    if e.rank == 0:
+        future = e.send(Call("send"), tensor, 1, 0)
+        e.barrier(Call("barrier"))
+        return future.result(60).event is None
+    buffer = torch.zeros_like(tensor)
+    e.recv(Call("recv"), buffer, 0, 0).result(60)
+    e.barrier(Call("barrier"))
+    return torch.equal(buffer, tensor)
+
+
+def mail_from_anyone(count: int) -> list[int]:
+    """Rank 0 receives from whoever sends; the sources, and what each sent must agree."""
+    e = engine()
+    if e.rank:
+        for number in range(count):
+            e.send(Call("send"), torch.tensor([e.rank, number]), 0, 5).result(60)
+        return []
+    sources, next_number = [], [0] * e.world_size
+    for _ in range(count * (e.world_size - 1)):
+        buffer = torch.zeros(2, dtype=torch.int64)
+        outcome = e.recv(Call("recv"), buffer, None, 5).result(60)
+        assert outcome.source is not None
+        source = outcome.source()
+        assert buffer.tolist() == [source, next_number[source]]
+        next_number[source] += 1
+        sources.append(source)
+    return sources
+
+
+def mail_of_other(dtype: torch.dtype, elements: int) -> str:
+    """Rank 1 expects something else than rank 0 sends; the next message is right again."""
+    e = engine()
+    if e.rank == 0:
+        e.send(Call("send"), torch.ones(4, dtype=dtype), 1, 0).result(60)
+        e.send(Call("send"), torch.full((3,), 7.0), 1, 0).result(60)
+        return ""
+    text = ""
+    try:
+        e.recv(Call("recv"), torch.zeros(elements), 0, 0).result(60)
+    except (TypeError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+    buffer = torch.zeros(3)
+    e.recv(Call("recv"), buffer, 0, 0).result(60)
+    assert buffer.tolist() == [7.0] * 3
+    return text
+
+
+def mail_never_sent() -> str:
+    """Rank 0 waits for a message; rank 1 leaves. Not in a thread's own time: the wait finds it."""
+    e = engine()
+    if e.rank == 1:
+        return ""
+    try:
+        e.recv(Call("recv"), torch.zeros(1), 1, 3).result(30)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "received"

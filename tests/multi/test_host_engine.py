@@ -1,0 +1,70 @@
+"""The engine of processes on one host, below the API: every op, size class and way of failing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from multi import engine_ranks
+
+
+def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(fn, world_size, *args, place="shm", timeout=60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("fn", [engine_ranks.moving, engine_ranks.uneven, engine_ranks.reducing])
+def test_every_op_in_every_size(fn: Any, world_size: int) -> None:
+    assert run(fn, world_size) == [[]] * world_size
+
+
+def test_many_ranks() -> None:
+    assert run(engine_ranks.uneven, 5) == [[]] * 5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_areas_and_slots_are_used_again(world_size: int) -> None:
+    assert run(engine_ranks.mixed, world_size, 60) == [[]] * world_size
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_difference_is_told_before_a_byte_moves(large: bool) -> None:
+    texts = run(engine_ranks.differing, 3, large)
+    assert len(set(texts)) == 1
+    n = 200_000 if large else 4
+    assert texts[0] == (
+        f"all_reduce: shape of tensor differs between ranks: ({n},) on rank 0, ({n + 1},) on rank 1"
+    )
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
+def test_messages_in_any_order_of_tags(nbytes: int) -> None:
+    assert run(engine_ranks.mail, 3, nbytes) == [[]] * 3
+
+
+def test_messages_move_while_nobody_waits() -> None:
+    assert run(engine_ranks.mail_in_background, 2, 3_000_000) == [True, True]
+
+
+def test_messages_from_anyone() -> None:
+    sources = run(engine_ranks.mail_from_anyone, 3, 20)[0]
+    assert sorted(sources) == [1] * 20 + [2] * 20
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "said"),
+    [
+        (torch.int32, 4, "TypeError: recv: dtype of tensor differs between ranks: torch.int32"),
+        (torch.float32, 5, "ValueError: recv: number of elements differs between ranks: 4 were"),
+    ],
+)
+def test_a_message_that_does_not_fit(dtype: torch.dtype, elements: int, said: str) -> None:
+    assert run(engine_ranks.mail_of_other, 2, dtype, elements)[1].startswith(said)
+
+
+def test_a_message_that_never_comes() -> None:
+    text = run(engine_ranks.mail_never_sent, 2)[0]
+    assert "rank 1 has left the group" in text
