@@ -65,11 +65,14 @@ class Communicator:
         try:
             yield
         except (TypeError, ValueError, InterlaceError) as error:
-            note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
-            own_count = self.ranks != tuple(range(self.world_size))
-            if own_count and error.args and not str(error.args[0]).endswith(note):
-                error.args = (f"{error.args[0]}{note}", *error.args[1:])
+            self._number(error)
             raise
+
+    def _number(self, error: Exception) -> None:
+        note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
+        own_count = self.ranks != tuple(range(self.world_size))
+        if own_count and error.args and not str(error.args[0]).endswith(note):
+            error.args = (f"{error.args[0]}{note}", *error.args[1:])
 
     def agree(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
@@ -194,14 +197,24 @@ class Communicator:
         None, when the caller's later work is ordered after the op.
         """
 
+        place = self.place
+        place.check()
+        if not async_op and place.idle:
+            try:
+                event = start(self.engine)
+            except (TypeError, ValueError, InterlaceError) as error:
+                self._number(error)
+                raise
+            if event is not None:
+                place.hold_current(event, f"the end of {call.op}")
+                place.check()
+            return None
+
         def numbered() -> Outcome:
             with self._numbered():
                 return Outcome(None, start(self.engine))
 
-        self.place.check()
-        work = Work(
-            call.op, self.place, self.place.submit(numbered, asynchronous=async_op), outputs
-        )
+        work = Work(call.op, place, place.submit(numbered, asynchronous=async_op), outputs)
         if async_op:
             return work
         work.wait()

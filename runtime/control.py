@@ -43,8 +43,8 @@ SMALL_DATA = 64 << 10
 LONGEST_REASON = 1 << 10
 BOXES_BYTES = 256 << 10
 
-_ABORTED, _LEFT, _REASON = 64, 128, 192
-SEQUENCE = 0
+_LEFT, _REASON = 128, 192
+SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE = 2048 // 8, 2112 // 8, 2176 // 8
 _ASLEEP, _BELL = 2240, 2304
 _AREAS = 4096
@@ -74,8 +74,8 @@ class Control:
         self.own_view = self._own.view
         self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]
         self._written: list[object] = [None, None]
-        self._own_aborted = Cells((self.bases[rank] + _ABORTED,))
-        self._all_aborted = Cells([base + _ABORTED for base in self.bases])
+        self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
+        self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Control:
 
     def aborted_by(self) -> tuple[int, str] | None:
         """Which rank aborted the group, and why."""
-        word = self._own.acquired(_ABORTED // 8)
+        word = self._own.acquired(ABORTED)
         return (word - 1, self.reason(word - 1)) if word else None
 
     def reason(self, rank: int) -> str:

@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from interlace.runtime import rendezvous
-from interlace.runtime.control import CONTROL_BYTES, LARGEST_MESSAGE, SEQUENCE, Control
+from interlace.runtime.control import (
+    ABORTED,
+    CONTROL_BYTES,
+    LARGEST_MESSAGE,
+    SEQUENCE,
+    Control,
+)
 from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
@@ -315,6 +321,16 @@ class HostGroup:
                 rank, reason = found
                 return AbortedError(f"rank {rank} aborted the group: {reason}")
         return self._parent.failure() if self._parent is not None else None
+
+    def check(self) -> None:
+        """Raise if this group, or one it is a part of, cannot be used or was aborted."""
+        control = self._control
+        if self._unusable or control is None:
+            self.check_usable()
+        elif control.own_view[ABORTED] or (self._parent is not None):
+            failure = self.failure()
+            if failure is not None:
+                raise failure
 
     def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
         """If the group was aborted, raise why: rather a death among these ranks than the abort."""

@@ -15,7 +15,7 @@ from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory
 from interlace.runtime.memory import SymmetricBuffer
-from interlace.runtime.stream import Event, Stream
+from interlace.runtime.stream import Event, Outcome, Stream
 
 T = TypeVar("T")
 
@@ -80,6 +80,10 @@ class Place(ABC):
         Called by the members only. ``generation`` tells groups over the same ranks apart.
         """
 
+    def set_timeout(self, seconds: float) -> None:
+        """Bound every later wait of this rank in this group, where waits have a bound of their own."""
+        return
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Make every wait of every rank of the group end with an error. Idempotent."""
@@ -121,6 +125,21 @@ class Place(ABC):
             "use torch.distributed._symmetric_memory there"
         )
 
+    # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """As ``Engine.send``."""
+        raise self._no_messages()
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """As ``Engine.recv``."""
+        raise self._no_messages()
+
+    def _no_messages(self) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"place {self.name!r} has no send and recv on streams, only collectives"
+        )
+
     # -- what most places do not need ------------------------------------------------------------
 
     def program_limit(self) -> int:
@@ -140,6 +159,11 @@ class Place(ABC):
     def launching(self) -> AbstractContextManager[None]:
         """Entered around the launches of one collective op, after all allocation is done."""
         return nullcontext()
+
+    @property
+    def idle(self) -> bool:
+        """Whether an op that is called now may run in the caller: nothing is queued before it."""
+        return True
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op, after those submitted before it.

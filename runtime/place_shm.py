@@ -97,6 +97,9 @@ class ShmPlace(Place):
             self._worker,
         )
 
+    def set_timeout(self, seconds: float) -> None:
+        self._group.timeout = seconds
+
     # -- memory and messages -------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -190,6 +193,10 @@ class ShmPlace(Place):
     def hold_current(self, event: Event, waiting_for: str) -> None:
         event.synchronize()
 
+    @property
+    def idle(self) -> bool:
+        return self._worker.idle or self._worker.inside
+
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
         if not self._worker.inside and (asynchronous or not self._worker.idle):
@@ -217,10 +224,7 @@ class ShmPlace(Place):
 
     def check(self) -> None:
         """Raise AbortedError if the group, or one it was split from, was aborted."""
-        self._group.check_usable()
-        failure = self._group.failure()
-        if failure is not None:
-            raise failure
+        self._group.check()
 
     def abort(self, reason: str) -> None:
         """Make every wait of every rank end with an AbortedError that says ``reason``.

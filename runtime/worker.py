@@ -33,8 +33,7 @@ class OrderedWorker:
     @property
     def idle(self) -> bool:
         """True when everything submitted has finished. What it wrote is visible then."""
-        with self._lock:
-            return self._unfinished == 0
+        return self._unfinished == 0
 
     @property
     def inside(self) -> bool:
