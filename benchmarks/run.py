@@ -35,7 +35,7 @@ from rich.table import Table
 import interlace
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives")
-CHECKS = ("schedules",)  # modules that simulate the ranks of their cases in this process
+OWN_RANKS = ("torch_backend", "schedules")  # modules that start the ranks of their cases themselves
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -54,11 +54,9 @@ def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
 
 def run(op: str, world_size: int, repetitions: int) -> list[Measurement]:
     """All cases of one module."""
-    if op in CHECKS:
-        checked: list[Measurement] = importlib.import_module(op).measurements(
-            world_size, repetitions
-        )
-        return checked
+    if op in OWN_RANKS:
+        own: list[Measurement] = importlib.import_module(op).measurements(world_size, repetitions)
+        return own
     ranks = interlace.run(
         on_rank, world_size, op, free_port(), repetitions, place="shm", timeout=600.0
     )
@@ -132,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
     parser.add_argument(
-        "--op", choices=OPS + CHECKS, action="append", help="only this module; repeatable"
+        "--op", choices=OPS + OWN_RANKS, action="append", help="only this module; repeatable"
     )
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
@@ -140,7 +138,7 @@ def main() -> int:
     console = Console()
     measurements: list[Measurement] = []
     for world_size in [int(part) for part in options.ranks.split(",")]:
-        for op in options.op or OPS + CHECKS:
+        for op in options.op or OPS + OWN_RANKS:
             with console.status(f"{op} on {world_size} ranks ..."):
                 measurements += run(op, world_size, options.repetitions)
     show(console, measurements)

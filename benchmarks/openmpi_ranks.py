@@ -1,0 +1,53 @@
+"""What torch_backend.py runs under ``mpirun``: OpenMPI's collectives through mpi4py. Needs numpy, mpi4py.
+
+``mpirun -n 2 python openmpi_ranks.py REPETITIONS BYTES...`` prints one line of JSON: microseconds per call
+by "op bytes", medians over blocks of back-to-back calls, of each block's slowest rank.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+repetitions, sizes = int(sys.argv[1]), [int(size) for size in sys.argv[2:]]
+
+
+def measure(function, nbytes):
+    calls = max(1, min(50, (4 << 20) // max(nbytes, 1)))
+    times = []
+    for repetition in range(-1, repetitions):
+        world.Barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        elapsed = (time.perf_counter() - start) / calls
+        slowest = world.allreduce(elapsed, op=MPI.MAX)
+        if repetition >= 0:
+            times.append(slowest * 1e6)
+    return statistics.median(times)
+
+
+def ops(nbytes):
+    x = np.zeros(nbytes // 4, "f4")
+    y = np.zeros(nbytes // 4, "f4")
+    whole = np.zeros(world.size * x.size, "f4")
+    part = np.zeros(x.size // world.size, "f4")
+    return {
+        "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, x),
+        "all_gather": lambda: world.Allgather(x, whole),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(x, part),
+        "all_to_all": lambda: world.Alltoall(x, y),
+        "broadcast": lambda: world.Bcast(x, 0),
+    }
+
+
+found = {"barrier 0": measure(world.Barrier, 0)}
+for size in sizes:
+    for name, function in ops(size).items():
+        found[f"{name} {size}"] = measure(function, size)
+if world.rank == 0:
+    print(json.dumps(found))

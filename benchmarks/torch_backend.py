@@ -1,0 +1,180 @@
+"""interlace as a torch.distributed backend, against gloo and OpenMPI: the same calls, two groups.
+
+Every op is called as a user calls it, ``dist.all_reduce(tensor, group=...)``. ``bytes`` is the size of the
+input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes, with all ranks copying at
+once. OpenMPI runs the same ops through mpi4py, before the others on the same machine, where ``mpirun`` and
+a Python with mpi4py are found (``MPI_PYTHON`` names it).
+
+Protocol: blocks of back-to-back calls; candidates alternate block by block; a block's time per call is
+that of its slowest rank; medians over blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from measure import Measurement
+
+import interlace
+
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+DISPATCH_BYTES = 4
+DISPATCH = "dispatch (world size 1)"
+
+
+def calls_per_block(nbytes: int) -> int:
+    """Enough calls for a few milliseconds."""
+    return max(1, min(50, (4 << 20) // max(nbytes, 1)))
+
+
+def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
+    """The ops on tensors of ``nbytes``, as functions of a group."""
+    n = nbytes // 4
+    tensor = torch.zeros(n)
+    whole = torch.zeros(n * world_size)
+    part = torch.zeros(n // world_size)
+    other = torch.zeros(n)
+    return {
+        "all_reduce": lambda group: dist.all_reduce(tensor, group=group),
+        "all_gather": lambda group: dist.all_gather_single(whole, tensor, group=group),
+        "reduce_scatter": lambda group: dist.reduce_scatter_single(part, tensor, group=group),
+        "all_to_all": lambda group: dist.all_to_all_single(other, tensor, group=group),
+        "broadcast": lambda group: dist.broadcast(tensor, 0, group=group),
+    }
+
+
+def _copy(nbytes: int) -> Callable[[], object]:
+    source, target = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    return lambda: target.copy_(source)
+
+
+def _blocks(
+    candidates: dict[str, Callable[[], object]], calls: int, repetitions: int
+) -> dict[str, float]:
+    """Median microseconds per call, by candidate."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in range(-1, repetitions):
+        for name, candidate in candidates.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                candidate()
+            elapsed = (time.perf_counter() - start) / calls
+            slowest = torch.tensor([elapsed], dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if repetition >= 0:
+                times[name].append(float(slowest) * 1e6)
+    return {name: median(values) for name, values in times.items()}
+
+
+def on_rank(path: str, repetitions: int) -> list[Measurement]:
+    """All measurements of one world size, on one rank."""
+    torch.set_num_threads(1)
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        return _measure(world_size, repetitions)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _measure(world_size: int, repetitions: int) -> list[Measurement]:
+    gloo = dist.group.WORLD
+    ours = dist.new_group(backend="interlace")
+    assert gloo is not None
+
+    def case(name: str, nbytes: int, candidates: dict[str, Callable[[], object]]) -> Measurement:
+        times = _blocks(candidates, calls_per_block(nbytes), repetitions)
+        shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
+        return Measurement(name, world_size, shape, "gloo", times, repetitions)
+
+    if world_size == 1:
+        tensor = torch.zeros(DISPATCH_BYTES // 4)
+        candidates: dict[str, Callable[[], object]] = {
+            "gloo": lambda: dist.all_reduce(tensor, group=gloo),
+            "interlace": lambda: dist.all_reduce(tensor, group=ours),
+        }
+        times = _blocks(candidates, 2000, repetitions)
+        shape: dict[str, int | str] = {"bytes": DISPATCH_BYTES, "dtype": "float32"}
+        return [Measurement(DISPATCH, 1, shape, "gloo", times, repetitions)]
+    found = [
+        case(
+            "barrier",
+            0,
+            {
+                "gloo": lambda: dist.barrier(group=gloo),
+                "interlace": lambda: dist.barrier(group=ours),
+            },
+        )
+    ]
+    for nbytes in SIZES:
+        copy = _copy(nbytes)
+        for name, op in ops(nbytes, world_size).items():
+            found.append(
+                case(
+                    name,
+                    nbytes,
+                    {
+                        "gloo": lambda op=op: op(gloo),  # type: ignore[misc]
+                        "interlace": lambda op=op: op(ours),  # type: ignore[misc]
+                        "copy_": copy,
+                    },
+                )
+            )
+    return found
+
+
+def measurements(world_size: int, repetitions: int) -> list[Measurement]:
+    """All of one world size, with OpenMPI's times where it is installed."""
+    anchor = openmpi(world_size, repetitions) if world_size > 1 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = interlace.run(
+            on_rank, world_size, f"{folder}/store", repetitions, place="shm", timeout=1200.0
+        )
+    found: list[Measurement] = ranks[0]
+    for each in found:
+        time_of = anchor.get(f"{each.op} {each.shape['bytes']}")
+        if time_of is not None:
+            each.microseconds["OpenMPI"] = time_of
+    return found
+
+
+def openmpi(world_size: int, repetitions: int) -> dict[str, float]:
+    """OpenMPI's medians by "op bytes"; empty where it is not installed."""
+    python = os.environ.get("MPI_PYTHON", sys.executable)
+    if shutil.which("mpirun") is None:
+        return {}
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(world_size)]
+    script = Path(__file__).with_name("openmpi_ranks.py")
+    try:
+        answer = subprocess.run(
+            [*command, python, str(script), str(repetitions), *map(str, SIZES)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"no figures of OpenMPI: {error}", file=sys.stderr)
+        return {}
+    found: dict[str, float] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found
