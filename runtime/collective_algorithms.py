@@ -3,15 +3,16 @@
 Two algorithms each, on the same interface in every place:
 
 ``copy``    the copy engine and torch operators. A rank stages its tensor in its own workspace and
-            signals that it is ready; the others read it from there. Any dtype.
+            signals that it is ready; the others read it from there. Any dtype, any reduction.
 ``kernel``  one Triton kernel that pushes, signals and sums. float32, float16, bfloat16.
 
-All tensors here are flat and contiguous. Sums are taken in rank order, in fp32 for narrower floats.
+All tensors here are flat and contiguous. Reductions are ``reductions.fold``'s, in rank order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,18 +34,76 @@ from interlace.runtime.stream import Event
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# -- all-gather --------------------------------------------------------------------------------
+# -- staging and pulling -----------------------------------------------------------------------
 
 
-def stage(
-    communicator: Communicator, workspace: Workspace, tensor: torch.Tensor, offset: int, slot: int
-) -> None:
-    """Put ``tensor`` where all peers can read it, then tell each of them: ``slot`` is ready."""
+@dataclass(frozen=True)
+class Staged:
+    """``tensor`` goes to byte ``offset`` of the own workspace, where ``readers`` take it from."""
+
+    offset: int
+    tensor: torch.Tensor
+    readers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """``destination`` is filled with what ``source`` has staged at byte ``offset``."""
+
+    source: int
+    offset: int
+    destination: torch.Tensor
+
+
+def others(communicator: Communicator) -> list[int]:
+    """All ranks but this one, the next one first."""
+    rank, world_size = communicator.rank, communicator.world_size
+    return [(rank + step) % world_size for step in range(1, world_size)]
+
+
+def stage(communicator: Communicator, workspace: Workspace, part: Staged, slot: int) -> None:
+    """Put ``part`` where all peers can read it, then tell its readers: ``slot`` is ready."""
     stream = communicator.compute
-    mine = workspace.data(communicator.rank, offset, tensor.shape, tensor.dtype)
-    stream.copy(mine, tensor, "stage")
-    for step in range(1, communicator.world_size):
-        stream.publish(workspace, (communicator.rank + step) % communicator.world_size, slot)
+    mine = workspace.data(communicator.rank, part.offset, part.tensor.shape, part.tensor.dtype)
+    stream.copy(mine, part.tensor, "stage")
+    for reader in part.readers:
+        stream.publish(workspace, reader, slot)
+
+
+def pull(
+    communicator: Communicator,
+    op: str,
+    nbytes: int,
+    staged: Sequence[Staged],
+    taken: Sequence[Taken],
+) -> Event:
+    """Stage parts in the own workspace, then take what others have staged in theirs.
+
+    ``nbytes`` is the same on all ranks and what the one that stages most needs. Every rank that takes
+    from another is a reader of exactly one of its parts. A rank may take from itself. All is staged
+    before anything is taken, so destinations may lie in the memory of staged tensors.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    layout.add_data(nbytes)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        for part in staged:
+            stage(communicator, workspace, part, slots + rank)
+        for take in taken:
+            if take.source != rank:
+                stream.wait(workspace, take.source, slots + take.source)
+            to = take.destination
+            theirs = workspace.data(take.source, take.offset, to.shape, to.dtype)
+            stream.copy(to, theirs, f"part of rank {take.source}")
+
+    return communicator.enqueue(op, layout, body)
+
+
+# -- all-gather --------------------------------------------------------------------------------
 
 
 def all_gather_copy(
@@ -52,31 +111,23 @@ def all_gather_copy(
 ) -> Event:
     """``outputs[r] = input of rank r``; flat tensors, lengths may differ."""
     rank, world_size = communicator.rank, communicator.world_size
-    layout = Layout(pulled=True)
-    slots = layout.add_slots(world_size)
-    offset = layout.add_data(max(output.numel() for output in outputs) * input.dtype.itemsize)
-
-    def body(workspace: Workspace) -> None:
-        stream = communicator.compute
-        stream.wait_credits(workspace)
-        stage(communicator, workspace, input, offset, slots + rank)
-        for source, _ in arrival_order(rank, world_size, [1] * world_size):
-            if source == rank:
-                if outputs[rank].data_ptr() != input.data_ptr():
-                    stream.copy(outputs[rank], input, "own shard")
-                continue
-            stream.wait(workspace, source, slots + source)
-            output = outputs[source]
-            theirs = workspace.data(source, offset, output.shape, output.dtype)
-            stream.copy(output, theirs, f"shard of rank {source}")
-
-    return communicator.enqueue("all_gather", layout, body)
+    nbytes = max(output.numel() for output in outputs) * input.dtype.itemsize
+    taken = [
+        Taken(source, 0, outputs[source])
+        for source, _ in arrival_order(rank, world_size, [1] * world_size)
+        if source != rank or outputs[rank].data_ptr() != input.data_ptr()
+    ]
+    staged = [Staged(0, input, others(communicator))]
+    return pull(communicator, "all_gather", nbytes, staged, taken)
 
 
 def transfer_tables(
-    communicator: Communicator, rows: Sequence[int], chunk_rows: int
+    communicator: Communicator, rows: Sequence[int], chunk_rows: int, *, own: bool = True
 ) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
-    """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots)."""
+    """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots).
+
+    ``own`` says that the own chunks are arrivals too, which they are not where they are in place.
+    """
     rank, world_size = communicator.rank, communicator.world_size
     chunks = [chunks_of(count, chunk_rows) for count in rows]
     counts = [len(part) for part in chunks]
@@ -88,8 +139,8 @@ def transfer_tables(
         return [peer, first, count, first_rows[source] + first, first_slots[source] + chunk]
 
     sends = send_order(rank, world_size, counts[rank])
-    arrivals = arrival_order(rank, world_size, counts)
-    key = (tuple(rows), chunk_rows)
+    arrivals = [a for a in arrival_order(rank, world_size, counts) if own or a[0] != rank]
+    key = (tuple(rows), chunk_rows, own)
     return (
         communicator.table(("sends", key), lambda: [line(p, rank, c) for c, p in sends]),
         len(sends),
@@ -106,10 +157,17 @@ def all_gather_kernel(
     lengths: Sequence[int],
     configuration: Configuration,
 ) -> Event:
-    """``output = concat(input of rank 0, 1, ...)``, flat; ``lengths`` by rank."""
+    """``output = concat(input of rank 0, 1, ...)``, flat; ``lengths`` by rank.
+
+    ``input`` may be its own part of ``output``, which is then not written.
+    """
     block = configuration.block_elements
     chunk = max(block, -(-max(lengths) // configuration.chunks))
-    sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(communicator, lengths, chunk)
+    first = prefix_sums(lengths)[communicator.rank]
+    in_place = output[first:].data_ptr() == input.data_ptr()
+    sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(
+        communicator, lengths, chunk, own=not in_place
+    )
     layout = Layout()
     layout.add_slots(slots)
     layout.add_data(output.numel() * output.dtype.itemsize)
@@ -153,19 +211,16 @@ def reduce_scatter_copy(
 ) -> Event:
     """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
     rank, world_size = communicator.rank, communicator.world_size
-    dtype = output.dtype
     layout = Layout(pulled=True)
     slots = layout.add_slots(world_size)
-    offsets = [layout.add_data(part.numel() * dtype.itemsize) for part in inputs]
+    offsets = [layout.add_data(part.numel() * output.dtype.itemsize) for part in inputs]
 
     def body(workspace: Workspace) -> None:
-        stream = communicator.compute
-        stream.wait_credits(workspace)
+        communicator.compute.wait_credits(workspace)
         for owner in owner_order(rank, world_size):
-            mine = workspace.data(rank, offsets[owner], inputs[owner].shape, dtype)
-            stream.copy(mine, inputs[owner], f"stage part of rank {owner}")
-            if owner != rank:
-                stream.publish(workspace, owner, slots + rank)
+            readers = [owner] if owner != rank else []
+            part = Staged(offsets[owner], inputs[owner], readers)
+            stage(communicator, workspace, part, slots + rank)
         reduce_staged(communicator, workspace, slots, offsets[rank], output, reduction=reduction)
 
     return communicator.enqueue("reduce_scatter", layout, body)
@@ -190,6 +245,25 @@ def reduce_staged(
         for source in range(communicator.world_size)
     ]
     stream.call(lambda: fold(reduction, parts, output), reduction)
+
+
+def reduce_copy(
+    communicator: Communicator, tensor: torch.Tensor, root: int, *, reduction: str
+) -> Event:
+    """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it is only read."""
+    is_root = communicator.rank == root
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(communicator.world_size)
+    offset = layout.add_data(tensor.numel() * tensor.dtype.itemsize)
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.wait_credits(workspace)
+        part = Staged(offset, tensor, [] if is_root else [root])
+        stage(communicator, workspace, part, slots + communicator.rank)
+        if is_root:
+            reduce_staged(communicator, workspace, slots, offset, tensor, reduction=reduction)
+
+    return communicator.enqueue("reduce", layout, body)
 
 
 def segment_table(
@@ -273,14 +347,14 @@ def all_reduce_copy(
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
-        stage(communicator, workspace, input, offset, staged + rank)
+        stage(communicator, workspace, Staged(offset, input, others(communicator)), staged + rank)
         first, count = segments[rank]
         mine = workspace.data(rank, sums_offset, (count,), input.dtype)
         reduce_staged(
             communicator, workspace, staged, offset + first * itemsize, mine, reduction=reduction
         )
-        for step in range(1, world_size):
-            stream.publish(workspace, (rank + step) % world_size, summed + rank)
+        for peer in others(communicator):
+            stream.publish(workspace, peer, summed + rank)
         for source, _ in arrival_order(rank, world_size, [1] * world_size):
             if source != rank:
                 stream.wait(workspace, source, summed + source)

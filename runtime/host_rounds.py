@@ -195,24 +195,24 @@ class Rounds:
     def _summing(
         self,
         own: torch.Tensor,
-        output: Sequence[torch.Tensor],
+        output: torch.Tensor,
         op: str,
     ) -> Callable[[int, int], None]:
         """Reduce a piece of this rank's part: ``own`` and what the others have staged of it."""
         rank = self._rank
         sections = self._sections(own.dtype, rank)
         elements = self._section // own.dtype.itemsize
-        pieces = own.split(elements) if own.numel() else ()
+        total = own.numel()
 
         def reduce(c: int, slot: int) -> None:
-            if c >= len(pieces):
+            start = c * elements
+            size = min(elements, total - start)
+            if size <= 0:
                 return
-            piece = pieces[c]
-            parts = list(sections[slot // SLOT_BYTES])
-            if piece.numel() < elements:
-                parts = [part[: piece.numel()] for part in parts]
-            parts[rank] = piece
-            fold(op, parts, output[c])
+            views = sections[slot // SLOT_BYTES]
+            parts = views[:] if size == elements else [view[:size] for view in views]
+            parts[rank] = own.narrow(0, start, size)
+            fold(op, parts, output.narrow(0, start, size))
 
         return reduce
 
@@ -225,12 +225,11 @@ class Rounds:
         itemsize = output.dtype.itemsize
         count = -(-max(part.numel() for part in inputs) // elements)
         own = inputs[self._rank].view(-1)
-        pieces = output.view(-1).split(elements) if output.numel() else ()
         self._run(
             op,
             count,
             self._staging([(part.data_ptr(), part.numel() * itemsize) for part in inputs]),
-            self._summing(own, pieces, reduction),
+            self._summing(own, output.view(-1), reduction),
             sources=self._peers,
         )
 
@@ -253,18 +252,17 @@ class Rounds:
         ring = bases[rank] + rank * section
         start = spans[rank][0]
         sections = self._sections(flat.dtype, rank)
-        pieces = own.split(elements) if own.numel() else ()
-        whole = elements * itemsize
+        whole, count = elements * itemsize, own.numel()
 
         def reduce(c: int, slot: int) -> None:
-            if c >= len(pieces):
+            first = c * elements
+            size = min(elements, count - first)
+            if size <= 0:
                 return
-            piece = pieces[c]
             views = sections[slot // SLOT_BYTES]
-            size = piece.numel()
             parts = views[:] if size == elements else [view[:size] for view in views]
             sums = parts[rank]
-            parts[rank] = piece
+            parts[rank] = own.narrow(0, first, size)
             fold(reduction, parts, sums)
             if here:
                 _memmove(start + c * whole, ring + slot, size * itemsize)

@@ -147,9 +147,9 @@ def meet(
     def missing() -> list[int]:
         """Ranks without a card. A nonce of a run that crashed is replaced by rank 0's new one."""
         nonlocal nonce, keys
-        if not store.check([nonce_key]):
+        if not store.check([nonce_key]) or not (current := store.get(nonce_key).decode()):
             return [0]
-        if (current := store.get(nonce_key).decode()) != nonce:
+        if current != nonce:
             nonce = current
             keys = {peer: f"{nonce_key}/{nonce}/{peer}" for peer in range(world_size)}
             store.set(keys[rank], pickle.dumps(card).hex())
@@ -163,7 +163,7 @@ def meet(
 
     if rank == 0:
         _poll(missing, rank, prefix, deadline)
-        store.delete_key(nonce_key)
+        store.set(nonce_key, "")  # deleted, it would let a get that follows a check wait forever
         store.set(f"{nonce_key}/{nonce}/open", "")
     else:
         _poll(opened, rank, prefix, deadline)

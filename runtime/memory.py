@@ -37,6 +37,12 @@ SMALLEST_SLOTS = 1 << 10
 SMALLEST_DATA = 1 << 16
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor`` of any dtype as flat uint8, to be moved."""
+    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 @dataclass
 class SymmetricBuffer:
     """The same ``nbytes`` on every rank of a group.

@@ -14,6 +14,7 @@ import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,12 @@ from interlace.runtime import trace
 from interlace.runtime.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory, aligned
-from interlace.runtime.memory import SymmetricBuffer, Workspace
+from interlace.runtime.mail_sim import Mailbox, Message, Receive
+from interlace.runtime.memory import SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.place import Place
 from interlace.runtime.scheduler import Scheduler, TaskFailed
 from interlace.runtime.source_lines import line_of, user_frame, user_line
-from interlace.runtime.stream import Event, Stream
+from interlace.runtime.stream import Event, Outcome, Stream
 
 COPY_PIECES = 3
 
@@ -41,6 +43,7 @@ class _Group:
     allocations: dict[int, dict[int, LocalMemory]] = field(default_factory=dict)
     departures: Counter[int] = field(default_factory=Counter)
     observed: list[LocalMemory] = field(default_factory=list)
+    mail: Mailbox = field(default_factory=Mailbox)
 
 
 class SimWorld:
@@ -253,6 +256,7 @@ class SimPlace(Place):
         self._exchanged = 0
         self._allocated = 0
         self._barriers = 0
+        self._mail_stream: Stream | None = None
 
     def _meet(self, box: dict[int, Any], doing: str) -> None:
         """Block the host task until every rank has put something into ``box``."""
@@ -309,6 +313,40 @@ class SimPlace(Place):
         self._meet(box, doing)
         self._group.exchanges.pop(number - 2, None)  # everyone has left that one
         return [box[rank] for rank in range(self.world_size)]
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        data = bytes_of(tensor).clone()
+        message = Message(self.rank, peer, tag, tensor.dtype, data, self.record_current())
+        self._group.mail.post(message)
+        self.world.scheduler.progress()
+        self.world.scheduler.give_way()
+        future: Future[Outcome] = Future()
+        future.set_result(Outcome(None, None))
+        return future
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        def waiting() -> BlockedWait:
+            source = "any rank" if peer is None else f"rank {self._members[peer]}"
+            what = f"a message from {source} with tag {tag}"
+            return BlockedWait(self.global_rank, "host code", what, where=user_line(task))
+
+        task = self.world.scheduler.current
+        if self._mail_stream is None:
+            self._mail_stream = self.new_stream("mail")
+        receive = Receive(
+            self.rank,
+            peer,
+            tag,
+            tensor,
+            stream=self._mail_stream,
+            posted=self.record_current(),
+            scheduler=self.world.scheduler,
+            waiting=waiting,
+        )
+        self._group.mail.take(receive)
+        self.world.scheduler.progress()
+        self.world.scheduler.give_way()
+        return receive
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-PIECE = 1 << 15  # elements, per thread; two scratch tensors of it fit the second-level cache
+PIECE = 1 << 17  # elements, per thread; smaller ones cost more in calls than they save in misses
 DEVICE_PIECE = 1 << 24  # where a launch costs more than a pass through memory
 
 Fold = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
@@ -93,7 +93,9 @@ def _pieces(
     if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
         yield parts, output
         return
-    for *pieces, result in zip(*(tensor.view(-1).split(size) for tensor in every), strict=True):
+    for *pieces, result in zip(
+        *(torch.split(tensor.view(-1), size) for tensor in every), strict=True
+    ):
         yield pieces, result
 
 
@@ -138,17 +140,34 @@ def _direct(binary: Binary, finish: Finish = _nothing) -> Fold:
     return fold
 
 
-def _load(scratch: torch.Tensor, part: torch.Tensor) -> None:
+def _copy(scratch: torch.Tensor, part: torch.Tensor) -> None:
     scratch.copy_(part)
 
 
-def _wide(
+def _wide(dtype: torch.dtype, binary: Binary, finish: Finish = _nothing) -> Fold:
+    """In a wider dtype, to which torch's operators bring the parts; the output may be of it."""
+
+    def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        scratch = None
+        for pieces, result in _pieces(parts, output):
+            if scratch is None or scratch.shape != result.shape:
+                scratch = torch.empty(result.shape, dtype=dtype, device=output.device)
+            scratch.copy_(pieces[0])
+            for piece in pieces[1:]:
+                binary(scratch, piece, out=scratch)
+            finish(scratch, len(parts))
+            result.copy_(scratch)
+
+    return fold
+
+
+def _loaded(
     dtype: torch.dtype,
     binary: Binary,
     finish: Finish = _nothing,
-    load: Callable[[torch.Tensor, torch.Tensor], Any] = _load,
+    load: Callable[[torch.Tensor, torch.Tensor], Any] = _copy,
 ) -> Fold:
-    """In another dtype, or of what ``load`` makes of the parts; the output may be of that dtype."""
+    """Of what ``load`` makes of the parts: torch's operators do not bring them to ``dtype``."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         scratch = None
@@ -173,7 +192,7 @@ def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
     def load(scratch: torch.Tensor, part: torch.Tensor) -> None:
         torch.bitwise_xor(part, top, out=scratch)
 
-    return _wide(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
+    return _loaded(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
 
 
 def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
@@ -215,11 +234,14 @@ def _fill() -> None:
     for dtype in _FLOATS:
         _in_dtype(dtype, {**_ARITHMETIC, **_ORDER})
         _FOLDS["avg", dtype] = _direct(torch.add, _divide)
-    for dtype in (*_HALVES, *_FP8):
+    for dtype in _FP8:
         for op, binary in {**_ARITHMETIC, **_ORDER}.items():
+            _FOLDS[op, dtype] = _loaded(torch.float32, binary)
+        _FOLDS["avg", dtype] = _loaded(torch.float32, torch.add, _divide)
+    for dtype in _HALVES:
+        for op, binary in _ARITHMETIC.items():
             _FOLDS[op, dtype] = _wide(torch.float32, binary)
         _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide)
-    for dtype in _HALVES:
         # fp32 has more than twice the bits and two, so an operator on two halves, which torch computes
         # in fp32, gives the right rounding however it gets there
         _PAIRS.update({(op, dtype): binary for op, binary in _ARITHMETIC.items()})
@@ -246,9 +268,10 @@ def _fill() -> None:
             _FOLDS[op, dtype] = _viewed(view, _FOLDS[op, signed])
         for op, binary in _ORDER.items():
             _FOLDS[op, dtype] = _viewed(view, _offset(signed, binary))
-        _FOLDS["avg", dtype] = _wide(torch.int64, torch.add, _divide_whole)
         if dtype == torch.uint64:
             _FOLDS["avg", dtype] = _viewed(view, _wide(torch.int64, torch.add, _divide_unsigned))
+        else:
+            _FOLDS["avg", dtype] = _loaded(torch.int64, torch.add, _divide_whole)
     _in_dtype(torch.bool, _OF_BOOL)
 
 
@@ -300,3 +323,15 @@ def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor)
     For who goes on computing before the one rounding: float16 and bfloat16 give float32.
     """
     _fold(op, parts, output)
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """The last step of avg, in place, for who has summed in the accumulation dtype: ``total / count``."""
+    if total.is_complex():
+        _divide(torch.view_as_real(total), count)
+    elif total.is_floating_point():
+        _divide(total, count)
+    elif total.dtype == torch.uint64:
+        _divide_unsigned(total.view(torch.int64), count)
+    else:
+        _divide_whole(total, count)

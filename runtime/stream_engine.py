@@ -1,0 +1,221 @@
+"""The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
+
+Works in every place of one node, and is what ``sim`` and ``cuda`` use. Two algorithms do nearly all::
+
+    pull      every rank stages what others need in its own workspace and signals; they take it
+    staged    as pull, but what is taken is reduced: ``fold`` over the workspaces, in rank order
+    reduction
+
+================  ======================================  ==================================
+op                a rank stages                           a rank takes
+================  ======================================  ==================================
+all_gather        its input                               every rank's input
+all_to_all        one part per rank                       its part of every rank
+broadcast         the root: the tensor                    all but the root: the root's
+gather            its input                               the root: every rank's
+scatter           the root: one part per rank             its part of the root's
+reduce_scatter    one part per rank                       the reduction of its part
+reduce            its tensor                              the root: the reduction
+all_reduce        its tensor, then its part's reduction   all parts
+================  ======================================  ==================================
+
+Staging costs one copy more than writing into the peers' outputs would, but nobody needs to know where
+those lie. Where lengths differ between ranks a second message tells them, because all ranks must lease
+workspaces of the same size and readers must know the source's layout.
+
+Sums and averages of a dtype that kernels have, and all-gathers, are done by one Triton kernel in places
+whose ranks have no direct access to each other's memory. The term ``algorithm`` of a call, "kernel" or
+"copy" in place of "auto", chooses otherwise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums, split_rows
+from interlace.runtime import collective_algorithms as algorithms
+from interlace.runtime import stream_kernels as kernels
+from interlace.runtime.call import Call
+from interlace.runtime.collective_algorithms import KERNEL_DTYPES, Staged, Taken
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.engine import Engine
+from interlace.runtime.memory import bytes_of
+from interlace.runtime.stream import Event, Outcome
+
+PART_ALIGNMENT = 16
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where parts of ``sizes`` bytes begin in a workspace, and the end of the last."""
+    aligned = [-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes]
+    return list(prefix_sums(aligned))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one length are the same memory; empty ones are."""
+    return one.data_ptr() == other.data_ptr()
+
+
+class StreamEngine(Engine):
+    """The collectives of ``communicator``, on its streams and workspaces."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _messages(self, call: Call) -> list[bytes]:
+        if self.world_size == 1:
+            return [call.message]
+        return self._communicator.place.exchange(call.message, call.op)
+
+    def _told(self, op: str, mine: Any) -> list[Any]:
+        """Every rank's ``mine``, once all agree on the call."""
+        if self.world_size == 1:
+            return [mine]
+        payload = pickle.dumps(mine, protocol=5)
+        return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
+
+    def _by_kernel(
+        self, call: Call, dtype: torch.dtype, elements: int, reduction: str = "sum"
+    ) -> bool:
+        """Whether to run the Triton kernel; the same on all ranks, as they agree on the call."""
+        algorithm = dict(call.terms).get("algorithm", "auto")
+        supported = dtype in KERNEL_DTYPES and reduction in kernels.REDUCTIONS
+        if algorithm == "kernel" and not supported:
+            raise TypeError(
+                f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
+                f'not op "{reduction}" of {dtype}'
+            )
+        if algorithm == "auto":
+            return supported and elements > 0 and not self._communicator.place.direct_access
+        return algorithm == "kernel" and elements > 0
+
+    def parts(self, call: Call) -> list[Any]:
+        return call.compared(self._messages(call))
+
+    def barrier(self, call: Call) -> Event | None:
+        place = self._communicator.place
+        place.arrive()
+        call.verify(self._messages(call))
+        place.depart()
+        return None
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def _everyone(self) -> list[int]:
+        """All ranks, this one first, then in the order in which they send to it."""
+        order = arrival_order(self.rank, self.world_size, [1] * self.world_size)
+        return [source for source, _ in order]
+
+    def all_gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        elements = sum(output.numel() for output in outputs)
+        if self._by_kernel(call, input.dtype, elements):
+            return kernels.all_gather(self._communicator, outputs, input)
+        return algorithms.all_gather_copy(
+            self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
+        )
+
+    def all_to_all(
+        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        rank = self.rank
+        starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
+        keep = _same(outputs[rank], inputs[rank])
+        staged = [
+            Staged(starts[rank][peer], bytes_of(inputs[peer]), [] if peer == rank else [peer])
+            for peer in owner_order(rank, self.world_size)
+            if not (peer == rank and keep)
+        ]
+        taken = [
+            Taken(source, starts[source][rank], bytes_of(outputs[source]))
+            for source in self._everyone()
+            if not (source == rank and keep)
+        ]
+        nbytes = max(each[-1] for each in starts)
+        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
+        call.verify(self._messages(call))
+        data = bytes_of(tensor)
+        is_root = self.rank == root
+        staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
+        taken = [] if is_root else [Taken(root, 0, data)]
+        return algorithms.pull(self._communicator, call.op, tensor.nbytes, staged, taken)
+
+    def gather(
+        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        nbytes = max(self._told(call.op, input.nbytes))
+        staged = [Staged(0, bytes_of(input), [] if self.rank == root else [root])]
+        taken: list[Taken] = []
+        if outputs is not None:
+            taken = [
+                Taken(source, 0, bytes_of(outputs[source]))
+                for source in self._everyone()
+                if not (source == root and _same(outputs[root], input))
+            ]
+        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
+
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        mine = None if inputs is None else [part.nbytes for part in inputs]
+        starts = _starts(self._told(call.op, mine)[root])
+        staged: list[Staged] = []
+        if inputs is not None:
+            staged = [
+                Staged(starts[peer], bytes_of(inputs[peer]), [] if peer == root else [peer])
+                for peer in owner_order(root, self.world_size)
+            ]
+        taken = [Taken(root, starts[self.rank], bytes_of(output))]
+        if inputs is not None and _same(output, inputs[root]):
+            taken = []
+        return algorithms.pull(self._communicator, call.op, starts[-1], staged, taken)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
+        call.verify(self._messages(call))
+        if self._by_kernel(call, tensor.dtype, tensor.numel(), op):
+            return kernels.all_reduce(self._communicator, tensor, op)
+        flat = tensor.view(-1)
+        segments = split_rows(flat.numel(), self.world_size)
+        return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+        call.verify(self._messages(call))
+        return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
+
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        elements = sum(part.numel() for part in inputs)
+        if self._by_kernel(call, output.dtype, elements, op):
+            return kernels.reduce_scatter(self._communicator, output, inputs, op)
+        flat = [part.view(-1) for part in inputs]
+        return algorithms.reduce_scatter_copy(
+            self._communicator, flat, output.view(-1), reduction=op
+        )
+
+    # -- point to point ------------------------------------------------------------------------
+
+    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        return self._communicator.place.send(tensor, peer, tag)
+
+    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        return self._communicator.place.recv(tensor, peer, tag)

@@ -1,0 +1,604 @@
+"""Every method of ``StreamEngine`` in ``sim``: uneven and empty parts, in place, refusals, messages.
+
+Each op runs twice in a run with another payload, so that the second finds the memory of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.groups import default_group
+from interlace.runtime.call import Call
+from interlace.runtime.configuration import override
+from interlace.runtime.engine import Engine
+from interlace.runtime.reductions import DTYPES, MOVABLE_DTYPES, REDUCE_OPS, defined, fold
+from interlace.runtime.stream import Outcome
+from interlace.runtime.stream_engine import StreamEngine
+from interlace.runtime.work import Work
+from interlace.verify import races
+
+WORLDS = [1, 2, 3, 4, 5]
+ALGORITHMS = ["auto", "copy", "kernel"]
+ROUNDS = 2
+POISON = -77.0
+
+
+def run_op(
+    op: str,
+    start: Callable[[Engine, Call], Any],
+    algorithm: str = "auto",
+    **call: Any,
+) -> None:
+    """Run one op on the caller's default group, to its end."""
+    communicator = default_group()
+    assert isinstance(communicator.engine, StreamEngine)
+    made = Call(op, (("algorithm", algorithm),), **call)
+    communicator.collective(made, lambda engine: start(engine, made), async_op=False)
+
+
+def payload(length: int, *key: int) -> torch.Tensor:
+    """Numbers that say where they come from, small enough for exact sums."""
+    base = 0
+    for part in key:
+        base = base * 7 + part + 1
+    return (torch.arange(length) + base).float()
+
+
+def poisoned(length: int) -> torch.Tensor:
+    return torch.full((length,), POISON)
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, *about: Any) -> None:
+    assert torch.equal(got, expected), (about, got, expected)
+
+
+def lengths_of(world: int, kind: str) -> list[int]:
+    return {
+        "even": [5] * world,
+        "uneven": [(3 * r + 2) % 7 for r in range(world)],  # 2 5 1 4 0
+        "empty": [0] * world,
+        "one has all": [0] * (world - 1) + [17],
+    }[kind]
+
+
+KINDS = ["even", "uneven", "empty", "one has all"]
+cases = pytest.mark.parametrize(
+    ("world", "kind"), [(world, kind) for world in WORLDS for kind in KINDS]
+)
+
+
+def seeds(world: int) -> Sequence[int]:
+    return range(1 if world == 1 else 2)
+
+
+# -- moving ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("form", ["apart", "neighbours", "in place"])
+@cases
+def test_all_gather(world: int, kind: str, form: str, algorithm: str) -> None:
+    lengths = lengths_of(world, kind)
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for number in range(ROUNDS):
+            outputs = [poisoned(length) for length in lengths]
+            if form != "apart":
+                outputs = list(poisoned(sum(lengths)).split(lengths))
+            input = payload(lengths[rank], rank, number)
+            if form == "in place":
+                input = outputs[rank].copy_(input)
+            run_op("all_gather", lambda e, c, o=outputs, i=input: e.all_gather(c, o, i), algorithm)
+            for source, output in enumerate(outputs):
+                check(output, payload(lengths[source], source, number), source)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("algorithm", ["copy", "kernel"])
+def test_all_gather_whose_input_lies_in_the_part_of_another(algorithm: str) -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        whole = poisoned(12)
+        outputs = list(whole.split(4))
+        input = whole[2:6].copy_(payload(4, rank))
+        run_op("all_gather", lambda e, c: e.all_gather(c, outputs, input), algorithm)
+        for source, output in enumerate(outputs):
+            check(output, payload(4, source), source)
+
+    for seed in range(4):
+        interlace.run(on_rank, 3, seed=seed)
+
+
+@cases
+def test_all_to_all(world: int, kind: str) -> None:
+    table = [lengths_of(world, kind)[r:] + lengths_of(world, kind)[:r] for r in range(world)]
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for number in range(ROUNDS):
+            inputs = [payload(table[rank][peer], rank, peer, number) for peer in range(world)]
+            outputs = [poisoned(table[source][rank]) for source in range(world)]
+            run_op("all_to_all", lambda e, c, o=outputs, i=inputs: e.all_to_all(c, o, i))
+            for source, output in enumerate(outputs):
+                check(output, payload(table[source][rank], source, rank, number), source)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_to_all_in_place(world: int) -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for number in range(ROUNDS):
+            parts = [payload(3, rank, peer, number) for peer in range(world)]
+            run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
+            for source, part in enumerate(parts):
+                check(part, payload(3, source, rank, number), source)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("length", [0, 1, 11])
+@pytest.mark.parametrize("world", WORLDS)
+def test_broadcast(world: int, length: int) -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for root in range(world):
+            tensor = payload(length, root, 3) if rank == root else poisoned(length)
+            run_op("broadcast", lambda e, c, t=tensor, r=root: e.broadcast(c, t, r))
+            check(tensor, payload(length, root, 3), root)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@cases
+def test_gather(world: int, kind: str, in_place: bool) -> None:
+    lengths = lengths_of(world, kind)
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for root in range(world):
+            input = payload(lengths[rank], rank, root)
+            outputs = [poisoned(length) for length in lengths] if rank == root else None
+            if outputs is not None and in_place:
+                outputs[rank] = input
+            run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
+            for source, output in enumerate(outputs or []):
+                check(output, payload(lengths[source], source, root), source)
+            check(input, payload(lengths[rank], rank, root))
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@cases
+def test_scatter(world: int, kind: str, in_place: bool) -> None:
+    lengths = lengths_of(world, kind)
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for root in range(world):
+            inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
+            output = poisoned(lengths[rank])
+            if inputs is not None and in_place:
+                output = inputs[rank]
+            run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
+            check(output, payload(lengths[rank], rank, root), root)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+def test_any_dtype_is_moved() -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for number, dtype in enumerate(MOVABLE_DTYPES):
+            size = 3 * dtype.itemsize
+
+            def bits(rank: int, dtype: torch.dtype = dtype, first: int = number) -> torch.Tensor:
+                line = torch.arange(3 * dtype.itemsize, dtype=torch.uint8) + first + 100 * rank
+                return (line % 2 if dtype == torch.bool else line).view(dtype)
+
+            outputs = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
+            mine = bits(rank)
+            run_op("all_gather", lambda e, c, o=outputs, i=mine: e.all_gather(c, o, i), "copy")
+            inputs = [bits(rank), bits(rank + 2)]
+            exchanged = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
+            run_op("all_to_all", lambda e, c, o=exchanged, i=inputs: e.all_to_all(c, o, i))
+            for source in range(2):
+                check(outputs[source].view(torch.uint8), bits(source).view(torch.uint8), dtype)
+                expected = bits(source + 2 * rank)
+                check(exchanged[source].view(torch.uint8), expected.view(torch.uint8), dtype)
+
+    interlace.run(on_rank, 2)
+
+
+# -- reducing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("form", ["apart", "neighbours", "in place", "in another part"])
+@cases
+def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> None:
+    lengths = lengths_of(world, kind)
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for op in ("sum", "avg"):
+            inputs = [payload(n, owner, rank) for owner, n in enumerate(lengths)]
+            if form != "apart":
+                inputs = list(torch.cat(inputs).split(lengths))
+            output = poisoned(lengths[rank])
+            if form == "in place":
+                output = inputs[rank]
+            elif form == "in another part":
+                other = inputs[(rank + 1) % world]
+                output = other[: lengths[rank]] if other.numel() >= lengths[rank] else output
+            run_op(
+                "reduce_scatter",
+                lambda e, c, o=output, i=inputs, op=op: e.reduce_scatter(c, o, i, op),
+                algorithm,
+            )
+            parts = [payload(lengths[rank], rank, source) for source in range(world)]
+            expected = torch.stack(parts).sum(0) / (world if op == "avg" else 1)
+            check(output, expected, op)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("algorithm", ["copy", "kernel"])
+def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm: str) -> None:
+    """Several programs: one may sum a block before another has sent what lies there."""
+    world = 3
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        inputs = list(torch.cat([payload(16, owner, rank) for owner in range(world)]).split(16))
+        output = inputs[rank - 1]
+        run_op("reduce_scatter", lambda e, c: e.reduce_scatter(c, output, inputs, "sum"), algorithm)
+        check(output, torch.stack([payload(16, rank, source) for source in range(world)]).sum(0))
+
+    with override(block_elements=4):
+        for seed in range(6):
+            interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("length", [0, 1, 13])
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_reduce(world: int, length: int, algorithm: str) -> None:
+    def on_rank() -> None:
+        for number, op in enumerate(("sum", "avg")):
+            tensor = payload(length, interlace.get_rank(), number)
+            run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
+            parts = [payload(length, source, number) for source in range(world)]
+            check(tensor, torch.stack(parts).sum(0) / (world if op == "avg" else 1), op)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.parametrize("length", [0, 1, 13])
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce(world: int, length: int) -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for root in range(world):
+            tensor = payload(length, rank, root)
+            run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce(c, t, r, "max"))
+            parts = [payload(length, source, root) for source in range(world)]
+            expected = torch.stack(parts).amax(0) if rank == root else parts[rank]
+            check(tensor, expected, root)
+
+    for seed in seeds(world):
+        interlace.run(on_rank, world, seed=seed)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("op", REDUCE_OPS)
+def test_every_reduction_of_every_dtype(op: str) -> None:
+    """Against ``fold`` of the same numbers, which has tests of its own."""
+    world, length = 3, 7
+
+    def numbers(dtype: torch.dtype, rank: int) -> torch.Tensor:
+        return (torch.arange(length * world) % 5 + rank).to(dtype)
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        for dtype in DTYPES:
+            if not defined(op, dtype):
+                continue
+            parts = [numbers(dtype, source) for source in range(world)]
+            expected = torch.empty_like(parts[0])
+            fold(op, parts, expected)
+            everywhere, on_root = numbers(dtype, rank), numbers(dtype, rank)
+            output = torch.empty(length, dtype=dtype)
+            pieces = list(numbers(dtype, rank).split(length))
+            run_op("all_reduce", lambda e, c, t=everywhere: e.all_reduce(c, t, op))
+            run_op("reduce", lambda e, c, t=on_root: e.reduce(c, t, 1, op))
+            run_op("reduce_scatter", lambda e, c, o=output, p=pieces: e.reduce_scatter(c, o, p, op))
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            check(everywhere.to(wide), expected.to(wide), dtype)
+            if rank == 1:
+                check(on_root.to(wide), expected.to(wide), dtype)
+            check(output.to(wide), expected.split(length)[rank].to(wide), dtype)
+
+    interlace.run(on_rank, world)
+
+
+# -- agreement ---------------------------------------------------------------------------------
+
+
+def test_parts_and_barrier() -> None:
+    def on_rank() -> list[Any]:
+        engine, rank = default_group().engine, interlace.get_rank()
+        assert engine.barrier(Call("barrier")) is None
+        return engine.parts(Call("talk", (("topic", 1),), part={"rank": rank}))
+
+    for world in WORLDS:
+        assert interlace.run(on_rank, world) == [[{"rank": r} for r in range(world)]] * world
+
+
+OPS: dict[str, Callable[[Engine, Call, torch.Tensor], Any]] = {
+    "barrier": lambda e, c, t: e.barrier(c),
+    "parts": lambda e, c, t: e.parts(c),
+    "all_gather": lambda e, c, t: e.all_gather(c, [t, t.clone()], t),
+    "all_to_all": lambda e, c, t: e.all_to_all(c, [t, t], [t, t]),
+    "broadcast": lambda e, c, t: e.broadcast(c, t, 0),
+    "gather": lambda e, c, t: e.gather(c, [t, t] if e.rank == 0 else None, t, 0),
+    "scatter": lambda e, c, t: e.scatter(c, t, [t, t] if e.rank == 0 else None, 0),
+    "all_reduce": lambda e, c, t: e.all_reduce(c, t, "sum"),
+    "reduce": lambda e, c, t: e.reduce(c, t, 0, "sum"),
+    "reduce_scatter": lambda e, c, t: e.reduce_scatter(c, t, [t, t], "sum"),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_does_not_agree_is_refused_on_all_ranks_before_anything_moves(op: str) -> None:
+    def refuse(parts: Sequence[Any]) -> None:
+        if parts[0] != parts[1]:
+            raise ValueError(f"parts {parts} do not fit")
+
+    def on_rank() -> list[str]:
+        communicator, rank = default_group(), interlace.get_rank()
+        said = []
+        for call in (
+            Call(op, (("dtype of tensor", rank),)),
+            Call(op, part=rank, match=refuse),
+            Call(f"{op} {rank}"),
+        ):
+            tensor = payload(3, rank)
+            try:
+                OPS[op](communicator.engine, call, tensor)
+            except (TypeError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+            check(tensor, payload(3, rank))
+        OPS[op](communicator.engine, Call(op), torch.zeros(3))  # the group goes on
+        return said
+
+    first, second = interlace.run(on_rank, 2)
+    assert first == second
+    assert first == [
+        f"TypeError: {op}: dtype of tensor differs between ranks: 0 on rank 0, 1 on rank 1",
+        "ValueError: parts [0, 1] do not fit",
+        f"ValueError: ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls "
+        f"{op} 1",
+    ]
+
+
+def test_no_kernel_for_what_kernels_cannot_do() -> None:
+    def on_rank(dtype: torch.dtype, op: str) -> None:
+        tensor = torch.ones(3, dtype=dtype)
+        run_op("all_reduce", lambda e, c: e.all_reduce(c, tensor, op), "kernel")
+
+    for dtype, op in ((torch.int32, "sum"), (torch.float32, "max")):
+        with pytest.raises(
+            TypeError, match=f'algorithm="kernel" does sum .* not op "{op}" of {dtype}'
+        ):
+            interlace.run(on_rank, 2, dtype, op)
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def send(tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    call = Call("send")
+    return default_group().transfer(call, lambda e: e.send(call, tensor, peer, tag), tensor)
+
+
+def recv(tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
+    call = Call("recv")
+    return default_group().transfer(call, lambda e: e.recv(call, tensor, peer, tag), tensor)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_ring_of_messages_in_any_order_of_calls(world: int) -> None:
+    """To itself in a world of one."""
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        after, before = (rank + 1) % world, (rank - 1) % world
+        received = [poisoned(length) for length in (0, 1, 9)]
+        if rank % 2:
+            works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
+        sent = [payload(length, rank, length) for length in (0, 1, 9)]
+        for tag in (2, 0, 1):
+            assert send(sent[tag], after, tag).wait() is True
+            sent[tag].fill_(POISON)  # it may be used again
+        if not rank % 2:
+            works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
+        for work, tensor in reversed(list(zip(works, received, strict=True))):
+            assert work.wait() is True and work.source_rank() == before and work.is_success()
+            check(tensor, payload(len(tensor), before, len(tensor)))
+
+    for seed in range(6):
+        interlace.run(on_rank, world, seed=seed)
+
+
+def test_messages_of_one_tag_arrive_in_the_order_they_were_sent() -> None:
+    def on_rank() -> None:
+        if interlace.get_rank() == 0:
+            for number in range(4):
+                send(payload(2, number), 1)
+        else:
+            received = [poisoned(2) for _ in range(4)]
+            works = [recv(tensor, 0) for tensor in received]
+            for number in (3, 1, 0, 2):
+                works[number].wait()
+                check(received[number], payload(2, number), number)
+
+    for seed in range(6):
+        interlace.run(on_rank, 2, seed=seed)
+
+
+def test_from_any_rank() -> None:
+    def on_rank() -> set[int]:
+        rank, sources = interlace.get_rank(), set()
+        if rank:
+            send(payload(3, rank), 0, 5)
+            return set()
+        for _ in range(3):
+            tensor = poisoned(3)
+            work = recv(tensor, None, 5)
+            source = work.source_rank()
+            check(tensor, payload(3, source))
+            sources.add(source)
+        return sources
+
+    for seed in range(4):
+        assert interlace.run(on_rank, 4, seed=seed)[0] == {1, 2, 3}
+
+
+def test_a_receive_that_does_not_fit_fails_on_the_receiver_only() -> None:
+    def on_rank() -> list[str]:
+        if interlace.get_rank() == 0:
+            send(torch.ones(3), 1, 4).wait()
+            send(torch.ones(3, dtype=torch.int32), 1, 4).wait()
+            send(payload(2, 1), 1, 4).wait()
+            return []
+        said = []
+        for _ in range(2):
+            tensor = poisoned(2)
+            work = recv(tensor, 0, 4)
+            with pytest.raises((TypeError, ValueError)) as caught:
+                work.wait()
+            assert work.exception() is caught.value and not work.is_success()
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+            check(tensor, poisoned(2))
+        recv(tensor, 0, 4).wait()
+        check(tensor, payload(2, 1))
+        return said
+
+    for seed in range(4):
+        assert interlace.run(on_rank, 2, seed=seed)[1] == [
+            "ValueError: recv: tensor has 2 elements on rank 1, but the message from rank 0 to rank 1 "
+            "with tag 4 has 3",
+            "TypeError: recv: dtype of tensor is torch.float32 on rank 1, but the message from rank 0 "
+            "to rank 1 with tag 4 is of torch.int32",
+        ]
+
+
+def test_a_receive_without_a_message_is_a_deadlock_with_a_name() -> None:
+    def on_rank(peer: int | None) -> None:
+        if interlace.get_rank() == 1:
+            recv(poisoned(2), peer, 3).wait()
+
+    told = r"rank 1 host code waits for a message from rank 0 with tag 3 at test_stream_engine\.py:"
+    with pytest.raises(interlace.DeadlockError, match=told):
+        interlace.run(on_rank, 2, 0)
+    with pytest.raises(interlace.DeadlockError, match="a message from any rank with tag 3"):
+        interlace.run(on_rank, 2, None)
+
+
+def test_a_receive_that_nobody_waits_for_may_stay_open() -> None:
+    def on_rank() -> bool:
+        return recv(poisoned(2), 0, 3).is_completed()
+
+    assert interlace.run(on_rank, 2) == [False, False]
+
+
+def test_a_callback_of_a_receive_runs_as_the_receiver() -> None:
+    def on_rank() -> list[int]:
+        rank, ran = interlace.get_rank(), []
+        if rank == 1:
+            future: Future[Outcome] = default_group().engine.recv(Call("recv"), poisoned(1), 0, 0)
+            future.add_done_callback(lambda _: ran.append(interlace.get_rank()))
+            future.result()
+        else:
+            send(torch.ones(1), 1)
+        return ran
+
+    for seed in range(4):
+        assert interlace.run(on_rank, 2, seed=seed) == [[], [1]]
+
+
+# -- races -------------------------------------------------------------------------------------
+
+
+def several_ops() -> None:
+    engine_rank, world = interlace.get_rank(), interlace.get_world_size()
+    for _ in range(ROUNDS):
+        outputs = [poisoned(n + 1) for n in range(world)]
+        mine = payload(engine_rank + 1, engine_rank)
+        run_op("all_gather", lambda e, c, o=outputs, i=mine: e.all_gather(c, o, i), "copy")
+        whole = poisoned(3 * world)
+        parts = list(whole.split(3))
+        run_op("all_gather", lambda e, c, p=parts: e.all_gather(c, p, p[e.rank]), "kernel")
+        run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
+        run_op("broadcast", lambda e, c, t=whole: e.broadcast(c, t, 1))
+        run_op(
+            "gather", lambda e, c, p=parts: e.gather(c, p if e.rank == 0 else None, p[e.rank], 0)
+        )
+        run_op("scatter", lambda e, c, p=parts: e.scatter(c, p[0], p if e.rank == 1 else None, 1))
+        run_op("all_reduce", lambda e, c, t=whole: e.all_reduce(c, t, "max"))
+        run_op("reduce", lambda e, c, t=whole: e.reduce(c, t, 0, "sum"))
+        for algorithm in ("copy", "kernel"):
+            run_op(
+                "reduce_scatter",
+                lambda e, c, p=parts: e.reduce_scatter(c, p[e.rank], p, "sum"),
+                algorithm,
+            )
+    whole.sum()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_op_races(world: int) -> None:
+    with override(block_elements=2):  # so that kernels have several programs
+        report = races(several_ops, world, seeds=4)
+    assert report.clean and report.events > 100, str(report)
+
+
+def a_message(waits: bool) -> None:
+    tensor = torch.ones(20)
+    if interlace.get_rank() == 0:
+        send(tensor, 1)
+        tensor.zero_()
+    else:
+        work = recv(tensor, 0)
+        if waits:
+            work.wait()
+        tensor.sum()
+        work.wait()
+
+
+def test_a_message_orders_and_reading_before_the_wait_is_a_race() -> None:
+    report = races(a_message, 2, True, seeds=4)
+    assert report.clean, str(report)
+    report = races(a_message, 2, False, seeds=4)
+    assert not report.errors and {f.kind for f in report.findings} <= {"write-read", "read-write"}
+    assert not report.clean
