@@ -10,10 +10,11 @@ the header page::
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
+    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2240 ASLEEP    int64: the owner sleeps, or is about to
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
-    4096 area for messages of even numbers: length and extent (int64), at byte 64 the message, behind
-         it small data
+    4096 area for messages of even numbers: length, extent, and range and offset of shared memory
+         (int64), at byte 64 the message, behind it small data
     4096 + AREA    the same for odd numbers
     behind them    outgoing boxes of messages between two ranks, see ``host_mail.py``
 
@@ -45,7 +46,7 @@ BOXES_BYTES = 256 << 10
 
 _LEFT, _REASON = 128, 192
 SEQUENCE, ABORTED = 0, 64 // 8
-STAGED, REDUCED, DONE = 2048 // 8, 2112 // 8, 2176 // 8
+STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
 _ASLEEP, _BELL = 2240, 2304
 _AREAS = 4096
 _TEXT = 64
@@ -79,17 +80,22 @@ class Control:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def write(self, sequence: int, payload: bytes, extent: int = 0) -> None:
-        """Write message ``sequence``, with a number of the sender's, where the peers will find it.
+    def write(
+        self, sequence: int, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
 
         The same object twice in one area is written once.
         """
         half = sequence & 1
         own, area = self._bytes[self._rank], _AREAS + half * _AREA
-        self._own.view[(area >> 3) + 1] = extent
+        words = area >> 3
+        view = self.own_view
+        view[words + 1] = extent
+        view[words + 2], view[words + 3] = where
         if self._written[half] is not payload:
             self._written[half] = None
-            self._own.view[area >> 3] = len(payload)
+            view[words] = len(payload)
             own[area + _TEXT : area + _TEXT + len(payload)] = payload
             self._written[half] = payload
 
@@ -120,6 +126,11 @@ class Control:
         """The number that ``peer`` sent with message ``sequence``."""
         extent: int = self.views[peer][((_AREAS + (sequence & 1) * _AREA) >> 3) + 1]
         return extent
+
+    def where(self, peer: int, sequence: int) -> tuple[int, int]:
+        """The shared range and offset that ``peer`` sent with message ``sequence``."""
+        first = ((_AREAS + (sequence & 1) * _AREA) >> 3) + 2
+        return self.views[peer][first], self.views[peer][first + 1]
 
     def data(self, peer: int, half: int) -> int:
         """The address of the small data of ``peer`` that goes with messages of this parity."""

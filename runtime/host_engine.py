@@ -21,6 +21,7 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import SMALL_DATA, Control
 from interlace.runtime.engine import Engine
+from interlace.runtime.host_direct import Direct
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
 from interlace.runtime.host_rounds import Rounds
@@ -51,14 +52,10 @@ class HostEngine(Engine):
         self._group = group
         self._stride = SMALL_DATA // group.world_size & ~63
         self._rounds = Rounds(group)
+        self._direct = Direct(group)
         self._mail = Mail(group)
 
     # -- agreement -----------------------------------------------------------------------------
-
-    def _meet(self, call: Call, extent: int = 0) -> tuple[Control, int]:
-        """Write the message of ``call``; data may be put beside it, then :meth:`_met`."""
-        control, sequence = self._group.begin(call.message, extent)
-        return control, sequence
 
     def _met(self, call: Call, control: Control, sequence: int) -> None:
         """Send the message, wait for everyone's, and compare them."""
@@ -82,7 +79,7 @@ class HostEngine(Engine):
     def barrier(self, call: Call) -> Event | None:
         if self.world_size > 1:
             with self._group.collective_lock:
-                self._met(call, *self._meet(call))
+                self._met(call, *self._group.begin(call.message))
         return None
 
     def parts(self, call: Call) -> list[Any]:
@@ -95,17 +92,28 @@ class HostEngine(Engine):
         call: Call,
         input: torch.Tensor | None,
         outputs: Sequence[torch.Tensor | None],
+        here: torch.Tensor | None,
     ) -> None:
-        """``outputs[r]`` = rank r's ``input``, where neither is None."""
+        """``outputs[r]`` = rank r's ``input``, where neither is None.
+
+        ``here`` is a tensor that may lie in shared memory: the input, or what receives it.
+        """
         nbytes = 0 if input is None else input.nbytes
         address = 0 if input is None else input.data_ptr()
         rank = self.rank
+        where = self._direct.find(here) if here is not None and here.nbytes > SMALL_DATA else (0, 0)
         with self._group.collective_lock:
-            control, sequence = self._meet(call, nbytes)
+            control, sequence = self._group.begin(call.message, nbytes, where)
             half = sequence & 1
             if nbytes <= SMALL_DATA:
                 _memmove(control.data(rank, half), address, nbytes)
             self._met(call, control, sequence)
+            if self._direct.everywhere(control, sequence, where[0]):
+                own = outputs[rank]
+                if own is not None and own.data_ptr() != address:
+                    _memmove(own.data_ptr(), address, nbytes)
+                self._direct.share(call.op, control, sequence, outputs, 0)
+                return
             large = [0] * self.world_size
             for peer, output in enumerate(outputs):
                 if peer == rank:
@@ -129,19 +137,19 @@ class HostEngine(Engine):
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        self._share(call, input, outputs)
+        self._share(call, input, outputs, input)
         return None
 
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        self._share(call, input, outputs or [None] * self.world_size)
+        self._share(call, input, outputs or [None] * self.world_size, input)
         return None
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         outputs: list[torch.Tensor | None] = [None] * self.world_size
         outputs[root] = tensor
-        self._share(call, tensor if root == self.rank else None, outputs)
+        self._share(call, tensor if root == self.rank else None, outputs, tensor)
         return None
 
     def _trade(
@@ -154,8 +162,11 @@ class HostEngine(Engine):
         parts = [] if inputs is None else [(part.data_ptr(), part.nbytes) for part in inputs]
         extent = max((nbytes for _, nbytes in parts), default=0)
         rank, stride = self.rank, self._stride
+        where = (0, 0)
+        if inputs is not None and extent > stride:
+            where = self._direct.find_adjacent(inputs, outputs)
         with self._group.collective_lock:
-            control, sequence = self._meet(call, extent)
+            control, sequence = self._group.begin(call.message, extent, where)
             half = sequence & 1
             if extent <= stride:
                 base = control.data(rank, half)
@@ -163,6 +174,7 @@ class HostEngine(Engine):
                     if peer != rank:
                         _memmove(base + peer * stride, address, nbytes)
             self._met(call, control, sequence)
+            direct = self._direct.everywhere(control, sequence, where[0])
             large = [0] * self.world_size
             if extent > stride:
                 large[rank] = extent
@@ -170,6 +182,8 @@ class HostEngine(Engine):
                 if peer == rank:
                     continue
                 theirs = control.extent(peer, sequence)
+                if direct:
+                    continue
                 if theirs > stride:
                     large[peer] = theirs
                 elif output is not None:
@@ -178,7 +192,9 @@ class HostEngine(Engine):
             own = outputs[rank]
             if parts and own is not None and own.data_ptr() != parts[rank][0]:
                 _memmove(own.data_ptr(), parts[rank][0], own.nbytes)
-            if any(large):
+            if direct:
+                self._direct.share(call.op, control, sequence, outputs, rank)
+            elif any(large):
                 targets = [None if o is None else (o.data_ptr(), o.nbytes) for o in outputs]
                 self._rounds.trade(call.op, parts, targets, large)
 
@@ -212,11 +228,16 @@ class HostEngine(Engine):
             return
         group, nbytes = self._group, tensor.nbytes
         with group.collective_lock:
-            control, sequence = group.begin(call.message, nbytes)
             if nbytes > SMALL_DATA:
+                where = self._direct.find(tensor) if root is None else (0, 0)
+                control, sequence = group.begin(call.message, nbytes, where)
                 self._met(call, control, sequence)
-                self._rounds.reduce(call.op, tensor, op, root)
+                if self._direct.everywhere(control, sequence, where[0]):
+                    self._direct.reduce(call.op, control, sequence, tensor, op)
+                else:
+                    self._rounds.reduce(call.op, tensor, op, root)
                 return
+            control, sequence = group.begin(call.message, nbytes)
             small = call.prepared
             if small is None:
                 small = call.prepared = _SmallParts(control, self.rank, tensor, 0)
@@ -236,11 +257,17 @@ class HostEngine(Engine):
             return None
         with self._group.collective_lock:
             extent = max(part.nbytes for part in inputs)
-            control, sequence = self._meet(call, extent)
             if extent > stride:
+                where = self._direct.find_adjacent(inputs, (output,))
+                control, sequence = self._group.begin(call.message, extent, where)
                 self._met(call, control, sequence)
-                self._rounds.reduce_scatter(call.op, inputs, output, op)
+                if self._direct.everywhere(control, sequence, where[0]):
+                    own = inputs[rank]
+                    self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
+                else:
+                    self._rounds.reduce_scatter(call.op, inputs, output, op)
                 return None
+            control, sequence = self._group.begin(call.message, extent)
             small = call.prepared
             if small is None:
                 small = call.prepared = _SmallParts(control, rank, output, rank * stride)

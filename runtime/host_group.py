@@ -27,6 +27,7 @@ from interlace.runtime.control import (
 )
 from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
+from interlace.runtime.shared_ranges import SharedRanges
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
 from interlace.runtime.words import ORDERED
 
@@ -70,6 +71,7 @@ class HostGroup:
         self._pidfds: dict[int, int] = {}
         self._pids: dict[int, int] = {rank: os.getpid()}
         self._control: Control | None = None
+        self.shared_ranges = SharedRanges(rank)
         self._rendezvous = rendezvous.connect(
             store, rank, world_size, prefix=prefix, timeout=timeout
         )
@@ -210,14 +212,16 @@ class HostGroup:
                 for rank in range(self.world_size)
             ]
 
-    def begin(self, payload: bytes, extent: int = 0) -> tuple[Control, int]:
+    def begin(
+        self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+    ) -> tuple[Control, int]:
         """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
         control = self._control
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
         self._sequence = sequence = self._sequence + 1
-        control.write(sequence, payload, extent)
+        control.write(sequence, payload, extent, where)
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ SLOTS = 4
 SLOT_BYTES = 512 << 10
 
 _memmove = ctypes.memmove
+T = TypeVar("T")
 Target = tuple[int, int] | None  # address and bytes
 
 
@@ -165,7 +167,7 @@ class Rounds:
     def _staging(self, parts: Sequence[tuple[int, int]]) -> Callable[[int, int], None]:
         """Put a piece of each peer's part into its section."""
         ring, section = self._bases[self._rank], self._section
-        others = [(peer, *part) for peer, part in _around(self._rank, parts)]
+        others = [(peer, address, size) for peer, (address, size) in _around(self._rank, parts)]
 
         def stage(c: int, slot: int) -> None:
             start = c * section
@@ -267,7 +269,7 @@ class Rounds:
             if here:
                 _memmove(start + c * whole, ring + slot, size * itemsize)
 
-        others = [(peer, *span) for peer, span in _around(rank, spans)]
+        others = [(peer, address, size) for peer, (address, size) in _around(rank, spans)]
 
         def collect(c: int, slot: int) -> None:
             begin = c * whole
@@ -286,7 +288,7 @@ class Rounds:
         )
 
 
-def _around(rank: int, items: Sequence[Target]) -> list[tuple[int, Target]]:
+def _around(rank: int, items: Sequence[T]) -> list[tuple[int, T]]:
     """The others' items, beginning with the next rank's: no two ranks read the same one at once."""
     size = len(items)
     return [((rank + step) % size, items[(rank + step) % size]) for step in range(1, size)]

@@ -138,6 +138,7 @@ class ShmPlace(Place):
         mappings = self._group.share(memory.origin, doing)
         shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
         shared[self.rank] = memory.parts
+        self._group.shared_ranges.add([parts[0] for parts in shared])
         recorder = trace.current()
         if recorder is not None:
             for rank, parts in enumerate(shared):

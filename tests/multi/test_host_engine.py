@@ -25,6 +25,15 @@ def test_many_ranks() -> None:
     assert run(engine_ranks.uneven, 5) == [[]] * 5
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
+    assert run(engine_ranks.in_shared_memory, world_size) == [[]] * world_size
+
+
+def test_symmetric_memory_that_one_rank_has_dropped() -> None:
+    assert run(engine_ranks.shared_memory_that_is_gone, 3) == [[]] * 3
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_areas_and_slots_are_used_again(world_size: int) -> None:
     assert run(engine_ranks.mixed, world_size, 60) == [[]] * world_size
@@ -68,3 +77,7 @@ def test_a_message_that_does_not_fit(dtype: torch.dtype, elements: int, said: st
 def test_a_message_that_never_comes() -> None:
     text = run(engine_ranks.mail_never_sent, 2)[0]
     assert "rank 1 has left the group" in text
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
+    assert run(engine_ranks.waiting, 2, 0.5)[0] < 0.5  # spinning would be 1

@@ -1,0 +1,168 @@
+"""What the ranks of test_api_shm.py do. A module of its own, because new processes import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import api_cases
+import interlace
+from interlace import support
+
+FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+def every_operation() -> int:
+    """All of the table for a few dtypes."""
+    names = [o.name for o in support.OPERATIONS if o.payload in (support.ANY, support.REDUCED)]
+    return sum(api_cases.serve(name, FEW, False, True) for name in names)
+
+
+def every_reduction() -> int:
+    """All ops and dtypes; an element count for which the ranks cut the work unevenly."""
+    return api_cases.serve("all_reduce", support.REDUCED_DTYPES, False)
+
+
+def large(elements: int) -> None:
+    """Messages of many pieces, in each direction, and bitwise equality of a sum that rounds."""
+    rank, world = interlace.get_rank(), interlace.get_world_size()
+
+    def noise(of: int) -> torch.Tensor:
+        return torch.randn(elements, generator=torch.Generator().manual_seed(of))
+
+    terms = [noise(r) for r in range(world)]
+    x = terms[rank].clone()
+    interlace.all_reduce(x, "sum")
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    api_cases.check(x, total, "a large sum in rank order")
+    out = torch.empty(world, elements)
+    out[rank] = terms[rank]
+    interlace.all_gather(out, out[rank])
+    api_cases.check(out, torch.stack(terms), "a large all_gather in place")
+    part = torch.empty(elements // world)
+    interlace.reduce_scatter(part, terms[rank][: elements // world * world])
+    api_cases.check(part, total[: elements // world * world].view(world, -1)[rank], "reduce_scatter")
+    right, left = (rank + 1) % world, (rank - 1) % world
+    y = torch.empty(2 * elements)[::2]  # a stand-in is received into
+    sent = interlace.isend(terms[rank], right)
+    received = interlace.irecv(y, left)
+    assert received.wait() is True and sent.wait() is True
+    api_cases.check(y, terms[left], "a large message")
+
+
+def held_back(fifo: str) -> int:
+    """Rank 0 starts each op and goes on; only then does rank 1 call it. A call that blocks never ends."""
+    rank = interlace.get_rank()
+    ones = torch.ones(4)
+    out, two = torch.empty(8), torch.empty(2)
+    lists = [torch.empty(4), torch.empty(4)]
+    starts: list[Callable[[], Any]] = [
+        lambda: interlace.all_reduce(ones.clone(), async_op=True),
+        lambda: interlace.all_gather(out, ones, async_op=True),
+        lambda: interlace.all_gather_v(out, ones, [4, 4], async_op=True),
+        lambda: interlace.reduce_scatter(two, ones, async_op=True),
+        lambda: interlace.broadcast(ones.clone(), 1, async_op=True),
+        lambda: interlace.reduce(ones.clone(), 0, async_op=True),
+        lambda: interlace.gather(ones, lists if rank == 0 else None, 0, async_op=True),
+        lambda: interlace.scatter(ones.clone(), [ones, ones] if rank == 1 else None, 1, async_op=True),
+        lambda: interlace.all_to_all(list(two.split(1)), list(ones[:2].split(1)), async_op=True),
+        lambda: interlace.all_to_all_single(ones.clone(), ones, async_op=True),
+        lambda: interlace.all_reduce_coalesced([ones.clone(), two], async_op=True),
+        lambda: interlace.barrier(async_op=True),
+    ]  # fmt: skip
+    interlace.barrier()
+    with open(fifo, "wb" if rank == 0 else "rb", buffering=0) as pipe:
+        for start in starts:
+            if rank == 0:
+                work = start()
+                assert not work.is_completed()
+                busy = torch.ones(8, 8) @ torch.ones(8, 8)  # the caller computes meanwhile
+                assert bool((busy == 8).all())
+                pipe.write(b"x")
+            else:
+                assert pipe.read(1) == b"x"
+                work = start()
+            assert work.wait() is True and work.is_completed()
+    return len(starts)
+
+
+def monitored() -> None:
+    """Rank 1 stays out: rank 0 names it, rank 2 says that it was not its own fault."""
+    rank = interlace.get_rank()
+    interlace.monitored_barrier(timeout=timedelta(seconds=60))
+    for wait_all in (False, True):
+        if rank == 0:
+            text = "Ranks 1 failed" if wait_all else "Rank 1 failed"
+            with pytest.raises(interlace.CollectiveTimeoutError, match=text) as caught:
+                interlace.monitored_barrier(timeout=0.2, wait_all_ranks=wait_all)
+            assert "failed to pass monitoredBarrier in 200 ms" in str(caught.value)
+            assert caught.value.waited_for == (1,)
+        elif rank == 2:
+            with pytest.raises(RuntimeError, match="Rank 2 successfully reached monitoredBarrier"):
+                interlace.monitored_barrier(timeout=0.2, wait_all_ranks=wait_all)
+        interlace.barrier()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
+            interlace.monitored_barrier(timeout=timedelta(0))
+    interlace.barrier()
+
+
+def objects_and_groups() -> None:
+    rank, world = interlace.get_rank(), interlace.get_world_size()
+    for size in (1, 200_000):
+        got: list[Any] = [None] * world
+        interlace.all_gather_object(got, b"x" * size * (rank + 1))
+        assert [len(each) for each in got] == [size * (r + 1) for r in range(world)]
+        if rank == 0:
+            interlace.send_object_list([size], 1)
+        elif rank == 1:
+            box = [None]
+            assert interlace.recv_object_list(box) == 0 and box == [size]
+    pairs = [[0, 2], [3, 1]]
+    pair = pairs[0] if rank in pairs[0] else pairs[1]
+    local = interlace.new_group(pair, use_local_synchronization=True, timeout=30.0)
+    for group in (pair, pairs, local):
+        x = torch.tensor([10.0**rank])
+        interlace.all_reduce(x, group=group)
+        assert x.item() == sum(10.0**r for r in pair)
+        assert interlace.get_rank(group) == pair.index(rank)
+
+
+def refused() -> str:
+    """Rank 1 passes something wrong; everyone hears of it, and the group goes on."""
+    rank = interlace.get_rank()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        interlace.all_reduce(torch.ones(2), "mean" if rank == 1 else "sum")
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="algorithm differs between ranks: auto on rank 0"):
+        interlace.all_reduce(x, algorithm="copy" if rank == 1 else "auto")
+    assert x.tolist() == [1, 1]
+    work = interlace.all_reduce(torch.ones(2 + rank), async_op=True)
+    assert work is not None
+    with pytest.raises(ValueError, match="shape of tensor differs"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    interlace.all_reduce(x, dist.ReduceOp.SUM)
+    assert x.tolist() == [2, 2]
+    return str(caught.value)
+
+
+def wrong_message() -> None:
+    """What a receiver expects is not what was sent."""
+    rank = interlace.get_rank()
+    if rank == 0:
+        for _ in range(2):
+            interlace.send(torch.ones(3), 1)
+    else:
+        for tensor in (torch.ones(4), torch.ones(3, dtype=torch.int32)):
+            with pytest.raises((TypeError, ValueError), match=r"rank \d"):
+                interlace.recv(tensor, 0)
+    interlace.barrier()

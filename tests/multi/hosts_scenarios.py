@@ -1,0 +1,440 @@
+"""The scenarios of hosts_ranks.py: every function runs on all ranks of a group and gives its problems back.
+
+Payloads are such that sums and products are exact in every dtype, so the order of a reduction, which
+depends on the hosts, does not matter; ``rounding`` is about the order.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.runtime import reductions
+from interlace.runtime.call import Call
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.engine import Engine
+from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.host_links import as_bytes
+
+# ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
+GROUPS = {
+    "two and two, interleaved": [3, 0, 4, 1],
+    "three and one": [0, 1, 2, 3],
+    "one and two": [4, 2, 1],
+    "one host": [2, 0],
+}
+SIZES = (0, 1, 257, 70_001)
+KILLED = (4, 3)
+
+
+def payload(rank: int, case: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of 0.5, 1 and 2 and their negatives (1 and 2 for whole numbers), per rank and case."""
+    seed = int.from_bytes(hashlib.sha256(f"{rank} {case}".encode()).digest()[:4], "little")
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, 6, (numel,), generator=generator)
+    if dtype == torch.bool:
+        return picks < 4
+    if dtype.is_floating_point or dtype.is_complex:
+        unsigned = dtype == torch.float8_e8m0fnu
+        values = [0.5, 1.0, 2.0, 1.0, 2.0, 0.5] if unsigned else [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]
+        real = torch.tensor(values)[picks]
+        if dtype.is_complex:
+            whole = torch.complex(real, real.flip(0))
+            if dtype != torch.complex32:
+                return whole.to(dtype)
+            halves = torch.view_as_real(whole).half()  # torch warns of casts to complex32
+            return torch.view_as_complex(halves)
+        return real.to(dtype)
+    return (picks % 2 + 1).to(torch.int64).to(dtype)
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like).view(-1).view(torch.uint8).fill_(0x5A).view(like.dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(found), as_bytes(expected))
+
+
+def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
+    """One op of the engine; ``terms`` are what the ranks have to agree on."""
+    call = Call(op, tuple(terms.items()))
+    group.collective(call, lambda engine: getattr(engine, op)(call, *arguments), async_op=False)
+
+
+def _check(
+    wrong: list[str], case: str, op: str, found: torch.Tensor, expected: torch.Tensor
+) -> None:
+    if not same(found, expected):
+        wrong.append(f"{op} {case}")
+
+
+def moving(group: Communicator) -> list[str]:
+    """Everything that only moves bytes."""
+    wrong = []
+    rank, world_size = group.rank, group.world_size
+    everyone = range(world_size)
+    for dtype in (torch.float32, torch.int8, torch.complex64, torch.bool):
+        for n in SIZES:
+            case = f"{dtype} {n}"
+
+            check = functools.partial(_check, wrong, f"{case} rank {rank}")
+            # lengths differ between ranks: n, 2 n, 3 n ...
+            mine = payload(rank, case, n * (rank + 1), dtype)
+            expected = [payload(r, case, n * (r + 1), dtype) for r in everyone]
+            outputs = [poisoned(each) for each in expected]
+            run(group, "all_gather", outputs, mine)
+            for r in everyone:
+                check("all_gather", outputs[r], expected[r])
+            outputs = [poisoned(each) for each in expected]
+            outputs[rank].copy_(mine)
+            run(group, "all_gather", outputs, outputs[rank])
+            for r in everyone:
+                check("all_gather in place", outputs[r], expected[r])
+            for root in everyone:
+                into = [poisoned(each) for each in expected] if rank == root else None
+                run(group, "gather", into, mine, root)
+                for r in everyone if into is not None else ():
+                    check(f"gather {root}", into[r], expected[r])
+                parts = [payload(r, case + "s", n * (r + 1), dtype) for r in everyone]
+                output = poisoned(parts[rank])
+                given = parts if rank == root else None
+                run(group, "scatter", output, given, root)
+                check(f"scatter {root}", output, parts[rank])
+                tensor = payload(rank, case + "b", n, dtype)
+                run(group, "broadcast", tensor, root)
+                check(f"broadcast {root}", tensor, payload(root, case + "b", n, dtype))
+            inputs = [payload(rank, f"{case} to {r}", n * (r + 1) + rank, dtype) for r in everyone]
+            expected = [
+                payload(r, f"{case} to {rank}", n * (rank + 1) + r, dtype) for r in everyone
+            ]
+            outputs = [poisoned(each) for each in expected]
+            run(group, "all_to_all", outputs, inputs)
+            for r in everyone:
+                check("all_to_all", outputs[r], expected[r])
+    return wrong
+
+
+def reducing(group: Communicator) -> list[str]:
+    """Every dtype and op; sizes on both sides of what counts as small."""
+    wrong = []
+    rank, world_size = group.rank, group.world_size
+    everyone = range(world_size)
+    for dtype in reductions.DTYPES:
+        for op in reductions.REDUCE_OPS:
+            if not reductions.defined(op, dtype):
+                continue
+            long = dtype in (torch.bfloat16, torch.int64, torch.bool) or (op, dtype) in (
+                ("avg", torch.uint8),
+                ("avg", torch.float8_e5m2),
+                ("sum", torch.complex32),
+            )
+            for n in SIZES if long else (257,):
+                case = f"{dtype} {op} {n}"
+                parts = [payload(r, case, n, dtype) for r in everyone]
+                expected = torch.empty_like(parts[0])
+                reductions.fold(op, parts, expected)
+                tensor = parts[rank].clone()
+                run(group, "all_reduce", tensor, op)
+                if not same(tensor, expected):
+                    wrong.append(f"all_reduce {case}")
+                root = n % world_size
+                tensor = parts[rank].clone()
+                run(group, "reduce", tensor, root, op)
+                if not same(tensor, expected if rank == root else parts[rank]):
+                    wrong.append(f"reduce {case}")
+                # parts of different lengths
+                inputs = [
+                    payload(rank, f"{case} for {r}", n // world_size + r, dtype) for r in everyone
+                ]
+                mine = [
+                    payload(r, f"{case} for {rank}", n // world_size + rank, dtype)
+                    for r in everyone
+                ]
+                expected = torch.empty_like(mine[0])
+                reductions.fold(op, mine, expected)
+                output = poisoned(expected)
+                run(group, "reduce_scatter", output, inputs, op)
+                if not same(output, expected):
+                    wrong.append(f"reduce_scatter {case}")
+                own = inputs[rank]
+                run(group, "reduce_scatter", own, inputs, op)
+                if not same(own, expected):
+                    wrong.append(f"reduce_scatter in place {case}")
+    return wrong
+
+
+def rounding(group: Communicator) -> list[str]:
+    """Numbers that must be rounded: the same bits on all ranks, at every time, and close enough.
+
+    A half is rounded once, so it is the correctly rounded sum of fp32, off by their rounding only.
+    """
+    wrong = []
+    rank, everyone = group.rank, range(group.world_size)
+    for dtype, tolerance in (
+        (torch.float32, 2**-24),
+        (torch.bfloat16, 2**-8),
+        (torch.float16, 2**-11),
+    ):
+        for n in (999, 100_003):
+            noise = [
+                torch.randn(n, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+                for r in everyone
+            ]
+            parts = [each.to(dtype) for each in noise]
+            digests = set()
+            for _ in range(2):
+                tensor = parts[rank].clone()
+                run(group, "all_reduce", tensor, "sum")
+                digests |= set(
+                    group.agree("digest", hashlib.sha256(as_bytes(tensor).numpy()).digest())
+                )
+            if len(digests) != 1:
+                wrong.append(f"{dtype} {n}: {len(digests)} results")
+            exact = torch.stack([part.double() for part in parts])
+            error = (tensor.double() - exact.sum(0)).abs()
+            # one rounding of the result, and those of fp32 on the way
+            bound = tolerance * exact.sum(0).abs() * 1.01 + 1e-6 * exact.abs().sum(0)
+            if (error > bound).any():
+                wrong.append(f"{dtype} {n}: off by {error.max():g}")
+    return wrong
+
+
+def agreeing(group: Communicator) -> list[str]:
+    """Messages of up to 64 KiB arrive as they are; so do parts."""
+    wrong = []
+    for length in (0, 1, 1000, 5000, 65_536):
+        mine = bytes([group.rank + 1]) * (length if group.rank != 1 else length // 2)
+        answers = group.place.exchange(mine, "a message")
+        for rank, answer in enumerate(answers):
+            if answer != bytes([rank + 1]) * (length if rank != 1 else length // 2):
+                wrong.append(f"exchange of {length} from {rank}: {len(answer)} bytes")
+    call = Call("parts", part=("of", group.rank))
+    found: list[Any] = []
+    group.collective(call, lambda engine: found.extend(engine.parts(call)), async_op=False)
+    if found != [("of", rank) for rank in range(group.world_size)]:
+        wrong.append(f"parts: {found}")
+    run(group, "barrier")
+    return wrong
+
+
+def mismatching(group: Communicator) -> list[str]:
+    """The same error on every rank, no tensor touched, and the group goes on."""
+    last = group.world_size - 1
+    tensor = torch.full((5,), float(group.rank))
+    texts = []
+    for name, kind in (("length of tensor", ValueError), ("dtype of tensor", TypeError)):
+        value = 6 if group.rank == last else 5
+        try:
+            run(group, "all_reduce", tensor, "sum", **{name: value})
+        except kind as error:
+            texts.append(str(error))
+    run(group, "all_reduce", tensor, "sum")
+    total = float(sum(range(group.world_size)))
+    if not torch.equal(tensor, torch.full((5,), total)):
+        texts.append(f"afterwards {tensor}")
+    return texts
+
+
+def asynchronous(group: Communicator) -> list[str]:
+    """Works finish in the background, in order."""
+    works, tensors = [], []
+    for number in range(10):
+        tensor = torch.full((1 << (2 * number % 18),), group.rank + number, dtype=torch.int64)
+        call = Call("all_reduce", (("number", number),))
+        start = functools.partial(_reduced, call=call, tensor=tensor)
+        works.append(group.collective(call, start, [tensor], async_op=True))
+        tensors.append(tensor)
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    ranks = sum(range(group.world_size))
+    return [
+        f"async {number}"
+        for number, tensor in enumerate(tensors)
+        if not (tensor == ranks + group.world_size * number).all()
+    ]
+
+
+def _reduced(engine: Engine, *, call: Call, tensor: torch.Tensor) -> None:
+    engine.all_reduce(call, tensor, "sum")
+
+
+def sending(group: Communicator) -> list[str]:
+    """Everyone to everyone, itself included, before anything is received; tags out of order."""
+    wrong = []
+    rank, everyone = group.rank, list(range(group.world_size))
+    if group.place.name == "shm":
+        everyone.remove(rank)  # there a message to oneself does not come to the engine
+    engine, call = group.engine, Call("send")
+    sends = []
+    for n in (0, 3, 50_000):
+        for tag in (0, 7):
+            for peer in everyone:
+                tensor = payload(rank, f"{n} {tag} {peer}", n, torch.float32)
+                sends.append(engine.send(call, tensor, peer, tag))
+    for n in (0, 3, 50_000):
+        for peer in reversed(everyone):
+            for tag in (7, 0):
+                expected = payload(peer, f"{n} {tag} {rank}", n, torch.float32)
+                tensor = poisoned(expected)
+                outcome = engine.recv(call, tensor, peer, tag).result(60)
+                if not same(tensor, expected) or outcome.source is None or outcome.source() != peer:
+                    wrong.append(f"recv {n} {tag} from {peer}")
+    for send in sends:
+        send.result(60)
+    return wrong
+
+
+def receiving_from_anybody(group: Communicator) -> list[str]:
+    """One receiver takes two messages of each rank, in the order that each has sent them."""
+    wrong = []
+    engine, call = group.engine, Call("send")
+    if group.rank:
+        sends = [engine.send(call, torch.tensor([group.rank, number]), 0, 5) for number in range(2)]
+        for send in sends:
+            send.result(60)
+        return []
+    seen: dict[int, int] = {}
+    for _ in range(2 * (group.world_size - 1)):
+        tensor = torch.zeros(2, dtype=torch.int64)
+        outcome = engine.recv(call, tensor, None, 5).result(60)
+        assert outcome.source is not None
+        source, number = tensor.tolist()
+        if source != outcome.source() or seen.get(source, 0) != number:
+            wrong.append(f"{tensor} from {outcome.source()}, seen {seen}")
+        seen[source] = number + 1
+    return wrong
+
+
+def receiving_what_does_not_fit(group: Communicator) -> list[str]:
+    """The receiver is told; the sender has sent, and the next message arrives."""
+    engine, call, last = group.engine, Call("send"), group.world_size - 1
+    texts = []
+    if group.rank == 0:
+        tensors = [torch.arange(4.0), torch.arange(4), torch.arange(3.0)]
+        for send in [engine.send(call, tensor, last, 0) for tensor in tensors]:
+            send.result(60)
+    elif group.rank == last:
+        for _ in range(3):
+            tensor = torch.full((3,), -1.0)
+            try:
+                engine.recv(call, tensor, 0, 0).result(60)
+            except (TypeError, ValueError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        texts.append(str(tensor.tolist()))
+    return texts
+
+
+def no_symmetric_memory(group: Communicator) -> str:
+    try:
+        group.place.allocate(8)
+    except PlaceUnavailableError as error:
+        return str(error)
+    return "it was there"
+
+
+ON_EACH_GROUP: tuple[Callable[[Communicator], Any], ...] = (moving, agreeing, sending)
+ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
+    moving,
+    reducing,
+    rounding,
+    agreeing,
+    mismatching,
+    asynchronous,
+    sending,
+    receiving_from_anybody,
+    receiving_what_does_not_fit,
+    no_symmetric_memory,
+)
+
+
+# -- failing -----------------------------------------------------------------------------------
+
+
+class Failing:
+    """A scenario in a group of its own, in which something goes wrong."""
+
+    def __init__(
+        self, function: Callable[[Communicator], Any], ranks: Sequence[int], timeout: float
+    ) -> None:
+        self.function, self.ranks, self.timeout = function, list(ranks), timeout
+        self.__name__ = function.__name__
+
+    def __call__(self, group: Communicator) -> Any:
+        return self.function(group)
+
+
+def failure(group: Communicator) -> list[str]:
+    """What this rank's barriers end with: the first that fails, and the next."""
+    texts = []
+    while len(texts) < 2:
+        try:
+            run(group, "barrier")
+        except InterlaceError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def timing_out(group: Communicator) -> list[str]:
+    """Rank 1 does not come. It must not leave either while the others wait for it."""
+    if group.rank == 1:
+        try:
+            group.engine.recv(Call("recv"), torch.zeros(1), 0, 0).result(60)
+        except InterlaceError as error:
+            return [f"{type(error).__name__}: {error}"]
+    return failure(group)
+
+
+def aborting(group: Communicator) -> list[str]:
+    if group.rank == 0:
+        run(group, "barrier")
+        group.place.abort("enough")
+    return failure(group)
+
+
+def leaving(group: Communicator) -> list[str]:
+    """Rank 0 closes its group in good order; the others still want something of it."""
+    run(group, "barrier")
+    if group.rank == 0:
+        group.close()
+        return []
+    return failure(group)
+
+
+def dying(group: Communicator) -> list[str]:
+    """The last rank is killed while the others are in an op, or between two."""
+    run(group, "barrier")
+    if group.rank == group.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure(group)
+
+
+def dying_while_others_receive(group: Communicator) -> list[str]:
+    """As above, and the others wait for messages: the last rank of the other host is its only one."""
+    run(group, "barrier")
+    if group.rank == group.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine, call = group.engine, Call("recv")
+    texts = []
+    for peer in (group.world_size - 1, None):
+        try:
+            engine.recv(call, torch.zeros(1), peer, 0).result(60)
+        except InterlaceError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+FAILING = (
+    Failing(timing_out, range(5), 2.0),
+    Failing(aborting, range(5), 20.0),
+    Failing(leaving, range(5), 20.0),
+    Failing(dying, range(5), 20.0),
+    Failing(dying_while_others_receive, range(4), 20.0),
+)
