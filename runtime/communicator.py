@@ -44,6 +44,7 @@ class Communicator:
         self.place = place
         self.ranks = tuple(ranks)
         self.rank = place.rank
+        self.device_type = place.device.type
         self.world_size = place.world_size
         self.compute = place.new_stream("compute")
         self.copying = place.new_stream("copy", priority=True)

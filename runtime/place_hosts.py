@@ -195,7 +195,12 @@ class HostsPlace(Place):
         text = str(error.args[0]) if error.args else type(error).__name__
         if isinstance(error, AbortedError):
             who, _, reason = text.partition(" aborted the group: ")
-            return AbortedError(aborted_by(local[int(who.removeprefix("rank "))], reason))
+            index = int(
+                who.removeprefix("rank ")
+            )  # of a group that this was split from it may be more
+            return AbortedError(
+                aborted_by(local[index] if index < len(local) else self.rank, reason)
+            )
         error.args = (f"{text} (rank r stands for r-th of the host's ranks {list(local)}, from 0)",)
         return error
 

@@ -133,7 +133,8 @@ def test_every_folder_is_packaged() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert sorted(table["packages"]) == sorted(folder_packages())
-    assert table["package-dir"] == folder_packages()
+    assert table["package-dir"] == {"": "python", **folder_packages()}
+    assert table["py-modules"] == [file.stem for file in (ROOT / "python").glob("*.py")]
 
 
 def test_links_point_home() -> None:

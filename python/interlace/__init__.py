@@ -17,21 +17,49 @@ if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     # Decides how @triton.jit treats our kernels; has to be there before triton is imported.
     _os.environ["TRITON_INTERPRET"] = "1"
 
+import interlace_backend as _interlace_backend
 from interlace import symmetric_memory
-from interlace.collectives import all_gather, all_reduce, reduce_scatter
+from interlace.all_to_all import all_to_all, all_to_all_single
+from interlace.coalesced import (
+    all_gather_coalesced,
+    all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
+from interlace.collectives import (
+    _all_gather_base,
+    _reduce_scatter_base,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    barrier,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
 from interlace.fused_gather import all_gather_matmul
 from interlace.fused_reduce import matmul_all_reduce, matmul_reduce_scatter
-from interlace.groups import (
-    Group,
-    barrier,
-    device,
-    get_rank,
-    get_world_size,
-    init,
-    new_group,
-    shutdown,
-)
+from interlace.groups import Group, device, get_rank, get_world_size, init, shutdown
 from interlace.launcher import run
+from interlace.monitored import monitored_barrier
+from interlace.new_groups import (
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    split_group,
+)
+from interlace.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from interlace.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from interlace.reduce_ops import ReduceOp
+from interlace.rooted import broadcast, gather, reduce, scatter
 from interlace.runtime.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -42,8 +70,11 @@ from interlace.runtime.errors import (
     RankError,
 )
 from interlace.runtime.work import Work
+from interlace.uneven import all_gather_v, all_to_all_v, gather_v, reduce_scatter_v, scatter_v
 
 __version__ = "0.1.0"
+
+_interlace_backend.register()
 
 
 def __getattr__(name: str) -> _Any:
@@ -59,23 +90,61 @@ __all__ = [
     "DeadlockError",
     "Group",
     "InterlaceError",
+    "P2POp",
     "PeerDiedError",
     "PlaceUnavailableError",
     "RankError",
+    "ReduceOp",
     "Work",
+    "_all_gather_base",
+    "_reduce_scatter_base",
     "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
     "all_gather_matmul",
+    "all_gather_object",
+    "all_gather_single",
+    "all_gather_v",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_v",
     "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
     "device",
+    "gather",
+    "gather_object",
+    "gather_v",
     "get_rank",
     "get_world_size",
     "init",
+    "irecv",
+    "isend",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "monitored_barrier",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "recv",
+    "recv_object_list",
+    "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_v",
     "run",
+    "scatter",
+    "scatter_object_list",
+    "scatter_v",
+    "send",
+    "send_object_list",
     "shutdown",
+    "split_group",
     "symmetric_memory",
 ]

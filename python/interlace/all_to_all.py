@@ -40,8 +40,12 @@ def _exchange(
     given: Sequence[torch.Tensor],
     async_op: bool,
 ) -> Work | None:
+    written = {each.untyped_storage().data_ptr() for each in outputs if each.numel()}
+    shared = any(each.untyped_storage().data_ptr() in written for each in inputs if each.numel())
+
     def start(engine: Engine) -> Event | None:
-        made = [each.contiguous() for each in inputs]
+        # peers may fill an output while others have still to read an input that is the same memory
+        made = [each.clone().contiguous() if shared else each.contiguous() for each in inputs]
         return dense.filled(
             communicator, outputs, lambda targets: engine.all_to_all(call, targets, made)
         )
@@ -95,7 +99,9 @@ def all_to_all(
     return _all_to_all(resolve(group), output_tensor_list, input_tensor_list, async_op)
 
 
-def sizes(name: str, value: Any, total: int, of: str, communicator: Communicator) -> tuple[int, ...]:
+def sizes(
+    name: str, value: Any, total: int, of: str, communicator: Communicator
+) -> tuple[int, ...]:
     """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
     rank, world_size = communicator.rank, communicator.world_size
     if value is None or len(value) == 0:
@@ -154,7 +160,7 @@ def _all_to_all_single(
     except (TypeError, ValueError):
         with communicator.accepting(name):
             raise
-    outputs, inputs = list(out.split(expected)), list(data.split(sent))
+    outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))
     return _exchange(communicator, call, outputs, inputs, [output], async_op)
 
 

@@ -7,6 +7,7 @@ group's engine. A misuse on one rank is reported on all.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,9 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
 from interlace.runtime.stream import Event
 from interlace.runtime.work import Work
+
+Prepared = tuple[Call, Callable[[Engine], Event | None], Sequence[torch.Tensor]]
+"""What ``Communicator.collective`` takes: a call, what the engine is to do, the outputs."""
 
 # -- all_reduce ---------------------------------------------------------------------------------------
 
@@ -41,6 +45,34 @@ def _reduction(
     return call
 
 
+def prepare_all_reduce(
+    communicator: Communicator, tensor: torch.Tensor, op: Any, algorithm: str = "auto"
+) -> Prepared:
+    """An :func:`all_reduce` that was checked on this rank."""
+    try:
+        data = dense.target("tensor", tensor, communicator)
+        name, factor = reduce_ops.parse(op, communicator.rank)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+        call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
+    except (TypeError, ValueError):
+        with communicator.accepting("all_reduce"):
+            raise
+    if factor is None and algorithm == "auto" and data.is_contiguous():
+        return call, lambda engine: engine.all_reduce(call, data, name), (tensor,)
+
+    def start(engine: Engine) -> Event | None:
+        if factor is None:
+            made, reducing = data.contiguous(), name
+        else:
+            made, reducing = reduce_ops.scaled(data, factor), "sum"
+        serving = chosen_algorithm.serving(engine, communicator, algorithm)
+        event = serving.all_reduce(call, made, reducing)
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return call, start, (tensor,)
+
+
 def _all_reduce(
     communicator: Communicator,
     tensor: torch.Tensor,
@@ -49,36 +81,8 @@ def _all_reduce(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
-    try:
-        data = dense.target("tensor", tensor, communicator)
-        name, factor = reduce_ops.parse(op, communicator.rank)
-        if algorithm != "auto":
-            chosen_algorithm.check(algorithm, data.dtype, communicator, name)
-        call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
-        if factor is not None:
-            reduce_ops.checked_factor(factor, tuple(data.shape), communicator.rank)
-    except (TypeError, ValueError):
-        with communicator.accepting("all_reduce"):
-            raise
-    if factor is None and algorithm == "auto" and data.is_contiguous():
-        return communicator.collective(
-            call, lambda engine: engine.all_reduce(call, data, name), (tensor,), async_op=async_op
-        )
-
-    def start(engine: Engine) -> Event | None:
-        if algorithm != "auto":
-            engine.parts(call)
-            made = data.contiguous()
-            event: Event | None = chosen_algorithm.all_reduce(communicator, made, name, algorithm)
-        elif factor is not None:
-            made = reduce_ops.scaled(data, factor)
-            event = engine.all_reduce(call, made, "sum")
-        else:
-            made = data.contiguous()
-            event = engine.all_reduce(call, made, name)
-        return dense.copied_back(communicator, [data], [made], event)
-
-    return communicator.collective(call, start, (tensor,), async_op=async_op)
+    prepared = prepare_all_reduce(communicator, tensor, op, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
 
 
 def all_reduce(
@@ -117,22 +121,42 @@ def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any
     return tuple((f"shape of {name}[{r}]", tuple(each.shape)) for r, each in enumerate(tensors))
 
 
-def _all_gather(
+def _whole(whole: torch.Tensor, part: torch.Tensor, algorithm: str, rank: int) -> bool:
+    """Whether ``whole``, known to be in one of the forms for ``part``, may be cut without a look."""
+    nbytes = part.nbytes
+    offset = part.data_ptr() - whole.data_ptr()
+    return (
+        algorithm == "auto"
+        and whole.is_contiguous()
+        and part.is_contiguous()
+        and nbytes > 0  # what is empty is not cut into as many
+        and (offset == rank * nbytes or not -nbytes < offset < whole.nbytes)
+    )
+
+
+def prepare_all_gather(
     communicator: Communicator,
     output: torch.Tensor | list[torch.Tensor],
     tensor: torch.Tensor,
-    async_op: bool = False,
-    *,
     algorithm: str = "auto",
-) -> Work | None:
+) -> Prepared:
+    """An :func:`all_gather` that was checked on this rank."""
     try:
         data = dense.source("tensor", tensor, communicator)
+        single = isinstance(output, torch.Tensor)
+        key: Any = ("all_gather", data.dtype, data.shape, algorithm)
+        if single:
+            out = dense.target("output", output, communicator)
+            key = (*key, out.shape, out.dtype)
+            known = communicator.calls.get(key)
+            if known is not None and _whole(out, data, algorithm, communicator.rank):
+                pieces = out.chunk(communicator.world_size)
+                return known, lambda engine: engine.all_gather(known, pieces, data), (out,)
         outputs = parts("output", output, "tensor", data, communicator, written=True)
+        if not single:
+            key = (*key, *[each.shape for each in outputs])
         if algorithm != "auto":
             chosen_algorithm.check(algorithm, data.dtype, communicator)
-        key: Any = ("all_gather", data.dtype, data.shape, algorithm)
-        if not isinstance(output, torch.Tensor):
-            key = (*key, *[each.shape for each in outputs])
         call = communicator.calls.get(key)
         if call is None:
             terms = (
@@ -145,19 +169,31 @@ def _all_gather(
         with communicator.accepting("all_gather"):
             raise
     given = (output,) if isinstance(output, torch.Tensor) else output
+    if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
+        return call, lambda engine: engine.all_gather(call, outputs, data), given
 
     def start(engine: Engine) -> Event | None:
         made = data.contiguous()
 
         def run(targets: list[torch.Tensor]) -> Event | None:
-            if algorithm == "auto":
-                return engine.all_gather(call, targets, made)
-            engine.parts(call)
-            return chosen_algorithm.all_gather(communicator, targets, made, algorithm)
+            serving = chosen_algorithm.serving(engine, communicator, algorithm)
+            return serving.all_gather(call, targets, made)
 
         return dense.filled(communicator, outputs, run)
 
-    return communicator.collective(call, start, given, async_op=async_op)
+    return call, start, given
+
+
+def _all_gather(
+    communicator: Communicator,
+    output: torch.Tensor | list[torch.Tensor],
+    tensor: torch.Tensor,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    prepared = prepare_all_gather(communicator, output, tensor, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
 
 
 def all_gather(
@@ -206,24 +242,35 @@ _all_gather_base = all_gather
 # -- reduce_scatter -----------------------------------------------------------------------------------
 
 
-def _reduce_scatter(
+def prepare_reduce_scatter(
     communicator: Communicator,
     output: torch.Tensor,
     input: torch.Tensor | list[torch.Tensor],
-    op: Any = "sum",
-    async_op: bool = False,
-    *,
+    op: Any,
     algorithm: str = "auto",
-) -> Work | None:
+) -> Prepared:
+    """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
     try:
         out = dense.target("output", output, communicator)
         name, factor = reduce_ops.parse(op, rank)
         if algorithm != "auto":
             chosen_algorithm.check(algorithm, out.dtype, communicator, name)
-        inputs = parts("input", input, "output", out, communicator, written=False)
+        single = isinstance(input, torch.Tensor)
         key: Any = ("reduce_scatter", out.dtype, out.shape, name, algorithm)
-        if not isinstance(input, torch.Tensor):
+        if single:
+            whole = dense.source("input", input, communicator)
+            key = (*key, whole.shape, whole.dtype)
+            known = communicator.calls.get(key)
+            if known is not None and factor is None and _whole(whole, out, algorithm, rank):
+                pieces = whole.chunk(communicator.world_size)
+                return (
+                    known,
+                    lambda engine: engine.reduce_scatter(known, out, pieces, name),
+                    (output,),
+                )
+        inputs = parts("input", input, "output", out, communicator, written=False)
+        if not single:
             key = (*key, *[each.shape for each in inputs])
         call = communicator.calls.get(key)
         if call is None:
@@ -235,11 +282,16 @@ def _reduce_scatter(
                 ("algorithm", algorithm),
             )
             call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-        if factor is not None:
-            reduce_ops.checked_factor(factor, tuple(out.shape), rank)
     except (TypeError, ValueError):
         with communicator.accepting("reduce_scatter"):
             raise
+    if (
+        algorithm == "auto"
+        and factor is None
+        and out.is_contiguous()
+        and dense.all_dense(input, inputs)
+    ):
+        return call, lambda engine: engine.reduce_scatter(call, out, inputs, name), (output,)
 
     def start(engine: Engine) -> Event | None:
         if factor is None:
@@ -248,15 +300,25 @@ def _reduce_scatter(
             made = [reduce_ops.scaled(each, factor) for each in inputs]
 
         def run(targets: list[torch.Tensor]) -> Event | None:
-            if algorithm == "auto":
-                reducing = name if factor is None else "sum"
-                return engine.reduce_scatter(call, targets[0], made, reducing)
-            engine.parts(call)
-            return chosen_algorithm.reduce_scatter(communicator, targets[0], made, name, algorithm)
+            serving = chosen_algorithm.serving(engine, communicator, algorithm)
+            return serving.reduce_scatter(call, targets[0], made, name if factor is None else "sum")
 
         return dense.filled(communicator, [out], run)
 
-    return communicator.collective(call, start, (output,), async_op=async_op)
+    return call, start, (output,)
+
+
+def _reduce_scatter(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor | list[torch.Tensor],
+    op: Any = "sum",
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    prepared = prepare_reduce_scatter(communicator, output, input, op, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
 
 
 def reduce_scatter(
@@ -299,13 +361,8 @@ _BARRIER = Call("barrier")
 def _barrier(
     communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
 ) -> Work | None:
-    place = communicator.place
-
     def start(engine: Engine) -> Event | None:
-        place.arrive()
-        event = engine.barrier(_BARRIER)
-        place.depart()
-        return event
+        return engine.barrier(_BARRIER)
 
     if timeout is None or async_op:
         return communicator.collective(_BARRIER, start, async_op=async_op)

@@ -19,10 +19,11 @@ MOST_CALLS = 1024
 
 def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     """``value``, detached, if an op can read it: a strided tensor on the group's device."""
+    kind = communicator.device_type
     if (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and value.device.type == communicator.place.device.type
+        and (value.is_cpu if kind == "cpu" else value.device.type == kind)
         and not value.is_conj()
         and not value.is_neg()
     ):
@@ -36,6 +37,13 @@ def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else checks.output(name, tensor, communicator)
 
 
+def all_dense(whole: Any, parts: Sequence[torch.Tensor]) -> bool:
+    """Whether ``parts``, cut from ``whole`` along dim 0 if that is one tensor, are all dense."""
+    if isinstance(whole, torch.Tensor):
+        return whole.is_contiguous()
+    return all(part.is_contiguous() for part in parts)
+
+
 def filled(
     communicator: Communicator,
     outputs: Sequence[torch.Tensor],
@@ -43,7 +51,9 @@ def filled(
 ) -> Event | None:
     """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
     dense = [
-        each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        each
+        if each.is_contiguous()
+        else torch.empty(each.shape, dtype=each.dtype, device=each.device)
         for each in outputs
     ]
     return copied_back(communicator, outputs, dense, run(dense))

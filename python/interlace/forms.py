@@ -7,6 +7,7 @@ For tensors of shape ``(n, ...)`` and world size W the concatenation has shape `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +19,33 @@ NOT_GIVEN: Any = object()
 
 
 def parts(
-    name: str, whole: Any, like_name: str, like: torch.Tensor, communicator: Communicator, *, written: bool
+    name: str,
+    whole: Any,
+    like_name: str,
+    like: torch.Tensor,
+    communicator: Communicator,
+    *,
+    written: bool,
 ) -> list[torch.Tensor]:
     """The tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
 
-    Raises unless this rank's has the shape of ``like``. ``written``: whether the op fills them.
+    Raises unless this rank's has the shape of ``like``, and is the only one that may share its memory.
+    ``written``: whether the op fills them.
     """
+    tensors = _parts(name, whole, like_name, like, communicator, written=written)
+    apart(name, tensors, like_name, like, communicator.rank)
+    return tensors
+
+
+def _parts(
+    name: str,
+    whole: Any,
+    like_name: str,
+    like: torch.Tensor,
+    communicator: Communicator,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
     rank, world_size = communicator.rank, communicator.world_size
     take = dense.target if written else dense.source
     if isinstance(whole, torch.Tensor):
@@ -34,8 +56,8 @@ def parts(
         if given == (world_size, *shape):
             return list(tensor.unbind(0))
         if shape and given == (world_size * shape[0], *shape[1:]):
-            if tensor.is_contiguous():
-                return list(tensor.view(world_size, *shape).unbind(0))
+            if shape[0]:
+                return list(tensor.chunk(world_size))
             return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
         forms = [str((world_size, *shape))]
         if shape:
@@ -83,14 +105,36 @@ def one_per_rank(
 
 
 def _disjoint(name: str, tensors: Sequence[torch.Tensor], rank: int) -> None:
-    """Raise if two entries are the same memory: the second would overwrite the first."""
-    seen: dict[int, int] = {}
+    """Raise if two dense entries share memory: the second would overwrite the first."""
+    ranges = sorted(
+        (tensor.data_ptr(), index, tensor.nbytes)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() and tensor.is_contiguous()
+    )
+    for (start, first, nbytes), (following, second, _) in pairwise(ranges):
+        if following < start + nbytes:
+            one, other = sorted((first, second))
+            raise ValueError(f"{name}[{one}] and {name}[{other}] share memory on rank {rank}")
+
+
+def apart(
+    name: str, tensors: Sequence[torch.Tensor], like_name: str, like: torch.Tensor, rank: int
+) -> None:
+    """Raise if ``like`` shares memory with another entry than its own, or with a part of that.
+
+    What is written there would change what peers have still to read. Looks at dense tensors only.
+    """
+    if not like.is_contiguous():
+        return
+    start, end = like.data_ptr(), like.data_ptr() + like.nbytes
     for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            first = seen.setdefault(tensor.data_ptr(), index)
-            if first != index:
+        if tensor.is_contiguous():
+            other = tensor.data_ptr()
+            shared = start < other + tensor.nbytes and other < end
+            if shared and not (index == rank and other == start):
                 raise ValueError(
-                    f"{name}[{first}] and {name}[{index}] begin at the same memory on rank {rank}"
+                    f"{like_name} shares memory with {name}[{index}] on rank {rank}; it may be the same "
+                    f"memory as {name}[{rank}], or none of it"
                 )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextvars
 import os
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+from interlace import rank_lists
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
 
@@ -45,6 +45,10 @@ def default_group() -> Communicator:
                 "no group: call this inside a function run by interlace.run, or start the script "
                 "with torchrun, or call torch.distributed.init_process_group first"
             )
+        if dist.is_initialized():
+            own = getattr(dist.group.WORLD, "interlace_communicator", None)
+            if own is not None:  # the backend is interlace; not kept, for it ends with that group
+                return cast(Communicator, own)
         communicator = init()
     return communicator
 
@@ -102,12 +106,23 @@ def shutdown() -> None:
     """Leave the default group of this process and give its memory back. Idempotent."""
     global _of_process
     if _of_process is not None:
+        rank_lists.close(_of_process)
         _of_process.close()
         _of_process = None
 
 
 def resolve(group: Any) -> Communicator:
-    """The communicator that ``group`` names: None, a group of interlace's, or a ProcessGroup.
+    """The communicator that ``group`` names. Every op takes a group in each of these forms:
+
+    ============================  ====================================================================
+    None                          all ranks
+    a group                       from :func:`interlace.new_group`, or a torch ``ProcessGroup``
+    ``DeviceMesh``                of one dimension
+    ``(DeviceMesh, dim)``         the caller's row along a dimension, given by number or name
+    ``[0, 2]``                    ranks of the default group; made by its members on first use
+    ``[[0, 2], [1, 3]]``          that list, of equally long ones, in which the caller is
+    name                          "0" for all ranks, a ``name`` of ``new_group``, a torch group's name
+    ============================  ====================================================================
 
     Raises TypeError for anything else, ValueError if the caller is not a member.
     """
@@ -117,15 +132,50 @@ def resolve(group: Any) -> Communicator:
         return group
     if isinstance(group, dist.ProcessGroup):
         return _from_process_group(group)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: the calling rank is not a member of it")
+    if isinstance(group, str):
+        return _from_name(group)
+    if rank_lists.is_mesh(group) or (
+        isinstance(group, tuple) and len(group) == 2 and rank_lists.is_mesh(group[0])
+    ):
+        return _from_mesh(*(group if isinstance(group, tuple) else (group, None)))
+    if isinstance(group, (list, tuple)):
+        whole = default_group()
+        return rank_lists.group_of(whole, rank_lists.chosen(whole, group))
     raise TypeError(
-        "group must be None, a group from interlace.new_group or a torch ProcessGroup, "
-        f"got {type(group).__name__}"
+        "group must be None, a group from interlace.new_group, a torch ProcessGroup, a DeviceMesh, "
+        f"(DeviceMesh, dim), ranks, or a name, got {type(group).__name__}"
     )
 
 
+def _from_name(name: str) -> Communicator:
+    whole = default_group()
+    found = rank_lists.named(whole, name)
+    if found is not None:
+        return found
+    try:
+        torch_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    except (RuntimeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"group: there is no group named {name!r} on rank {whole.rank}; names are "
+            f"{rank_lists.DEFAULT_NAME!r} for all ranks, those given to new_group, those of torch's groups"
+        ) from error
+    return _from_process_group(torch_group)
+
+
+def _from_mesh(mesh: Any, dim: int | str | None) -> Communicator:
+    ranks = rank_lists.of_mesh(mesh, dim, default_group().rank)
+    if dist.is_initialized():
+        return resolve(mesh.get_group(dim))
+    whole = default_group()
+    return rank_lists.group_of(whole, ranks)
+
+
 def _from_process_group(group: dist.ProcessGroup) -> Communicator:
+    own = getattr(group, "interlace_communicator", None)
+    if own is not None:
+        return cast(Communicator, own)
     communicator = _of_process_group.get(group)
     if communicator is None:
         whole = default_group()
@@ -153,33 +203,6 @@ def get_rank(group: Any = None) -> int:
 def get_world_size(group: Any = None) -> int:
     """The number of ranks of ``group``, by default of all ranks."""
     return resolve(group).world_size
-
-
-def barrier(group: Any = None) -> None:
-    """Return once every rank of the group has called it. Blocks the host."""
-    resolve(group).barrier()
-
-
-def new_group(ranks: Sequence[int] | None = None, group: Any = None) -> Any:
-    """A group of some ranks of ``group``, by default of all ranks.
-
-    Collective over ``group``: every rank calls it with the same ``ranks``, as with
-    ``torch.distributed.new_group``. Position in ``ranks`` is the rank in the new group. Ranks outside
-    it get ``GroupMember.NON_GROUP_MEMBER``, as from torch, with which every op raises ValueError.
-    """
-    parent = resolve(group)
-    members = list(range(parent.world_size)) if ranks is None else list(ranks)
-    for rank in members:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"ranks must be ints, got {members} on rank {parent.rank}")
-    bad = [rank for rank in members if not 0 <= rank < parent.world_size]
-    if bad or len(set(members)) != len(members) or not members:
-        raise ValueError(
-            f"ranks must be distinct and within 0..{parent.world_size - 1}, got {members} "
-            f"on rank {parent.rank}"
-        )
-    communicator = parent.split(members)
-    return dist.GroupMember.NON_GROUP_MEMBER if communicator is None else communicator
 
 
 def device() -> torch.device:

@@ -6,7 +6,6 @@ has to hand the call to ``super()``, which dispatches ``c10d::<op>``.
 
 =======================================  =============================================================
 dispatch mode is active                  torch: the mode decides
-``AsyncCollectiveTensor``                this group, with the tensor that it waits for
 subclass without ``__torch_dispatch__``  this group, with the plain tensor of the same memory
 subclass with ``__torch_dispatch__``     torch
 meta tensor                              torch
@@ -18,14 +17,10 @@ base class by the name of the calling function, and otherwise calls the override
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, TypeVar
 
 import torch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -41,9 +36,6 @@ def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
-        tensor = tensor.trigger_wait()
     if not isinstance(tensor, torch.Tensor):
         return tensor  # misuse, which the op reports
     if tensor.is_meta:
@@ -56,17 +48,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.as_subclass(torch.Tensor)
 
 
-def is_simulated(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no data will move: fake and meta tensors, or a mode that makes them."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        return True
-    subclasses = sys.modules.get("torch._subclasses.fake_tensor")
-    fake = () if subclasses is None else (subclasses.FakeTensor,)
-    return any(tensor.is_meta or isinstance(tensor, fake) for tensor in tensors)
-
-
-def outside_compilation(function: F) -> F:
-    """Keep Dynamo out of ``function`` and all it calls, as ``torch.compiler.disable`` does.
+def keep_outside_compilation(group_class: type) -> None:
+    """Keep Dynamo out of a class's methods and all they call, as ``torch.compiler.disable`` does.
 
     Dynamo would trace into the method of an opaque object and fail. ``torch.compiler.disable`` wraps,
     which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a mark on the function itself
@@ -78,9 +61,9 @@ def outside_compilation(function: F) -> F:
         set_code_exec_strategy,
     )
 
-    assert isinstance(function, FunctionType)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
-    return function
+    for method in vars(group_class).values():
+        if isinstance(method, FunctionType):
+            method._torchdynamo_disable = True  # type: ignore[attr-defined]
+            method._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
+            set_code_exec_strategy(method.__code__, skip)

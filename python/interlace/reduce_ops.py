@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.runtime import reductions
+
 ReduceOp = dist.ReduceOp
 
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -38,7 +40,7 @@ def parse(op: Any, rank: int) -> tuple[str, Factor]:
         name = _NAMES.get(op.op)  # type: ignore[attr-defined]
         if name is not None and name != PREMUL_SUM:
             return name, None
-        if name == PREMUL_SUM and (factor := op.factor) is not None:  # type: ignore[attr-defined]
+        if name == PREMUL_SUM and (factor := op.factor) is not None:
             return PREMUL_SUM, factor
     if _NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
         raise ValueError(
@@ -49,8 +51,6 @@ def parse(op: Any, rank: int) -> tuple[str, Factor]:
 
 def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype, rank: int) -> None:
     """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
-    from interlace.runtime import reductions
-
     try:
         reductions.check("sum" if op == PREMUL_SUM else op, dtype)
     except (TypeError, ValueError) as error:
@@ -67,15 +67,6 @@ def scaled(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
     """A dense copy of ``tensor``, multiplied by the factor of a PREMUL_SUM; in the tensor's dtype."""
     if isinstance(factor, torch.Tensor):
         factor = factor.detach().to(tensor.device)
+    assert factor is not None
     wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
     return (wide * factor).to(tensor.dtype).contiguous()
-
-
-def checked_factor(factor: Factor, shape: tuple[int, ...], rank: int) -> Factor:
-    """``factor`` if it multiplies a tensor of ``shape`` without making it larger."""
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise ValueError(
-            f"op: the factor of premul_sum must have one element, got shape {tuple(factor.shape)} "
-            f"for a tensor of shape {shape} on rank {rank}"
-        )
-    return factor

@@ -50,7 +50,9 @@ def _broadcast(
     def start(engine: Engine) -> Event | None:
         if is_root:
             return engine.broadcast(call, data.contiguous(), root)
-        return dense.filled(communicator, [data], lambda made: engine.broadcast(call, made[0], root))
+        return dense.filled(
+            communicator, [data], lambda made: engine.broadcast(call, made[0], root)
+        )
 
     return communicator.collective(call, start, (tensor,), async_op=async_op)
 
@@ -101,8 +103,6 @@ def _reduce(
                 ("root", root),
             )
             call = dense.remember(communicator, key, Call("reduce", terms))
-        if factor is not None:
-            reduce_ops.checked_factor(factor, tuple(data.shape), rank)
     except (TypeError, ValueError):
         with communicator.accepting("reduce"):
             raise
@@ -150,7 +150,9 @@ def _shapes(tensors: Sequence[torch.Tensor] | None) -> list[tuple[int, ...]] | N
 def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
     """torch's rule: the list is given on the root, and on no other rank."""
     if rank == root and value is None:
-        raise ValueError(f"{name} must be given on the root, group rank {root}, got None on rank {rank}")
+        raise ValueError(
+            f"{name} must be given on the root, group rank {root}, got None on rank {rank}"
+        )
     if rank != root and value is not None and len(value):
         raise ValueError(
             f"{name} must be given on the root only, group rank {root}, got {len(value)} tensors "

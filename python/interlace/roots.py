@@ -1,4 +1,4 @@
-"""``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group."""
+"""``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` of the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ def _index(name: str, value: Any, rank: int) -> int:
 
 
 def group_rank(
-    name: str, value: Any, group_value: Any, communicator: Communicator, *, default: int | None = None
+    name: str,
+    value: Any,
+    group_value: Any,
+    communicator: Communicator,
+    *,
+    default: int | None = None,
 ) -> int:
     """The rank within the group that ``name`` (a rank of the default group) or ``group_name`` says.
 

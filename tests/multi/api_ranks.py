@@ -48,7 +48,9 @@ def large(elements: int) -> None:
     api_cases.check(out, torch.stack(terms), "a large all_gather in place")
     part = torch.empty(elements // world)
     interlace.reduce_scatter(part, terms[rank][: elements // world * world])
-    api_cases.check(part, total[: elements // world * world].view(world, -1)[rank], "reduce_scatter")
+    api_cases.check(
+        part, total[: elements // world * world].view(world, -1)[rank], "reduce_scatter"
+    )
     right, left = (rank + 1) % world, (rank - 1) % world
     y = torch.empty(2 * elements)[::2]  # a stand-in is received into
     sent = interlace.isend(terms[rank], right)

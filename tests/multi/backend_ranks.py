@@ -170,6 +170,13 @@ def fake(path: str) -> list[Any]:
                 dist.all_gather_single(out, x)
             meta = torch.ones(4, device="meta")
             dist.all_reduce(meta)
+
+            def function(y: torch.Tensor) -> torch.Tensor:
+                dist.all_reduce(y)
+                dist.barrier()
+                return y
+
+            make_fx(function, tracing_mode="fake")(torch.ones(4))
             return [type(x).__name__, type(out).__name__, meta.device.type, meta.shape]
         return []
 
@@ -338,8 +345,8 @@ def exchanged_by_op(path: str, backend: str) -> torch.Tensor:
         )
 
 
-def compiled(path: str, compiler: str) -> list[torch.Tensor]:
-    """Compiled whole, and with an asynchronous collective that Dynamo leaves to Python."""
+def compiled(path: str, compiler: str, breaks: bool) -> torch.Tensor:
+    """Compiled whole; or, with ``breaks``, with an async collective that Dynamo leaves to Python."""
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -357,10 +364,8 @@ def compiled(path: str, compiler: str) -> list[torch.Tensor]:
 
     with world(path):
         torch._dynamo.reset()
-        return [
-            torch.compile(whole, backend=compiler, fullgraph=True)(own()),
-            torch.compile(asynchronous, backend=compiler)(own()),
-        ]
+        function = asynchronous if breaks else whole
+        return torch.compile(function, backend=compiler, fullgraph=not breaks)(own())
 
 
 def profiled(path: str) -> list[str]:

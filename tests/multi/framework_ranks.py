@@ -1,6 +1,6 @@
 """What the ranks of test_backend_frameworks.py do: torch's ways to train in parallel, on the backend.
 
-Every function of :data:`CASES` runs on all ranks of a default group of two and raises if its numbers are not
+Every function of :data:`CASES` runs on both ranks of a default group and raises if its numbers are not
 those of the same computation in one process.
 """
 

@@ -161,14 +161,16 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
             time.sleep(0.01)
         store = TCPStore(address, int(chosen.read_text()), world_size, is_master=False)
 
-    def join(name: str, ranks: Sequence[int], timeout: float = 30.0) -> Communicator:
+    def join(
+        name: str, ranks: Sequence[int], timeout: float = 30.0, host: str | None = None
+    ) -> Communicator:
         place = connect_place(
             store,
             ranks.index(rank),
             len(ranks),
             timeout=timeout,
             name=name,
-            host=None if separated else f"host {HOSTS[rank]}",
+            host=host or (None if separated else f"host {HOSTS[rank]}"),
         )
         return Communicator(place, ranks)
 
@@ -187,6 +189,12 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     for scenario in scenarios.ON_WORLD:
         with told(report, scenario.__name__):
             report[scenario.__name__] = scenario(world)
+    # the order of a sum of two cannot be told, so one rank says that it is on a third host
+    third = join("three hosts", everyone, host="a third host" if rank == 1 else None)
+    for scenario in scenarios.ON_THREE_HOSTS:
+        with told(report, f"{scenario.__name__}/three hosts"):
+            report[f"{scenario.__name__}/three hosts"] = scenario(third)
+    third.close()
     for failing in scenarios.FAILING:
         group = (
             join(failing.__name__, failing.ranks, failing.timeout)

@@ -29,5 +29,5 @@ def test_framework(failures: list[dict[str, str]], name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(tmp_path: Path) -> None:
-    for rank, result in enumerate(on_ranks(backend_ranks.compiled, 2, tmp_path, "inductor")):
-        assert same(result, [[7.0] * 4, [6.0 + 2 + rank] * 2])
+    results = on_ranks(backend_ranks.compiled, 2, tmp_path, "inductor", False)
+    assert all(same(result, [7.0] * 4) for result in results)

@@ -197,7 +197,7 @@ def test_groups_at_once() -> None:
             assert torch.equal(out, expected)
             assert torch.equal(summed, expected.sum(0))
         if groups[2] != NON_GROUP_MEMBER:
-            inner = interlace.new_group([2, 1], groups[2])  # ranks 2 and 0 of the run
+            inner = interlace.new_group([2, 1], group=groups[2])  # ranks 2 and 0 of the run
             if inner != NON_GROUP_MEMBER:
                 x = torch.tensor([float(rank)])
                 out = torch.empty(2, 1)

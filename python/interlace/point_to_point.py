@@ -1,0 +1,246 @@
+"""Messages between two ranks: send, recv, isend, irecv, and several of them at once.
+
+Nothing here is collective: a misuse is raised on the rank that made it. Messages of one tag from one rank
+to another arrive in the order they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace import dense
+from interlace.groups import resolve
+from interlace.roots import group_rank
+from interlace.runtime.call import Call
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.engine import Engine
+from interlace.runtime.stream import Outcome
+from interlace.runtime.work import Work
+
+
+def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
+    key = (op, tensor.dtype, tensor.numel())
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (("dtype of tensor", tensor.dtype), ("elements of tensor", tensor.numel()))
+        call = dense.remember(communicator, key, Call(op, terms))
+    return call
+
+
+def _check_tag(tag: Any, rank: int) -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"tag must be an int, got {tag!r} on rank {rank}")
+
+
+def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    """Begin to send to ``peer``, a rank of the group."""
+    data = dense.source("tensor", tensor, communicator)
+    _check_tag(tag, communicator.rank)
+    made = data.contiguous()
+    call = _call(communicator, "send", made)
+    return communicator.transfer(call, lambda engine: engine.send(call, made, peer, tag), tensor)
+
+
+def _irecv(
+    communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int = 0
+) -> Work:
+    """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
+    data = dense.target("tensor", tensor, communicator)
+    _check_tag(tag, communicator.rank)
+    call = _call(communicator, "recv", data)
+
+    def start(engine: Engine) -> Future[Outcome]:
+        if data.is_contiguous():
+            return engine.recv(call, data, peer, tag)
+        made = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+        return _Copied(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
+
+    def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
+        event = dense.copied_back(communicator, [data], [made], outcome.event)
+        return Outcome(outcome.result, event, outcome.source)
+
+    return communicator.transfer(call, start, tensor)
+
+
+class _Copied(Future[Outcome]):
+    """The end of a receive into a stand-in, after which the caller's tensor was filled from it.
+
+    Waiting for ``first`` may be what moves the message, so it is what is waited for.
+    """
+
+    def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
+        super().__init__()
+        self._first, self._change = first, change
+        first.add_done_callback(self._settle)
+
+    def _settle(self, done: Future[Outcome]) -> None:
+        try:
+            self.set_result(self._change(done.result()))
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        self._first.result(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._first.exception(timeout)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        return self._first.done() and super().done()
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work:
+    """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
+
+    Any dtype; ``dst`` may be the caller. Semantics: ``torch.distributed.isend``.
+    """
+    communicator = resolve(group)
+    peer = group_rank("dst", dst, group_dst, communicator)
+    return _isend(communicator, tensor, peer, tag)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work:
+    """Begin to receive into ``tensor`` from rank ``src``, from any rank if None; never blocks.
+
+    ``Work.source_rank()`` is the sender's rank within the group. Waiting raises ValueError or TypeError if
+    what was sent differs in length or dtype. Semantics: ``torch.distributed.irecv``.
+    """
+    communicator = resolve(group)
+    return _irecv(communicator, tensor, _source(src, group_src, communicator), tag)
+
+
+def _source(src: Any, group_src: Any, communicator: Communicator) -> int | None:
+    if src is None and group_src is None:
+        return None
+    return group_rank("src", src, group_src, communicator)
+
+
+def _not_self(name: str, peer: int | None, communicator: Communicator) -> None:
+    if peer == communicator.rank:
+        raise ValueError(
+            f"{name} must be another rank, got {communicator.ranks[communicator.rank]}, the rank of the "
+            f"caller, on rank {communicator.rank}; isend and irecv may go to oneself"
+        )
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send ``tensor`` to rank ``dst``, another one than the caller; returns when ``tensor`` may be reused.
+
+    Semantics: ``torch.distributed.send``.
+    """
+    communicator = resolve(group)
+    peer = group_rank("dst", dst, group_dst, communicator)
+    _not_self("dst", peer, communicator)
+    _isend(communicator, tensor, peer, tag).wait()
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive into ``tensor`` from rank ``src``, from any rank if None; the sender's rank.
+
+    The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
+    TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
+    """
+    communicator = resolve(group)
+    peer = _source(src, group_src, communicator)
+    _not_self("src", peer, communicator)
+    work = _irecv(communicator, tensor, peer, tag)
+    work.wait()
+    if peer is None:
+        peer = work.source_rank()
+    return peer if group_src is not None else communicator.ranks[peer]
+
+
+class P2POp:
+    """One message of :func:`batch_isend_irecv`; as ``torch.distributed.P2POp``.
+
+    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch. ``peer`` is a rank of the default
+    group, ``group_peer`` one of ``group``; None is any rank, for ``irecv``.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        _direction(op)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        self.op, self.tensor, self.peer = op, tensor, peer
+        self.group, self.tag, self.group_peer = group, tag, group_peer
+
+    def __repr__(self) -> str:
+        peer = self.peer if self.group_peer is None else f"group rank {self.group_peer}"
+        return (
+            f"P2POp({_direction(self.op)}, peer={peer}, {self.tensor.dtype}, {self.tensor.shape})"
+        )
+
+
+def _direction(op: Any) -> str:
+    name = getattr(op, "__name__", "")
+    if name not in ("isend", "irecv"):
+        raise ValueError(f"op must be isend or irecv, got {op!r}")
+    return str(name)
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
+    """Begin all messages of a list of :class:`P2POp`, interlace's or torch's; their handles, in order.
+
+    No order of the list can block: order matters only between messages of one direction and peer. Raises
+    ValueError or TypeError, before any is begun, if an entry is wrong. Semantics:
+    ``torch.distributed.batch_isend_irecv``.
+    """
+    if not isinstance(p2p_op_list, (list, tuple)) or not p2p_op_list:
+        raise ValueError(f"p2p_op_list must be a non-empty list of P2POp, got {p2p_op_list!r}")
+    begun: list[Callable[[], Work]] = []
+    for index, entry in enumerate(p2p_op_list):
+        if not all(hasattr(entry, name) for name in ("op", "tensor", "peer", "group", "tag")):
+            raise ValueError(f"p2p_op_list[{index}] must be a P2POp, got {type(entry).__name__}")
+        begun.append(_prepared(entry))
+    return [begin() for begin in begun]
+
+
+def _prepared(entry: Any) -> Callable[[], Work]:
+    communicator = resolve(entry.group)
+    group_peer = getattr(entry, "group_peer", None)
+    peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
+    if _direction(entry.op) == "isend":
+        destination = group_rank("dst", peer, group_peer, communicator)
+        dense.source("tensor", entry.tensor, communicator)
+        return lambda: _isend(communicator, entry.tensor, destination, entry.tag)
+    source = _source(peer, group_peer, communicator)
+    dense.target("tensor", entry.tensor, communicator)
+    return lambda: _irecv(communicator, entry.tensor, source, entry.tag)

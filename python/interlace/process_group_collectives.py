@@ -1,0 +1,408 @@
+"""The collectives of a process group in Python: which way a call goes, and interlace's internal forms.
+
+Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to
+``super()``; ``process_group_rules.py`` says which, and why the method must be the one that calls it.
+Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from interlace import collectives, monitored, point_to_point, rooted, sparse
+from interlace.all_to_all import _all_to_all, _all_to_all_single
+from interlace.coalesced import (
+    _all_gather_coalesced,
+    _all_reduce_coalesced,
+    _reduce_scatter_tensor_coalesced,
+)
+from interlace.process_group_dispatch import is_simulated, needs_backend, returning_to
+from interlace.process_group_rules import (
+    PLAIN_TYPES,
+    keep_outside_compilation,
+    modes_active,
+    underlying,
+)
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.place import Place
+from interlace.runtime.work import Work
+
+Tensors = list[torch.Tensor]
+
+_DEFAULT_ALLREDUCE = AllreduceOptions()
+_DEFAULT_ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
+_DEFAULT_BROADCAST = BroadcastOptions()
+_DEFAULT_REDUCE = ReduceOptions()
+_DEFAULT_ALLGATHER = AllgatherOptions()
+_DEFAULT_REDUCE_SCATTER = ReduceScatterOptions()
+_DEFAULT_ALL_TO_ALL = AllToAllOptions()
+_DEFAULT_GATHER = GatherOptions()
+_DEFAULT_SCATTER = ScatterOptions()
+_DEFAULT_BARRIER = BarrierOptions()
+
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
+
+
+class Collectives(_ProcessGroup):  # type: ignore[misc]
+    """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
+
+    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
+    """
+
+    interlace_communicator: Communicator
+    _place: Place
+    _group_name: str
+    _sequence = 0
+    _ended = ""
+
+    def _make_dispatchable(self) -> None:
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
+        raise NotImplementedError
+
+    # -- which way a call goes -----------------------------------------------------------------
+
+    def _own(self, tensors: Tensors) -> Tensors | None:
+        """Plain tensors that this group serves itself; None if torch's dispatcher sees them first."""
+        if self._ended:
+            raise InterlaceError(
+                f"rank {self.rank()}: process group {self._group_name!r} was {self._ended}"
+            )
+        if not modes_active():
+            for tensor in tensors:
+                if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu:
+                    break
+            else:
+                return tensors
+        return self._unusual(tensors)
+
+    def _unusual(self, tensors: Tensors) -> Tensors | None:
+        plain = underlying(tensors)
+        if plain is None:
+            return None
+        here = self._place.device.type
+        for tensor in plain:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != here:
+                raise PlaceUnavailableError(
+                    f"rank {self.rank()}: backend interlace has no place for tensors on "
+                    f"{tensor.device} in this group, which is on {here}"
+                )
+        return plain
+
+    def _dispatching(
+        self, tensors: Tensors, serve: Callable[..., Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a call of ``super()``, which hands it to torch's dispatcher."""
+        if is_simulated(tensors):
+            return contextlib.nullcontext()
+        if needs_backend():
+            self._make_dispatchable()
+            return contextlib.nullcontext()
+        return returning_to(self, serve)
+
+    def _run(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        """Call the internal form of an op; a Work in any case."""
+        self._sequence += 1
+        if _profiling():
+            with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+                work = function(self.interlace_communicator, *args)
+        else:
+            work = function(self.interlace_communicator, *args)
+        return Work(name, self._place, None, outputs) if work is None else work
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)):
+                return super().allreduce(tensors, opts)
+        (tensor,) = own
+        if tensor.layout is not torch.strided:
+            return self._run(
+                "all_reduce", own, sparse._all_reduce, tensor, opts.reduceOp, opts.asyncOp
+            )
+        return self._run(
+            "all_reduce", own, collectives._all_reduce, tensor, opts.reduceOp, opts.asyncOp
+        )
+
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED
+    ) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.allreduce_coalesced(ts, opts)):
+                return super().allreduce_coalesced(tensors, opts)
+        return self._run(
+            "all_reduce_coalesced", own, _all_reduce_coalesced, own, opts.reduceOp, opts.asyncOp
+        )
+
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)):
+                return super().broadcast(tensors, opts)
+        (tensor,) = own
+        return self._run("broadcast", own, rooted._broadcast, tensor, opts.rootRank, opts.asyncOp)
+
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)):
+                return super().reduce(tensors, opts)
+        (tensor,) = own
+        return self._run(
+            "reduce", own, rooted._reduce, tensor, opts.rootRank, opts.reduceOp, opts.asyncOp
+        )
+
+    def allgather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        outs, ins = self._own(outputs[0]), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(inputs, lambda outs, ins: self.allgather(outs, ins, opts)):
+                return super().allgather(outputs, inputs, opts)
+        (tensor,) = ins
+        return self._run("all_gather", outs, collectives._all_gather, outs, tensor, opts.asyncOp)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        own = self._own([output, input])
+        if own is None:
+            with self._dispatching([input], lambda out, x: self.all_gather_single(out, x, opts)):
+                return super().all_gather_single(output, input, opts)
+        out, tensor = own
+        if out.dim() != tensor.dim():
+            out, tensor = _flat(out, tensor)
+        return self._run(
+            "all_gather_single", [output], collectives._all_gather, out, tensor, opts.asyncOp
+        )
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_REDUCE_SCATTER
+    ) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs[0])
+        if outs is None or ins is None:
+            with self._dispatching(outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)):
+                return super().reduce_scatter(outputs, inputs, opts)
+        (output,) = outs
+        return self._run(
+            "reduce_scatter",
+            outs,
+            collectives._reduce_scatter,
+            output,
+            ins,
+            opts.reduceOp,
+            opts.asyncOp,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
+    ) -> Any:
+        own = self._own([output, input])
+        if own is None:
+            with self._dispatching(
+                [input], lambda out, x: self.reduce_scatter_single(out, x, opts)
+            ):
+                return super().reduce_scatter_single(output, input, opts)
+        out, tensor = own
+        if out.dim() != tensor.dim():
+            tensor, out = _flat(tensor, out)
+        return self._run(
+            "reduce_scatter_single", [output], collectives._reduce_scatter, out, tensor,
+            opts.reduceOp, opts.asyncOp,
+        )  # fmt: skip
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(inputs, lambda outs, ins: self.alltoall(outs, ins, opts)):
+                return super().alltoall(outputs, inputs, opts)
+        return self._run("all_to_all", outs, _all_to_all, outs, ins, opts.asyncOp)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = _DEFAULT_ALL_TO_ALL,
+    ) -> Any:
+        own = self._own([output, input])
+        if own is None:
+            splits = output_split_sizes, input_split_sizes
+            with self._dispatching(
+                [input], lambda out, x: self.all_to_all_single(out, x, *splits, opts)
+            ):
+                return super().all_to_all_single(output, input, *splits, opts)
+        out, tensor = own
+        return self._run(
+            "all_to_all_single", [output], _all_to_all_single, out, tensor,
+            output_split_sizes, input_split_sizes, opts.asyncOp,
+        )  # fmt: skip
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_GATHER) -> Any:
+        outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)):
+                return super().gather(outputs, inputs, opts)
+        (tensor,) = ins
+        gathered = outs if outputs else None
+        return self._run(
+            "gather", outs, rooted._gather, tensor, gathered, opts.rootRank, opts.asyncOp
+        )
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_SCATTER) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
+        if outs is None or ins is None:
+            with self._dispatching(outputs, lambda outs, ins: self.scatter(outs, ins, opts)):
+                return super().scatter(outputs, inputs, opts)
+        (tensor,) = outs
+        scattered = ins if inputs else None
+        return self._run(
+            "scatter", outs, rooted._scatter, tensor, scattered, opts.rootRank, opts.asyncOp
+        )
+
+    def barrier(self, opts: Any = _DEFAULT_BARRIER) -> Any:
+        if self._own([]) is None:
+            with self._dispatching([], lambda *_: self.barrier(opts)):
+                return super().barrier(opts)
+        timeout = opts.timeout if opts.timeout > timedelta(0) else None
+        return self._run("barrier", [], collectives._barrier, opts.asyncOp, timeout)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """``dist.monitored_barrier`` refuses every backend but gloo; interlace's own function does not."""
+        if self._own([]) is None:
+            serve = self.monitored_barrier
+            with self._dispatching([], lambda *_: serve(timeout, wait_all_ranks)):
+                return super().monitored_barrier(timeout, wait_all_ranks)
+        return monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
+
+    # -- several at once -----------------------------------------------------------------------
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        outs, ins = self._own([each for row in outputs for each in row]), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda rows, ts: self.allgather_coalesced(rows, ts, opts)
+            ):
+                return super().allgather_coalesced(outputs, inputs, opts)
+        by_input = [outs[index :: len(ins)] for index in range(len(ins))]
+        return self._run(
+            "all_gather_coalesced", outs, _all_gather_coalesced, by_input, ins, opts.asyncOp
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda os, ts: self.all_gather_single_coalesced(os, ts, opts)
+            ):
+                return super().all_gather_single_coalesced(outputs, inputs, opts)
+        outs, ins = _all_flat(outs, ins)
+        return self._run(
+            "all_gather_single_coalesced", outputs, _all_gather_coalesced, outs, ins, opts.asyncOp
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_REDUCE_SCATTER
+    ) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda os, ts: self.reduce_scatter_single_coalesced(os, ts, opts)
+            ):
+                return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        ins, outs = _all_flat(ins, outs)
+        return self._run(
+            "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, outs, ins,
+            opts.reduceOp, opts.asyncOp,
+        )  # fmt: skip
+
+    # -- what torch before 2.13 calls them -----------------------------------------------------
+
+    def _allgather_base(self, *args: Any) -> Any:
+        return self.all_gather_single(*args)
+
+    def _reduce_scatter_base(self, *args: Any) -> Any:
+        return self.reduce_scatter_single(*args)
+
+    def alltoall_base(self, *args: Any) -> Any:
+        return self.all_to_all_single(*args)
+
+    def allgather_into_tensor_coalesced(self, *args: Any) -> Any:
+        return self.all_gather_single_coalesced(*args)
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Any:
+        return self.reduce_scatter_single_coalesced(*args)
+
+    # -- point to point ------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.send(ts, dstRank, tag)):
+                return super().send(tensors, dstRank, tag)
+        (tensor,) = own
+        return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.recv(ts, srcRank, tag)):
+                return super().recv(tensors, srcRank, tag)
+        (tensor,) = own
+        return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.recv_anysource(ts, tag)):
+                return super().recv_anysource(tensors, tag)
+        (tensor,) = own
+        return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
+
+
+def _flat(long: torch.Tensor, short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch lets a flat tensor stand for one of the same length; 0-dim and stacked ones stay."""
+    if long.dim() in (short.dim(), short.dim() + 1) or not long.is_contiguous():
+        return long, short
+    return long.view(-1), short.reshape(-1)
+
+
+def _all_flat(longs: Tensors, shorts: Tensors) -> tuple[Tensors, Tensors]:
+    pairs = [_flat(long, short) for long, short in zip(longs, shorts, strict=True)]
+    return [long for long, _ in pairs], [short for _, short in pairs]
+
+
+keep_outside_compilation(Collectives)

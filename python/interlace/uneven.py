@@ -1,0 +1,195 @@
+"""Collectives of parts that differ in length along a dim: ``*_v``.
+
+A whole is one tensor, the parts of all ranks one after another along ``dim``, or a list with one tensor per
+rank. ``sizes`` are the lengths of the parts along ``dim``, by rank, the same on every rank that has the
+whole; for a list they are what the tensors say, and for one tensor None stands for equal lengths. Off
+``dim`` all parts are equal in shape. Every rank's own tensor has the length that the whole gives it, which
+is compared between ranks before any data moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks
+from interlace.all_to_all import _all_to_all, sizes
+from interlace.collectives import _all_gather, _reduce_scatter
+from interlace.groups import resolve
+from interlace.rooted import _gather, _scatter
+from interlace.roots import group_rank
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.work import Work
+
+Whole = torch.Tensor | list[torch.Tensor]
+
+
+def split(
+    name: str,
+    whole: Any,
+    sizes_name: str,
+    lengths: Sequence[int] | None,
+    dim: int,
+    communicator: Communicator,
+) -> list[torch.Tensor]:
+    """The parts of ``whole``; raises unless ``lengths`` cut it into one part per rank."""
+    rank = communicator.rank
+    if not isinstance(whole, torch.Tensor):
+        if not isinstance(whole, (list, tuple)):
+            raise TypeError(
+                f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
+            )
+        tensors = list(whole)
+        if lengths is not None:
+            found = [each.shape[dim] for each in tensors]
+            if found != list(lengths):
+                raise ValueError(
+                    f"{sizes_name} is {list(lengths)}, {name} has {found} along dim {dim}, on rank {rank}"
+                )
+        return tensors
+    if not whole.dim():
+        raise ValueError(f"{name} must have dimensions to be split along, on rank {rank}")
+    dim = checks.dimension("dim", dim, whole.dim(), rank)
+    counts = sizes(sizes_name, lengths, whole.shape[dim], name, communicator)
+    return list(torch.split(whole.detach(), list(counts), dim))
+
+
+def all_gather_v(
+    output: Whole,
+    tensor: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    dim: int = 0,
+) -> Work | None:
+    """Gather every rank's ``tensor``, of lengths ``output_split_sizes`` along ``dim``, into ``output``.
+
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
+    any data moves. torch has this for lists only, ``torch.distributed.all_gather``.
+
+    >>> import interlace, torch
+    >>> def gather():
+    ...     out = torch.empty(3)
+    ...     interlace.all_gather_v(out, torch.ones(1 + interlace.get_rank()), [1, 2])
+    ...     return out.tolist()
+    >>> interlace.run(gather, 2)
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    communicator = resolve(group)
+    try:
+        parts = split("output", output, "output_split_sizes", output_split_sizes, dim, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("all_gather"):
+            raise
+    return _all_gather(communicator, parts, tensor, async_op)
+
+
+def reduce_scatter_v(
+    output: torch.Tensor,
+    input: Whole,
+    input_split_sizes: Sequence[int] | None = None,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    dim: int = 0,
+) -> Work | None:
+    """Reduce over ranks; rank r keeps the part of length ``input_split_sizes[r]`` along ``dim``.
+
+    ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
+    ValueError or TypeError on every rank before any data moves.
+    """
+    communicator = resolve(group)
+    try:
+        parts = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("reduce_scatter"):
+            raise
+    return _reduce_scatter(communicator, output, parts, op, async_op)
+
+
+def gather_v(
+    tensor: torch.Tensor,
+    output: Whole | None = None,
+    sizes: Sequence[int] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    dim: int = 0,
+) -> Work | None:
+    """Gather every rank's ``tensor``, of lengths ``sizes`` along ``dim``, into ``output`` of rank ``dst``.
+
+    ``output`` and ``sizes`` are None on other ranks; ``dst`` is 0 by default. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("dst", dst, group_dst, communicator, default=0)
+        parts = None
+        if output is not None:
+            parts = split("output", output, "sizes", sizes, dim, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("gather"):
+            raise
+    return _gather(communicator, tensor, parts, root, async_op)
+
+
+def scatter_v(
+    tensor: torch.Tensor,
+    input: Whole | None = None,
+    sizes: Sequence[int] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    dim: int = 0,
+) -> Work | None:
+    """``tensor`` becomes this rank's part, ``sizes[rank]`` long along ``dim``, of rank ``src``'s input.
+
+    ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    """
+    communicator = resolve(group)
+    try:
+        root = group_rank("src", src, group_src, communicator, default=0)
+        parts = None
+        if input is not None:
+            parts = split("input", input, "sizes", sizes, dim, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("scatter"):
+            raise
+    return _scatter(communicator, tensor, parts, root, async_op)
+
+
+def all_to_all_v(
+    output: Whole,
+    input: Whole,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    dim: int = 0,
+) -> Work | None:
+    """Rank r gets part r of every rank's ``input``, in rank order, in ``output``; parts are along ``dim``.
+
+    ``output_split_sizes[s]`` is the length of what comes from rank s, ``input_split_sizes[r]`` of what goes
+    to rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
+    rank before any data moves. With ``dim=0`` as ``torch.distributed.all_to_all_single``.
+    """
+    communicator = resolve(group)
+    try:
+        outputs = split(
+            "output", output, "output_split_sizes", output_split_sizes, dim, communicator
+        )
+        inputs = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
+    except (TypeError, ValueError):
+        with communicator.accepting("all_to_all"):
+            raise
+    return _all_to_all(communicator, outputs, inputs, async_op)

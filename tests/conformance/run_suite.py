@@ -1,0 +1,137 @@
+"""Run torch's own tests of process groups against interlace, and compare with what gloo passes.
+
+    python tests/conformance/run_suite.py                       both world sizes, minutes
+    python tests/conformance/run_suite.py -w 2 broadcast reduce   tests whose name matches one of these
+    python tests/conformance/run_suite.py --json results.json   every test: verdict, seconds, message
+    python tests/conformance/run_suite.py --update              run gloo, and store what it passes
+
+interlace stands in for gloo (``impersonation.py``), because many of torch's tests run for known names only.
+What gloo passes is stored in ``gloo_passes.json`` for one release of torch; with another release, gloo is
+run too. Exit code 1 if a test that gloo passes does not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+STORED = HERE / "gloo_passes.json"
+WORLD_SIZES = (2, 4)
+LIMIT_SECONDS = 1800
+
+
+@dataclass
+class Results:
+    """What came of torch's tests for one backend and world size."""
+
+    backend: str
+    world_size: int
+    records: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def passed(self) -> set[str]:
+        return {record["test"] for record in self.records if record["verdict"] == "pass"}
+
+    def __str__(self) -> str:
+        counts = Counter(record["verdict"] for record in self.records)
+        text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("pass", "skip", "fail"))
+        return (
+            f"{self.backend}, {self.world_size} ranks: {len(self.records)} tests, {text}, "
+            f"{self.seconds:.0f} s"
+        )
+
+
+def run(backend: str, world_size: int, patterns: list[str]) -> Results:
+    """Run the tests in a process of their own, which the suite's module-level settings need."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results, log = Path(folder) / "results", Path(folder) / "log"
+        command = [sys.executable, str(HERE / "torch_suite.py"), backend, str(world_size)]
+        with open(log, "w") as output:
+            code = subprocess.run(
+                [*command, str(results), *patterns],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_SECONDS,
+                env={**os.environ, "TEMP_DIR": folder},
+            ).returncode
+        if code:
+            raise RuntimeError(f"{command} ended with {code}:\n{log.read_text()[-4000:]}")
+        records = [json.loads(line) for line in results.read_text().splitlines()]
+    return Results(backend, world_size, records, time.monotonic() - start)
+
+
+def stored() -> dict[int, set[str]]:
+    """What gloo of this torch passes, by world size; empty if another torch was asked."""
+    if not STORED.exists():
+        return {}
+    content = json.loads(STORED.read_text())
+    if content["torch"] != torch.__version__.split("+")[0]:
+        return {}
+    return {int(world_size): set(names) for world_size, names in content["passes"].items()}
+
+
+def store(results: list[Results]) -> None:
+    content = {
+        "torch": torch.__version__.split("+")[0],
+        "passes": {str(each.world_size): sorted(each.passed) for each in results},
+    }
+    STORED.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def missing(results: Results, patterns: list[str]) -> list[str]:
+    """The tests that gloo passes and these results do not."""
+    known = stored().get(results.world_size)
+    if known is None:
+        gloo = run("gloo", results.world_size, patterns)
+        print(gloo)
+        known = gloo.passed
+    names = {record["test"] for record in results.records}
+    # without patterns a test that was not even found counts too
+    return sorted((known & names if patterns else known) - results.passed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="torch's tests of process groups, run on interlace, compared with gloo."
+    )
+    parser.add_argument("patterns", nargs="*", help="regular expressions; all tests by default")
+    parser.add_argument("-w", "--world-size", type=int, nargs="+", default=list(WORLD_SIZES))
+    parser.add_argument("--json", type=Path, help="write the record of every test to this file")
+    parser.add_argument("--update", action="store_true", help="run gloo and store what it passes")
+    chosen = parser.parse_args(arguments)
+    if chosen.update:
+        results = [run("gloo", world_size, []) for world_size in chosen.world_size]
+        store(results)
+        print(*results, f"written to {STORED}", sep="\n")
+        return 0
+    everything, failed = [], False
+    for world_size in chosen.world_size:
+        results = run("interlace", world_size, chosen.patterns)
+        everything.append(results)
+        print(results)
+        for name in missing(results, chosen.patterns):
+            failed = True
+            record = next((each for each in results.records if each["test"] == name), {})
+            print(f"FAILED, and gloo passes it: {name}\n{record.get('message', 'not run')}")
+    if chosen.json:
+        content = [{**vars(each), "torch": torch.__version__} for each in everything]
+        chosen.json.write_text(json.dumps(content, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,541 @@
+"""The API beyond the table: layouts, aliases and keywords, 0-dim, gradients, groups of every kind, Work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import interlace
+from interlace.groups import default_group
+from support import failure, laid_out, payload
+
+
+def ranks() -> tuple[int, int]:
+    return interlace.get_rank(), interlace.get_world_size()
+
+
+# -- names and forms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_s_names_and_keywords() -> None:
+    def on_rank() -> None:
+        rank, world = ranks()
+        x = payload(rank, 1, (2,))
+        expected = torch.cat([payload(r, 1, (2,)) for r in range(world)])
+        for function in (
+            interlace.all_gather, interlace.all_gather_into_tensor, interlace.all_gather_single,
+            interlace._all_gather_base,
+        ):  # fmt: skip
+            out = torch.zeros(2 * world)
+            function(output_tensor=out, input_tensor=x, group=None, async_op=False)
+            assert torch.equal(out, expected)
+        outs = [torch.zeros(2) for _ in range(world)]
+        interlace.all_gather(tensor_list=outs, tensor=x)
+        assert torch.equal(torch.cat(outs), expected)
+        total = sum(payload(r, 1, (2,)) for r in range(world))
+        wide = x.repeat(world)
+        for function in (
+            interlace.reduce_scatter, interlace.reduce_scatter_tensor,
+            interlace.reduce_scatter_single, interlace._reduce_scatter_base,
+        ):  # fmt: skip
+            part = torch.zeros(2)
+            function(output=part, input=wide, op=dist.ReduceOp.SUM)
+            assert torch.equal(part, total)
+        part = torch.zeros(2)
+        interlace.reduce_scatter(part, input_list=list(wide.split(2)))
+        assert torch.equal(part, total)
+
+    interlace.run(on_rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: interlace.all_gather(torch.ones(1)), "missing required argument: 'tensor'"),
+        (lambda: interlace.all_gather(torch.ones(1), torch.ones(1), tensor_list=[torch.ones(1)]),
+         "both 'output' and 'tensor_list'"),
+        (lambda: interlace.reduce_scatter(torch.ones(1)), "missing required argument: 'input'"),
+    ],
+)  # fmt: skip
+def test_arguments_missing_or_given_twice(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        interlace.run(call, 1)
+
+
+@pytest.mark.parametrize("op", list(dist.ReduceOp.RedOpType.__members__.values())[:8])
+def test_a_reduce_op_by_all_its_names(op: Any) -> None:
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        results = []
+        for name in (op, dist.ReduceOp(op), op.name.lower(), op.name):
+            x = torch.tensor([rank + 1, 5, 3 * rank])
+            interlace.all_reduce(x, name)
+            results.append(x.tolist())
+        assert results == [results[0]] * 4
+
+    interlace.run(on_rank, 2)
+
+
+def test_premul_sum_has_a_factor_of_each_kind() -> None:
+    def on_rank() -> None:
+        rank, _ = ranks()
+        for op in (
+            dist.ReduceOp.PREMUL_SUM(0.5),
+            dist._make_nccl_premul_sum(0.5),
+            dist._make_nccl_premul_sum(torch.tensor([0.5])),
+        ):
+            x = torch.full((3,), 2.0 + rank)
+            interlace.all_reduce(x, op)
+            assert x.tolist() == [2.5] * 3
+        x = torch.full((3,), 2.0)
+        interlace.all_reduce(x, dist.ReduceOp.PREMUL_SUM(1.0 + rank))  # each rank its own
+        assert x.tolist() == [6.0] * 3
+
+    interlace.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_any_layout(layout: str, async_op: bool) -> None:
+    """Inputs and outputs that are not contiguous, of every op; what lies between stays as it was."""
+
+    def on_rank() -> None:
+        rank, world = ranks()
+
+        def odd(call: int, *, of: int = rank) -> torch.Tensor:
+            return laid_out(payload(of, call, (3, 2)), layout)
+
+        def done(work: Any) -> None:
+            assert (work is not None) == async_op
+            if work is not None:
+                work.wait()
+
+        x = odd(1)
+        done(interlace.all_reduce(x, "max", async_op=async_op))
+        stack = torch.stack([odd(1, of=r) for r in range(world)])
+        assert torch.equal(x, stack.amax(0))
+        outs = [odd(50 + r) for r in range(world)]
+        done(interlace.all_gather(outs, odd(1), async_op=async_op))
+        assert torch.equal(torch.stack(outs), stack)
+        x = odd(1)
+        done(interlace.broadcast(x, 1, async_op=async_op))
+        assert torch.equal(x, stack[1])
+        x = odd(1)
+        done(interlace.reduce(x, 1, async_op=async_op))
+        assert torch.equal(x, stack.sum(0) if rank == 1 else stack[rank])
+        x = odd(60)
+        done(interlace.reduce_scatter(x, [odd(1)] * world, async_op=async_op))
+        assert torch.equal(x, stack.sum(0))
+        outs = [odd(50 + r) for r in range(world)]
+        done(interlace.gather(odd(1), outs if rank == 0 else None, async_op=async_op))
+        assert rank != 0 or torch.equal(torch.stack(outs), stack)
+        x = odd(60)
+        done(interlace.scatter(x, [odd(70 + r) for r in range(world)] if rank == 0 else None,
+                               async_op=async_op))  # fmt: skip
+        assert torch.equal(x, odd(70 + rank, of=0))
+        outs = [odd(50 + r) for r in range(world)]
+        done(interlace.all_to_all(outs, [odd(80 + r) for r in range(world)], async_op=async_op))
+        for source, out in enumerate(outs):
+            assert torch.equal(out, odd(80 + rank, of=source))
+        x = odd(60)
+        sent = interlace.isend(odd(90), (rank + 1) % world)
+        interlace.irecv(x, (rank - 1) % world).wait()
+        sent.wait()
+        assert torch.equal(x, odd(90, of=(rank - 1) % world))
+
+    interlace.run(on_rank, 2)
+
+
+def test_a_strided_output_leaves_the_gaps_alone() -> None:
+    def on_rank() -> None:
+        whole = torch.full((4, 6), -1.0)
+        interlace.all_gather(whole[:, ::2], torch.arange(6.0).view(2, 3))
+        assert whole[:, ::2].tolist() == [[0, 1, 2], [3, 4, 5]] * 2
+        assert (whole[:, 1::2] == -1).all()
+
+    interlace.run(on_rank, 2)
+
+
+def test_all_to_all_into_its_own_input() -> None:
+    def on_rank() -> list[float]:
+        x = torch.arange(4.0) + 10 * interlace.get_rank()
+        interlace.all_to_all_single(x, x)
+        return x.tolist()
+
+    assert interlace.run(on_rank, 2) == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+def test_parts_along_another_dim() -> None:
+    def on_rank() -> None:
+        rank, world = ranks()
+        sizes = [1, 3]
+        out = torch.zeros(2, 4)
+        x = payload(rank, 1, (2, sizes[rank]))
+        interlace.all_gather_v(out, x, sizes, dim=1)
+        expected = torch.cat([payload(r, 1, (2, sizes[r])) for r in range(world)], 1)
+        assert torch.equal(out, expected)
+        part = torch.zeros(2, sizes[rank])
+        interlace.reduce_scatter_v(part, expected, sizes, dim=-1)
+        assert torch.equal(part, 2 * x)
+        part = torch.zeros(2, sizes[rank])
+        whole = expected if rank == 1 else None
+        interlace.scatter_v(part, whole, sizes if rank == 1 else None, group_src=1, dim=1)
+        assert torch.equal(part, x)
+        out = torch.zeros(2, 4) if rank == 1 else None
+        interlace.gather_v(part, out, sizes if rank == 1 else None, dst=1, dim=1)
+        assert out is None or torch.equal(out, expected)
+        out = torch.zeros(2, 2 * sizes[rank])
+        interlace.all_to_all_v(out, expected, [sizes[rank]] * 2, sizes, dim=1)
+        assert torch.equal(out, torch.cat([x, x], 1))
+
+    interlace.run(on_rank, 2)
+
+
+def test_outputs_that_require_gradients() -> None:
+    """As in torch: written in place, nothing recorded, no error."""
+
+    def on_rank() -> None:
+        x = torch.ones(2, requires_grad=True)
+        interlace.all_reduce(x)
+        interlace.broadcast(x, 0)
+        out = torch.zeros(4, requires_grad=True)
+        interlace.all_gather(out, x)
+        assert x.tolist() == [2, 2] and out.tolist() == [2] * 4
+        assert x.grad_fn is None and out.grad_fn is None and x.requires_grad
+
+    interlace.run(on_rank, 2)
+
+
+# -- groups -------------------------------------------------------------------------------------------
+
+
+def _sum_in(group: Any) -> float:
+    x = torch.tensor([10.0 ** interlace.get_rank()])
+    interlace.all_reduce(x, group=group)
+    return x.item()
+
+
+def test_a_group_of_every_kind() -> None:
+    def on_rank() -> None:
+        rank, _ = ranks()
+        named = interlace.new_group([1, 3], name="odd", timeout=timedelta(seconds=50))
+        local = [1, 3] if rank % 2 else [2, 0]
+        alone = interlace.new_group(local, use_local_synchronization=True)
+        again = interlace.new_group(local, use_local_synchronization=True)
+        assert alone is not again
+        rows, names = [[0, 2], [1, 3]], ("a", "b")
+        mesh = DeviceMesh("cpu", rows, mesh_dim_names=names, _init_backend=False, _rank=rank)
+        row = 1010.0 if rank % 2 else 101.0
+        column = 11.0 if rank < 2 else 1100.0
+        assert _sum_in(None) == _sum_in("0") == _sum_in([0, 1, 2, 3]) == 1111.0
+        assert _sum_in(local) == _sum_in(alone) == _sum_in(again) == row
+        assert _sum_in([[0, 2], [1, 3]]) == row
+        assert _sum_in((mesh, "b")) == _sum_in((mesh, 1)) == _sum_in((mesh, -1)) == row
+        assert _sum_in((mesh, 0)) == column
+        flat = DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False, _rank=rank)
+        assert _sum_in(flat) == 1111.0 and interlace.get_rank(flat) == 3 - rank
+        if rank % 2:
+            assert _sum_in("odd") == _sum_in(named) == row
+            assert interlace.get_rank([3, 1]) == (0 if rank == 3 else 1)
+        else:
+            assert named == dist.GroupMember.NON_GROUP_MEMBER
+        assert interlace.groups.resolve(local) is interlace.groups.resolve(list(local))
+        mine, every = interlace.new_subgroups(2)
+        assert _sum_in(mine) == column and len(every) == 2
+        mine, every = interlace.new_subgroups_by_enumeration([[3, 0], [1]])
+        assert (mine is None) == (rank == 2) and len(every) == 2
+        assert mine is None or _sum_in(mine) == (10.0 if rank == 1 else 1001.0)
+        mine = interlace.split_group(None, [[0, 3], [2, 1]])
+        assert _sum_in(mine) == (1001.0 if rank in (0, 3) else 110.0)
+
+    interlace.run(on_rank, 4)
+
+
+def test_a_process_group_with_a_communicator_of_its_own() -> None:
+    class Ours(dist.ProcessGroup):
+        pass
+
+    def on_rank() -> None:
+        group = Ours(*ranks())
+        group.interlace_communicator = default_group()
+        assert interlace.groups.resolve(group) is default_group()
+
+    interlace.run(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "text"),
+    [
+        ([[0, 1, 2], [3]], ValueError, r"group sizes must be identical, got \[3, 1\]"),
+        ([[0, 1], [1, 2]], ValueError, "a rank is in two of"),
+        ([0, 0], ValueError, "ranks must be distinct"),
+        ([0, 9], ValueError, r"within 0\.\.3, got \[0, 9\]"),
+        ([], ValueError, "ranks must be distinct"),
+        ([0, 1.5], TypeError, "ranks must be ints"),
+        ([[0, 1]], ValueError, "rank [23] is not a member of any"),
+        ([1, 2], ValueError, "rank [03] is not a member"),
+        ("nobody", ValueError, "no group named 'nobody'"),
+    ],
+)
+def test_no_such_group(group: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        interlace.run(lambda: interlace.barrier(group), 4)
+
+
+def test_roots_of_a_group_and_of_all_ranks() -> None:
+    def on_rank() -> None:
+        rank, _ = ranks()
+        if rank == 0:
+            return
+        group = [3, 1, 2]
+        x = torch.tensor([rank])
+        interlace.broadcast(x, 1, group)
+        assert x.item() == 1
+        x = torch.tensor([rank])
+        interlace.broadcast(x, group=group, group_src=0)
+        assert x.item() == 3
+        x = torch.tensor([rank])
+        interlace.reduce(x, group=group, group_dst=2)
+        assert x.item() == (6 if rank == 2 else rank)
+        if rank == 3:
+            interlace.send(torch.tensor([7]), group=group, group_dst=1)
+        elif rank == 1:
+            y = torch.zeros(1, dtype=torch.int64)
+            assert interlace.recv(y, group=group) == 3  # a rank of the default group
+            assert y.item() == 7
+
+    interlace.run(on_rank, 4)
+
+
+# -- Work, barriers, objects --------------------------------------------------------------------------
+
+
+def test_work_has_torch_s_surface() -> None:
+    def on_rank() -> None:
+        world = interlace.get_world_size()
+        x = torch.ones(3)
+        work = interlace.all_reduce(x, async_op=True)
+        assert isinstance(work, dist.Work)
+        assert work.wait(timedelta(seconds=20)) is True
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work.result()[0] is x and work.get_future().wait()[0] is x
+        work.synchronize()
+        work.block_current_stream()
+        with pytest.raises(ValueError, match="no source rank"):
+            work.source_rank()
+        work = interlace.barrier(async_op=True)
+        assert isinstance(work, interlace.Work) and work.wait() is True
+        assert interlace.barrier(device_ids=[0], timeout=timedelta(seconds=9)) is None
+        outs = [torch.zeros(3) for _ in range(world)]
+        results = interlace.all_gather(outs, x, async_op=True).result()
+        assert all(a is b for a, b in zip(results, outs, strict=True))
+
+    interlace.run(on_rank, 2)
+
+
+def test_objects() -> None:
+    """Small ones, ones that need tensors, and both at once."""
+
+    def on_rank() -> None:
+        rank, world = ranks()
+
+        def thing(of: int, size: int) -> Any:
+            return {"rank": of, "bytes": bytes([of]) * size * (of + 1)}
+
+        for size in (1, 9000, 100_000):  # 9000: small on rank 0 only
+            everything = [thing(r, size) for r in range(world)]
+            got: list[Any] = [None] * world
+            interlace.all_gather_object(got, thing(rank, size))
+            assert got == everything
+            root = world - 1
+            got = [None] * world
+            interlace.gather_object(thing(rank, size), got if rank == root else None, root)
+            assert got == (everything if rank == root else [None] * world)
+            both = [thing(root, size), "x"] if rank == root else [None, None]
+            interlace.broadcast_object_list(both, root)
+            assert both == [thing(root, size), "x"]
+            mine: list[Any] = [None]
+            interlace.scatter_object_list(mine, everything if rank == root else None, root)
+            assert mine == [thing(rank, size)]
+            if rank == 0:
+                interlace.send_object_list([thing(0, size), None], 1)
+            elif rank == 1:
+                pair = [1, 2]
+                assert interlace.recv_object_list(pair, 0 if size == 1 else None) == 0
+                assert pair == [thing(0, size), None]
+
+    interlace.run(on_rank, 3)
+
+
+def test_monitored_barrier_when_all_come() -> None:
+    def on_rank() -> None:
+        for _ in range(3):
+            interlace.monitored_barrier(timeout=timedelta(seconds=50), wait_all_ranks=True)
+        interlace.monitored_barrier([1, 0])
+
+    interlace.run(on_rank, 2)
+
+
+# -- misuse -------------------------------------------------------------------------------------------
+
+ONE = torch.ones(2)
+
+
+def mine(*values: Any) -> Any:
+    return values[interlace.get_rank()]
+
+
+def _gather_over(choose: Callable[[torch.Tensor], Any]) -> None:
+    """The second of two calls, of which the first was right and is remembered."""
+    out = torch.zeros(2, 2)
+    interlace.all_gather(out, out[interlace.get_rank()])
+    interlace.all_gather(*choose(out))
+
+
+WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: interlace.broadcast(ONE.clone()), ValueError, "give src or group_src: got neither"),
+    (lambda: interlace.broadcast(ONE.clone(), 0, group_src=0), ValueError, "not both: got 0 and 0"),
+    (lambda: interlace.broadcast(ONE.clone(), 5), ValueError, r"ranks \[0, 1\], got 5"),
+    (lambda: interlace.broadcast(ONE.clone(), 0.0), TypeError, "src must be an int, got 0.0"),
+    (lambda: interlace.reduce(ONE.clone(), group_dst=-1), ValueError, r"within 0\.\.1, got -1"),
+    (lambda: interlace.broadcast(ONE.clone(), mine(0, 1)), ValueError,
+     "root differs between ranks: 0 on rank 0, 1 on rank 1"),
+    (lambda: interlace.broadcast(torch.ones(mine(2, 3)), 0), ValueError, "shape of tensor differs"),
+    (lambda: interlace.gather(ONE, None, 0), ValueError, "gather_list must be given on the root"),
+    (lambda: interlace.gather(ONE, [ONE.clone(), ONE.clone()], 0), ValueError, "on the root only"),
+    (lambda: interlace.gather(ONE, mine([ONE.clone(), torch.ones(3)], None)), ValueError,
+     r"gather_list\[1\] has shape \(3,\) on rank 0, tensor has \(2,\) on rank 1"),
+    (lambda: interlace.gather(ONE, mine([ONE.clone()], None)), ValueError, "one tensor per rank, 2, got 1"),
+    (lambda: interlace.scatter(ONE.clone(), mine([ONE, ONE.int()], None)), TypeError,
+     r"scatter_list\[1\] is torch.int32, tensor is torch.float32"),
+    (lambda: interlace.scatter(ONE.clone(), mine([ONE, torch.ones(1)], None)), ValueError,
+     r"scatter_list\[1\] has shape \(1,\) on rank 0, tensor has \(2,\) on rank 1"),
+    (lambda: interlace.all_to_all([ONE.clone(), ONE.clone()], [ONE, torch.ones(mine(2, 4))]), ValueError,
+     r"output_tensor_list\[.\] has shape \(2,\) on rank 1, input_tensor_list\[1\] has shape \(4,\)"),
+    (lambda: interlace.all_to_all_single(torch.ones(3), torch.ones(3)), ValueError,
+     "input has 3 rows, which world size 2 does not divide"),
+    (lambda: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [2, 2]), ValueError,
+     r"output_split_sizes\[.\] is . on rank ., input_split_sizes\[.\] is 2 on rank ."),
+    (lambda: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], None), ValueError,
+     r"output_split_sizes must .* add up to the 4 rows of output, got \[1, 1\]"),
+    (lambda: interlace.all_to_all_single(torch.ones(4, 1), torch.ones(4)), ValueError,
+     r"equal in shape off dim 0, got \(4, 1\) and \(4,\)"),
+    (lambda: interlace.all_gather([ONE.clone(), torch.ones(mine(2, 3))], torch.ones(mine(2, 3))),
+     ValueError, r"output\[0\] has shape|shape of output\[1\] differs between ranks"),
+    (lambda: interlace.all_gather([ONE] * 2, ONE), ValueError,
+     r"output\[0\] and output\[1\] share memory"),
+    (lambda: _gather_over(lambda out: (out, out[1 - interlace.get_rank()])), ValueError,
+     r"tensor shares memory with output\[.\]"),
+    (lambda: _gather_over(lambda out: (out, out.view(-1)[1:3])), ValueError,
+     r"tensor shares memory with output\[.\]"),
+    (lambda: interlace.reduce_scatter((x := torch.ones(4))[1:3], x), ValueError,
+     r"output shares memory with input\[0\]"),
+    (lambda: interlace.all_gather_v(torch.ones(4), torch.ones(2), [3, 2]), ValueError,
+     r"output_split_sizes must .* got \[3, 2\]"),
+    (lambda: interlace.all_gather_v(torch.ones(4), torch.ones(2), [1, 3]), ValueError,
+     r"output\[.\] has shape \(.,\), tensor has \(2,\)"),
+    (lambda: interlace.all_reduce(ONE.to_sparse()), TypeError, "must be a strided tensor"),
+    (lambda: interlace.all_reduce(ONE.to("meta")), ValueError, "is on meta, the group's memory on cpu"),
+    (lambda: interlace.all_reduce([ONE]), TypeError, "tensor must be a tensor, got list"),
+    (lambda: interlace.all_gather(torch.ones(1).expand(4), ONE), ValueError, "output .* is expanded"),
+    (lambda: interlace.all_reduce_coalesced(ONE), TypeError, "tensors must be a list, got Tensor"),
+    (lambda: interlace.all_reduce_coalesced([ONE.clone()] * mine(1, 2)), ValueError,
+     "number of tensors differs between ranks: 1 on rank 0, 2 on rank 1"),
+    (lambda: interlace.all_reduce_coalesced([ONE.clone(), torch.ones(mine(1, 2))]), ValueError,
+     r"shape of tensor, of entry 1, differs between ranks: \(1,\) on rank 0"),
+    (lambda: interlace.all_gather_coalesced([[ONE]], [ONE, ONE]), ValueError,
+     "output_tensor_lists has 1 entries, input_tensor_list has 2"),
+    (lambda: interlace.all_gather_object([None], 1), ValueError, "one entry per rank, 2, got 1"),
+    (lambda: interlace.all_gather_object([None] * 2, lambda: 1), TypeError, "cannot be pickled on rank"),
+    (lambda: interlace.broadcast_object_list([None] * mine(1, 2), 0), ValueError,
+     "number of objects differs between ranks: 1 on rank 0, 2 on rank 1"),
+    (lambda: interlace.send(ONE, interlace.get_rank()), ValueError, "dst must be another rank"),
+    (lambda: interlace.isend(ONE, tag=0), ValueError, "give dst or group_dst"),
+    (lambda: interlace.isend(ONE, 0, tag="x"), TypeError, "tag must be an int, got 'x'"),
+    (lambda: interlace.batch_isend_irecv([]), ValueError, "non-empty list of P2POp"),
+    (lambda: interlace.batch_isend_irecv([3]), ValueError, r"p2p_op_list\[0\] must be a P2POp, got int"),
+    (lambda: interlace.P2POp(interlace.send, ONE, 0), ValueError, "op must be isend or irecv"),
+    (lambda: interlace.barrier(device_ids=0), TypeError, "device_ids must be a list of ints, got 0"),
+    (lambda: interlace.new_group([0], timeout=0), ValueError, "timeout must be positive, got 0"),
+    (lambda: interlace.new_group([0], name="0"), ValueError, "there is a group named '0'"),
+    (lambda: interlace.new_subgroups(3), ValueError, "divide world size 2, got 3"),
+    (lambda: interlace.new_subgroups_by_enumeration([[0], [0]]), ValueError, "rank 0 is in two of"),
+    (lambda: interlace.split_group(None, []), ValueError, "split_ranks must not be empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG)
+def test_misuse(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    error = failure(call, 2)
+    assert isinstance(error, kind), repr(error)
+    with pytest.raises(kind, match=text):
+        raise error
+
+
+def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
+    """Nothing has been written, and the next op is not taken for the refused one."""
+    calls: list[Callable[[bool], Any]] = [
+        lambda bad: interlace.all_reduce("no" if bad else ONE.clone()),
+        lambda bad: interlace.broadcast(ONE.clone(), 9 if bad else 0),
+        lambda bad: interlace.all_gather([ONE.clone() for _ in range(1 if bad else 2)], ONE),
+        lambda bad: interlace.reduce_scatter(ONE.clone(), torch.ones(5 if bad else 4)),
+        lambda bad: interlace.gather(ONE, None if bad else [ONE.clone(), ONE.clone()], 1)
+        if interlace.get_rank() == 1 else interlace.gather(ONE, None, 1),
+        lambda bad: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [3, 3] if bad else None),
+        lambda bad: interlace.all_gather_v(torch.ones(4), ONE, [4, 4] if bad else [2, 2]),
+        lambda bad: interlace.all_reduce_coalesced([3] if bad else [ONE.clone()]),
+        lambda bad: interlace.gather_object(lambda: 1 if bad else 2, None, 0)
+        if bad else interlace.gather_object(1, [None] * 2, 0),
+    ]  # fmt: skip
+
+    def on_rank() -> list[str]:
+        texts = []
+        for call in calls:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call(interlace.get_rank() == 1)
+            texts.append(str(caught.value))
+            x = torch.ones(2)
+            interlace.all_reduce(x)
+            assert x.tolist() == [2, 2]
+        return texts
+
+    first, second = interlace.run(on_rank, 2)
+    for theirs, own in zip(first, second, strict=True):
+        assert "rank 1 cannot take part" in theirs and own in theirs
+
+
+def test_nothing_is_written_before_everything_was_compared() -> None:
+    """The second of two tensors does not fit: the first is as it was, on every rank."""
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        bad = torch.zeros(1 + rank)
+        calls: list[Callable[[torch.Tensor], Any]] = [
+            lambda x: interlace.all_reduce_coalesced([x, bad]),
+            lambda x: interlace.all_gather_coalesced(
+                [[x[:1], x[1:]], [bad, bad + 1]], [ONE[:1], bad]
+            ),
+            lambda x: interlace.reduce_scatter_tensor_coalesced(
+                [x, bad], [torch.ones(4), bad.repeat(2)]
+            ),
+            lambda x: interlace.all_gather([x, bad], torch.zeros(2) if rank == 0 else bad),
+            lambda x: interlace.broadcast(x if rank else torch.zeros(3), 0),
+            lambda x: interlace.reduce(x, 0, "max" if rank else "min"),
+            lambda x: interlace.scatter(x, [torch.zeros(2), torch.zeros(3)] if rank else None, 1),
+            lambda x: interlace.gather(torch.zeros(2 + rank), None if rank else [x, bad], 0),
+            lambda x: interlace.all_to_all_single(x, torch.zeros(2), None if rank else [2, 0]),
+        ]
+        for call in calls:
+            x = torch.full((2,), 5.0)
+            with pytest.raises((TypeError, ValueError)):
+                call(x)
+            assert x.tolist() == [5, 5]
+
+    interlace.run(on_rank, 2)
