@@ -13,7 +13,7 @@ PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test verify verify-fast lint format bench clean
+.PHONY: help demo test conformance verify verify-fast lint format bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ demo: .venv/stamp  ## run the demonstration; needs no GPU
 
 test: .venv/stamp  ## run the tests; those that need a GPU are skipped without one
 	$(PY) -m pytest -q
+
+conformance: .venv/stamp  ## torch's own tests of process groups, on interlace as a backend; minutes
+	$(PY) tests/conformance/run_suite.py
 
 verify: .venv/stamp  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60

@@ -82,7 +82,7 @@ class Communicator:
 
     def _agree(self, op: str, mine: Any) -> list[Any]:
         if self._closed:
-            raise InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
+            raise self._was_closed(op)
         if self.world_size == 1:
             return [mine]
         call = Call(op, part=mine)
@@ -199,6 +199,8 @@ class Communicator:
         """
 
         place = self.place
+        if self._closed:
+            raise self._was_closed(call.op)
         place.check()
         if not async_op and place.idle:
             try:
@@ -221,10 +223,15 @@ class Communicator:
         work.wait()
         return None
 
+    def _was_closed(self, op: str) -> InterlaceError:
+        return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
+
     def transfer(
         self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor
     ) -> Work:
         """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls."""
+        if self._closed:
+            raise self._was_closed(call.op)
         self.place.check()
         return Work(call.op, self.place, start(self.engine), [tensor])
 

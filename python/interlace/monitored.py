@@ -94,8 +94,8 @@ def monitored_barrier(
     """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
 
     ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
-    every missing rank rather than the first. Blocks. In ``sim``, which has no clock, a rank that never comes
-    is a DeadlockError, which names it too.
+    every missing rank rather than the first. Blocks. In ``sim``, which has no clock, a rank that never
+    comes is a DeadlockError, which names it too.
 
     Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came. Semantics and
     messages: ``torch.distributed.monitored_barrier``.

@@ -109,17 +109,20 @@ def main(arguments: list[str] | None = None) -> int:
         description="torch's tests of process groups, run on interlace, compared with gloo."
     )
     parser.add_argument("patterns", nargs="*", help="regular expressions; all tests by default")
-    parser.add_argument("-w", "--world-size", type=int, nargs="+", default=list(WORLD_SIZES))
+    parser.add_argument(
+        "-w", "--world-size", type=int, action="append", help="may be repeated; 2 and 4 by default"
+    )
     parser.add_argument("--json", type=Path, help="write the record of every test to this file")
     parser.add_argument("--update", action="store_true", help="run gloo and store what it passes")
     chosen = parser.parse_args(arguments)
+    world_sizes = chosen.world_size or WORLD_SIZES
     if chosen.update:
-        results = [run("gloo", world_size, []) for world_size in chosen.world_size]
+        results = [run("gloo", world_size, []) for world_size in world_sizes]
         store(results)
         print(*results, f"written to {STORED}", sep="\n")
         return 0
     everything, failed = [], False
-    for world_size in chosen.world_size:
+    for world_size in world_sizes:
         results = run("interlace", world_size, chosen.patterns)
         everything.append(results)
         print(results)
