@@ -87,6 +87,31 @@ class Engine(ABC):
     ) -> Event | None:
         """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
 
+    # -- parts of equal size, one behind the other ---------------------------------------------
+
+    def all_gather_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor
+    ) -> Event | None:
+        """``output`` = all ranks' ``input``, which are equal in size, one behind the other."""
+        return self.all_gather(call, self._cut(output), input.view(-1))
+
+    def all_to_all_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor
+    ) -> Event | None:
+        """Part r of ``output`` = part [own rank] of rank r's ``input``; all parts are equal in size."""
+        return self.all_to_all(call, self._cut(output), self._cut(input))
+
+    def reduce_scatter_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
+    ) -> Event | None:
+        """``output`` = the reduction over ranks of part [own rank] of ``input``."""
+        return self.reduce_scatter(call, output.view(-1), self._cut(input), op)
+
+    def _cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        return whole.view(self.world_size, whole.numel() // self.world_size).unbind(0)
+
+    # -- between two ranks ---------------------------------------------------------------------
+
     @abstractmethod
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send to ``peer``; never blocks. ``tensor`` may be reused when the future is done.

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.runtime.control import MET, Control
+from interlace.runtime.control import MET, SMALL_DATA, Control
 from interlace.runtime.host_group import HostGroup
+from interlace.runtime.host_rounds import Part, Target
 from interlace.runtime.reductions import fold
 
 _memmove = ctypes.memmove
@@ -30,31 +31,32 @@ class Direct:
         ]
         self._meetings = 0
 
-    def find(self, tensor: torch.Tensor | None) -> tuple[int, int]:
-        """Where ``tensor`` is in shared memory: range and offset; range 0 if it is not."""
+    def find(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Where ``tensor`` is in shared memory: range and offset; range 0 if it is small or not there."""
         ranges = self._group.shared_ranges
-        if not ranges or tensor is None:
+        if not ranges or tensor.nbytes <= SMALL_DATA:
             return 0, 0
         return ranges.find(tensor.data_ptr(), tensor.nbytes)
 
     def find_adjacent(
-        self, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]
+        self, parts: Sequence[Part], targets: Sequence[Target], overwritten: Target = None
     ) -> tuple[int, int]:
         """Where ``parts`` are, if they are equal in size and one behind the other.
 
-        And if no output lies where a peer reads: it would be written while the peer may still do so.
+        And if no target lies where a peer reads: it would be written while the peer may still do so.
+        ``overwritten`` is a part that only this rank reads.
         """
         if not self._group.shared_ranges:
             return 0, 0
-        first, nbytes = parts[0].data_ptr(), parts[0].nbytes
+        first, nbytes = parts[0]
         for number, part in enumerate(parts):
-            if part.nbytes != nbytes or part.data_ptr() != first + number * nbytes:
+            if part != (first + number * nbytes, nbytes):
                 return 0, 0
-        end, own = first + nbytes * len(parts), parts[self._rank].data_ptr()
-        for output in outputs:
-            if output is not None and output.data_ptr() != own:
-                start = output.data_ptr()
-                if start < end and first < start + output.nbytes:
+        end = first + nbytes * len(parts)
+        for target in targets:
+            if target is not None and target != overwritten:
+                start, size = target
+                if start < end and first < start + size:
                     return 0, 0
         return self._group.shared_ranges.find(first, nbytes * len(parts))
 
@@ -87,15 +89,15 @@ class Direct:
         op: str,
         control: Control,
         sequence: int,
-        outputs: Sequence[torch.Tensor | None],
+        targets: Sequence[Target],
         part: int,
     ) -> None:
-        """``outputs[r]`` = bytes of rank r's tensor: the whole, or this rank's part if ``part``."""
+        """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
         for peer in self._peers:
-            output = outputs[peer]
-            if output is not None and output.nbytes:
-                address = self._address(control, sequence, peer) + part * output.nbytes
-                _memmove(output.data_ptr(), address, output.nbytes)
+            target = targets[peer]
+            if target is not None:
+                address = self._address(control, sequence, peer) + part * target[1]
+                _memmove(target[0], address, target[1])
         self._meet(op)
 
     def reduce_scatter(

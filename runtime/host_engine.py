@@ -24,7 +24,7 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.host_direct import Direct
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
-from interlace.runtime.host_rounds import Rounds
+from interlace.runtime.host_rounds import Part, Rounds, Target
 from interlace.runtime.reductions import fold
 from interlace.runtime.stream import Event, Outcome
 
@@ -90,126 +90,158 @@ class HostEngine(Engine):
     def _share(
         self,
         call: Call,
-        input: torch.Tensor | None,
-        outputs: Sequence[torch.Tensor | None],
-        here: torch.Tensor | None,
+        address: int,
+        nbytes: int,
+        targets: Sequence[Target],
+        where: tuple[int, int] = (0, 0),
     ) -> None:
-        """``outputs[r]`` = rank r's ``input``, where neither is None.
+        """Rank r's bytes at ``address`` to its target in ``targets``, where there are both.
 
-        ``here`` is a tensor that may lie in shared memory: the input, or what receives it.
+        ``where``: of the caller's tensor in shared memory.
         """
-        nbytes = 0 if input is None else input.nbytes
-        address = 0 if input is None else input.data_ptr()
         rank = self.rank
-        where = self._direct.find(here) if here is not None and here.nbytes > SMALL_DATA else (0, 0)
+        own = targets[rank]
+        if self.world_size == 1:
+            if own is not None and own[0] != address:
+                _memmove(own[0], address, nbytes)
+            return
         with self._group.collective_lock:
             control, sequence = self._group.begin(call.message, nbytes, where)
             half = sequence & 1
             if nbytes <= SMALL_DATA:
                 _memmove(control.data(rank, half), address, nbytes)
             self._met(call, control, sequence)
-            if self._direct.everywhere(control, sequence, where[0]):
-                own = outputs[rank]
-                if own is not None and own.data_ptr() != address:
-                    _memmove(own.data_ptr(), address, nbytes)
-                self._direct.share(call.op, control, sequence, outputs, 0)
+            if where[0] and self._direct.everywhere(control, sequence, where[0]):
+                if own is not None and own[0] != address:
+                    _memmove(own[0], address, nbytes)
+                self._direct.share(call.op, control, sequence, targets, 0)
                 return
-            large = [0] * self.world_size
-            for peer, output in enumerate(outputs):
-                if peer == rank:
-                    continue
+            large: list[int] | None = None
+            for peer in control.peers:
+                target = targets[peer]
                 extent = control.extent(peer, sequence)
                 if extent > SMALL_DATA:
+                    large = large or [0] * self.world_size
                     large[peer] = extent
-                elif output is not None:
-                    _memmove(output.data_ptr(), control.data(peer, half), output.nbytes)
-            own = outputs[rank]
-            target = address if own is None else own.data_ptr()
+                elif target is not None:
+                    _memmove(target[0], control.data(peer, half), target[1])
             if nbytes > SMALL_DATA:
+                large = large or [0] * self.world_size
                 large[rank] = nbytes
-            elif target != address:
-                _memmove(target, address, nbytes)
-            if any(large):
-                targets = [None if o is None else (o.data_ptr(), o.nbytes) for o in outputs]
-                targets[rank] = (target, nbytes)
+            elif own is not None and own[0] != address:
+                _memmove(own[0], address, nbytes)
+            if large is not None:
                 self._rounds.share(call.op, address, nbytes, targets, large)
 
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        self._share(call, input, outputs, input)
+        targets = [(output.data_ptr(), output.nbytes) for output in outputs]
+        where = self._direct.find(input)
+        self._share(call, input.data_ptr(), input.nbytes, targets, where)
+        return None
+
+    def all_gather_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor
+    ) -> Event | None:
+        base, nbytes = output.data_ptr(), input.nbytes
+        targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
+        self._share(call, input.data_ptr(), nbytes, targets, self._direct.find(input))
         return None
 
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        self._share(call, input, outputs or [None] * self.world_size, input)
+        targets: list[Target] = [None] * self.world_size
+        for rank, output in enumerate(outputs or ()):
+            targets[rank] = output.data_ptr(), output.nbytes
+        where = self._direct.find(input)
+        self._share(call, input.data_ptr(), input.nbytes, targets, where)
         return None
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        outputs: list[torch.Tensor | None] = [None] * self.world_size
-        outputs[root] = tensor
-        self._share(call, tensor if root == self.rank else None, outputs, tensor)
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        targets: list[Target] = [None] * self.world_size
+        where = self._direct.find(tensor)
+        if root == self.rank:
+            self._share(call, address, nbytes, targets, where)
+        else:
+            targets[root] = address, nbytes
+            self._share(call, 0, 0, targets, where)
         return None
 
     def _trade(
         self,
         call: Call,
-        inputs: Sequence[torch.Tensor] | None,
-        outputs: Sequence[torch.Tensor | None],
+        parts: Sequence[Part],
+        targets: Sequence[Target],
     ) -> None:
-        """``outputs[r]`` = rank r's ``inputs[own rank]``, where neither is None."""
-        parts = [] if inputs is None else [(part.data_ptr(), part.nbytes) for part in inputs]
-        extent = max((nbytes for _, nbytes in parts), default=0)
+        """Rank r's part for this rank to ``targets[r]``, where there are both."""
         rank, stride = self.rank, self._stride
-        where = (0, 0)
-        if inputs is not None and extent > stride:
-            where = self._direct.find_adjacent(inputs, outputs)
+        own = targets[rank]
+        if self.world_size == 1:
+            if own is not None and own[0] != parts[0][0]:
+                _memmove(own[0], *parts[0])
+            return
+        extent = max(nbytes for _, nbytes in parts) if parts else 0
+        where = self._direct.find_adjacent(parts, targets) if extent > stride else (0, 0)
         with self._group.collective_lock:
             control, sequence = self._group.begin(call.message, extent, where)
             half = sequence & 1
-            if extent <= stride:
+            if 0 < extent <= stride:
                 base = control.data(rank, half)
                 for peer, (address, nbytes) in enumerate(parts):
                     if peer != rank:
                         _memmove(base + peer * stride, address, nbytes)
             self._met(call, control, sequence)
-            direct = self._direct.everywhere(control, sequence, where[0])
-            large = [0] * self.world_size
-            if extent > stride:
-                large[rank] = extent
-            for peer, output in enumerate(outputs):
-                if peer == rank:
-                    continue
+            if parts and own is not None and own[0] != parts[rank][0]:
+                _memmove(own[0], *parts[rank])
+            if where[0] and self._direct.everywhere(control, sequence, where[0]):
+                self._direct.share(call.op, control, sequence, targets, rank)
+                return
+            large: list[int] | None = None
+            for peer in control.peers:
+                target = targets[peer]
                 theirs = control.extent(peer, sequence)
-                if direct:
-                    continue
                 if theirs > stride:
+                    large = large or [0] * self.world_size
                     large[peer] = theirs
-                elif output is not None:
-                    source = control.data(peer, half) + rank * stride
-                    _memmove(output.data_ptr(), source, output.nbytes)
-            own = outputs[rank]
-            if parts and own is not None and own.data_ptr() != parts[rank][0]:
-                _memmove(own.data_ptr(), parts[rank][0], own.nbytes)
-            if direct:
-                self._direct.share(call.op, control, sequence, outputs, rank)
-            elif any(large):
-                targets = [None if o is None else (o.data_ptr(), o.nbytes) for o in outputs]
+                elif target is not None:
+                    _memmove(target[0], control.data(peer, half) + rank * stride, target[1])
+            if extent > stride:
+                large = large or [0] * self.world_size
+                large[rank] = extent
+            if large is not None:
                 self._rounds.trade(call.op, parts, targets, large)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
-        self._trade(call, inputs, outputs)
+        self._trade(
+            call,
+            [(part.data_ptr(), part.nbytes) for part in inputs],
+            [(output.data_ptr(), output.nbytes) for output in outputs],
+        )
+        return None
+
+    def all_to_all_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor
+    ) -> Event | None:
+        world_size = self.world_size
+        nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
+        self._trade(
+            call,
+            [(source + rank * nbytes, nbytes) for rank in range(world_size)],
+            [(target + rank * nbytes, nbytes) for rank in range(world_size)],
+        )
         return None
 
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
     ) -> Event | None:
-        outputs: list[torch.Tensor | None] = [None] * self.world_size
-        outputs[root] = output
-        self._trade(call, inputs, outputs)
+        targets: list[Target] = [None] * self.world_size
+        targets[root] = output.data_ptr(), output.nbytes
+        self._trade(call, [(part.data_ptr(), part.nbytes) for part in inputs or ()], targets)
         return None
 
     # -- reducing ------------------------------------------------------------------------------
@@ -250,34 +282,61 @@ class HostEngine(Engine):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
+        parts = [(part.data_ptr(), part.nbytes) for part in inputs]
+        self._reduce_scatter(call, output, parts, inputs[self.rank], op)
+        return None
+
+    def reduce_scatter_single(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
+    ) -> Event | None:
+        base, nbytes = input.data_ptr(), output.nbytes
+        parts = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
+        self._reduce_scatter(call, output, parts, input, op)
+        return None
+
+    def _reduce_scatter(
+        self,
+        call: Call,
+        output: torch.Tensor,
+        parts: Sequence[Part],
+        input: torch.Tensor,
+        op: str,
+    ) -> None:
+        """``output`` = the reduction of everyone's part for this rank.
+
+        ``input`` is this rank's own part, or all parts one behind the other.
+        """
         rank, stride = self.rank, self._stride
         if self.world_size == 1:
-            if output.data_ptr() != inputs[0].data_ptr():
-                output.copy_(inputs[0].view(output.shape))
-            return None
+            if output.data_ptr() != parts[0][0]:
+                _memmove(output.data_ptr(), *parts[0])
+            return
+        extent = max(nbytes for _, nbytes in parts)
         with self._group.collective_lock:
-            extent = max(part.nbytes for part in inputs)
             if extent > stride:
-                where = self._direct.find_adjacent(inputs, (output,))
+                where = self._direct.find_adjacent(
+                    parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
+                )
                 control, sequence = self._group.begin(call.message, extent, where)
                 self._met(call, control, sequence)
-                if self._direct.everywhere(control, sequence, where[0]):
-                    own = inputs[rank]
+                own, n = input.view(-1), output.numel()
+                if own.numel() != n:
+                    own = own.narrow(0, rank * n, n)
+                if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
                 else:
-                    self._rounds.reduce_scatter(call.op, inputs, output, op)
-                return None
+                    self._rounds.reduce_scatter(call.op, parts, own, output, op)
+                return
             control, sequence = self._group.begin(call.message, extent)
             small = call.prepared
             if small is None:
                 small = call.prepared = _SmallParts(control, rank, output, rank * stride)
             half = sequence & 1
             base = small.own[half]
-            for owner, part in enumerate(inputs):
-                _memmove(base + owner * stride, part.data_ptr(), part.nbytes)
+            for owner, (address, nbytes) in enumerate(parts):
+                _memmove(base + owner * stride, address, nbytes)
             self._met(call, control, sequence)
             fold(op, small.parts[half], output)
-        return None
 
     # -- between two ranks ---------------------------------------------------------------------
 

@@ -127,8 +127,12 @@ class Mail:
         future = _Moving(self, f"{call.op} to rank {peer} (tag {tag})", [peer])
         with self._lock:
             self._group.check_usable()
-            self._sending.setdefault(peer, deque()).append(_Sending(tensor, tag, future))
-            self._move()
+            if peer == self._rank:
+                self._keep(tensor, tag)
+                future.set_result(Outcome(None, None))
+            else:
+                self._sending.setdefault(peer, deque()).append(_Sending(tensor, tag, future))
+                self._move()
             self._see_to_it()
         return future
 
@@ -328,6 +332,21 @@ class Mail:
         else:
             self._drop(message)
         return message
+
+    def _keep(self, tensor: torch.Tensor, tag: int) -> None:
+        """A message to oneself: it has arrived when it is sent."""
+        message = _Arriving(self._rank, tag, tensor.nbytes, tensor.dtype, None)
+        self._drop(message)
+        if tensor.nbytes:
+            _memmove(message.target, tensor.data_ptr(), tensor.nbytes)
+        message.moved = tensor.nbytes
+        wanted = next((r for r in self._receiving if _fits(r, message)), None)
+        if wanted is None:
+            self._kept.append(message)
+        else:
+            self._receiving.remove(wanted)
+            message.wanted = wanted
+            self._finish(message)
 
     def _drop(self, message: _Arriving) -> None:
         """Let what is still to come of a message go into memory of our own."""

@@ -31,7 +31,8 @@ SLOT_BYTES = 512 << 10
 
 _memmove = ctypes.memmove
 T = TypeVar("T")
-Target = tuple[int, int] | None  # address and bytes
+Part = tuple[int, int]  # address and bytes
+Target = Part | None
 
 
 class Rounds:
@@ -136,7 +137,7 @@ class Rounds:
     def trade(
         self,
         op: str,
-        parts: Sequence[tuple[int, int]],
+        parts: Sequence[Part],
         targets: Sequence[Target],
         large: Sequence[int],
     ) -> None:
@@ -164,7 +165,7 @@ class Rounds:
             sources=[peer for peer, _, _ in sources],
         )
 
-    def _staging(self, parts: Sequence[tuple[int, int]]) -> Callable[[int, int], None]:
+    def _staging(self, parts: Sequence[Part]) -> Callable[[int, int], None]:
         """Put a piece of each peer's part into its section."""
         ring, section = self._bases[self._rank], self._section
         others = [(peer, address, size) for peer, (address, size) in _around(self._rank, parts)]
@@ -219,18 +220,19 @@ class Rounds:
         return reduce
 
     def reduce_scatter(
-        self, op: str, inputs: Sequence[torch.Tensor], output: torch.Tensor, reduction: str
+        self,
+        op: str,
+        parts: Sequence[Part],
+        own: torch.Tensor,
+        output: torch.Tensor,
+        reduction: str,
     ) -> None:
-        """``output`` = the reduction of everyone's ``inputs[own rank]``."""
+        """``output`` = the reduction of everyone's ``own``, which is what ``parts[own rank]`` is."""
         self._open(op)
-        elements = self._section // output.dtype.itemsize
-        itemsize = output.dtype.itemsize
-        count = -(-max(part.numel() for part in inputs) // elements)
-        own = inputs[self._rank].view(-1)
         self._run(
             op,
-            count,
-            self._staging([(part.data_ptr(), part.numel() * itemsize) for part in inputs]),
+            -(-max(nbytes for _, nbytes in parts) // self._section),
+            self._staging(parts),
             self._summing(own, output.view(-1), reduction),
             sources=self._peers,
         )

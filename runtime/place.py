@@ -25,7 +25,7 @@ class Place(ABC):
 
     Attributes
     ----------
-    name : "sim", "shm", "cuda" or "nvshmem".
+    name : "sim", "shm", "hosts", "cuda" or "nvshmem".
     rank, world_size : this rank within the group.
     device : where tensors of this rank live.
     interpreted : True where Triton kernels run in the interpreter.

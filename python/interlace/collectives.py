@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from interlace import chosen_algorithm, dense, reduce_ops
+from interlace import chosen_algorithm, dense, reduce_ops, sparse
 from interlace.forms import NOT_GIVEN, either, parts
 from interlace.groups import resolve
 from interlace.runtime.call import Call
@@ -97,7 +97,8 @@ def all_reduce(
 
     ``op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp`` of these
     names, or ``ReduceOp.PREMUL_SUM(factor)``. ``algorithm``: "auto", or for sums and averages "kernel"
-    (Triton, one-shot) or "copy" (two-shot).
+    (Triton, one-shot) or "copy" (two-shot). A sparse COO ``tensor``, which may have other entries on every
+    rank, is summed or averaged, and is coalesced afterwards.
 
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
@@ -111,7 +112,10 @@ def all_reduce(
     >>> interlace.run(reduce, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    return _all_reduce(resolve(group), tensor, op, async_op, algorithm=algorithm)
+    communicator = resolve(group)
+    if algorithm == "auto" and getattr(tensor, "layout", None) is torch.sparse_coo:
+        return sparse._all_reduce(communicator, tensor, op, async_op)
+    return _all_reduce(communicator, tensor, op, async_op, algorithm=algorithm)
 
 
 # -- all_gather ---------------------------------------------------------------------------------------

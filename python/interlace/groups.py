@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from interlace import rank_lists
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.connect import connect_place
+from interlace.runtime.errors import InterlaceError
 
 if TYPE_CHECKING:
     from interlace.runtime.place import Place
@@ -54,7 +55,7 @@ def default_group() -> Communicator:
 
 
 def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
-    """Join the default group of a job of several processes, one rank each, on one host.
+    """Join the default group of a job of several processes, one rank each, on one host or several.
 
     Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
     is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
@@ -64,7 +65,6 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
     """
     from torch._C._distributed_c10d import TCPStore
 
-    from interlace.runtime.place_shm import ShmPlace
 
     global _of_process
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -91,13 +91,7 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
             is_master=rank == 0 and not agent_store,
             timeout=timedelta(seconds=seconds),
         )
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local_size != world_size:
-        raise PlaceUnavailableError(
-            f"all ranks must be on one host: {local_size} of {world_size} ranks are on the host of "
-            f"rank {rank}"
-        )
-    place = ShmPlace.connect(store, rank, world_size, timeout=seconds, name="default")
+    place = connect_place(store, rank, world_size, timeout=seconds, name="default")
     _of_process = Communicator(place, range(world_size))
     return _of_process
 
@@ -182,9 +176,7 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
         ranks = dist.get_process_group_ranks(group)
         if ranks == list(range(whole.world_size)):
             return whole
-        from interlace.runtime.place_shm import ShmPlace
-
-        place = ShmPlace.connect(
+        place = connect_place(
             dist.distributed_c10d._get_default_store(),
             ranks.index(dist.get_rank()),
             len(ranks),

@@ -32,9 +32,9 @@ from interlace.runtime.place import Place
 
 def connect_place(store: Any, rank: int, world_size: int, timeout: float, name: str) -> Place:
     """The place of one rank of a group that meets through ``store``. Collective; seconds."""
-    from interlace.runtime.place_shm import ShmPlace
+    from interlace.runtime import connect
 
-    return ShmPlace.connect(store, rank, world_size, timeout=timeout, name=name)
+    return connect.connect_place(store, rank, world_size, timeout=timeout, name=name)
 
 
 def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:

@@ -20,7 +20,7 @@ CHOICE = (
     "test_all_reduce_coalesced_sum",
     "test_all_reduce_complex_unsupported_ops",
     "test_barrier_timeout_full_group",
-    "test_gather_object",
+    "test_all_gather_object_default_pg",
     "test_get_backend",
     "test_monitored_barrier_gloo",
     "test_scatter_full_group",
