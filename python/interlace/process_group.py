@@ -15,6 +15,7 @@ internal form of interlace's own function; a call that torch's dispatcher has to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -130,7 +131,9 @@ class InterlaceProcessGroup(Collectives):
             from torch._C._distributed_c10d import ProcessGroupGloo
 
             kind = self._backend_kind()
-            store = PrefixStore("interlace/gloo", self._store)
+            # gloo reads what an earlier group has left under the same name in the same store
+            name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
+            store = PrefixStore(f"interlace/gloo/{name}", self._store)
             self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
             self._register_backend(torch.device("cpu"), kind, self._gloo)
             self._set_default_backend(kind)

@@ -35,6 +35,7 @@ from interlace.coalesced import (
     _reduce_scatter_tensor_coalesced,
 )
 from interlace.process_group_dispatch import is_simulated, needs_backend, returning_to
+from interlace.process_group_overloads import long_form
 from interlace.process_group_rules import (
     PLAIN_TYPES,
     keep_outside_compilation,
@@ -135,7 +136,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE, *rest: Any) -> Any:
+        if type(opts) is not AllreduceOptions or type(tensors) is not list:
+            return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)):
@@ -160,7 +163,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             "all_reduce_coalesced", own, _all_reduce_coalesced, own, opts.reduceOp, opts.asyncOp
         )
 
-    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST, *rest: Any) -> Any:
+        if type(opts) is not BroadcastOptions or type(tensors) is not list:
+            return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)):
@@ -168,7 +173,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         (tensor,) = own
         return self._run("broadcast", own, rooted._broadcast, tensor, opts.rootRank, opts.asyncOp)
 
-    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE, *rest: Any) -> Any:
+        if type(opts) is not ReduceOptions or type(tensors) is not list:
+            return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)):
@@ -179,8 +186,14 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
     ) -> Any:
+        if (
+            type(opts) is not AllgatherOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0]), self._own(inputs)
         if outs is None or ins is None:
             with self._dispatching(inputs, lambda outs, ins: self.allgather(outs, ins, opts)):
@@ -203,8 +216,20 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         )
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_REDUCE_SCATTER
+        self,
+        outputs: Tensors,
+        inputs: list[Tensors],
+        opts: Any = _DEFAULT_REDUCE_SCATTER,
+        *rest: Any,
     ) -> Any:
+        if (
+            type(opts) is not ReduceScatterOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.reduce_scatter(
+                *long_form(ReduceScatterOptions, [outputs, inputs], [opts, *rest])
+            )
         outs, ins = self._own(outputs), self._own(inputs[0])
         if outs is None or ins is None:
             with self._dispatching(outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)):
@@ -265,7 +290,11 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             output_split_sizes, input_split_sizes, opts.asyncOp,
         )  # fmt: skip
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_GATHER) -> Any:
+    def gather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_GATHER, *rest: Any
+    ) -> Any:
+        if type(opts) is not GatherOptions or type(outputs) is not list or type(inputs) is not list:
+            return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
         if outs is None or ins is None:
             with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)):
@@ -276,7 +305,15 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             "gather", outs, rooted._gather, tensor, gathered, opts.rootRank, opts.asyncOp
         )
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_SCATTER) -> Any:
+    def scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_SCATTER, *rest: Any
+    ) -> Any:
+        if (
+            type(opts) is not ScatterOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
         if outs is None or ins is None:
             with self._dispatching(outputs, lambda outs, ins: self.scatter(outs, ins, opts)):
@@ -287,7 +324,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             "scatter", outs, rooted._scatter, tensor, scattered, opts.rootRank, opts.asyncOp
         )
 
-    def barrier(self, opts: Any = _DEFAULT_BARRIER) -> Any:
+    def barrier(self, opts: Any = _DEFAULT_BARRIER, timeout: timedelta | None = None) -> Any:
+        if type(opts) is not BarrierOptions or timeout is not None:
+            return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
             with self._dispatching([], lambda *_: self.barrier(opts)):
                 return super().barrier(opts)
@@ -301,8 +340,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if self._own([]) is None:
             serve = self.monitored_barrier
             with self._dispatching([], lambda *_: serve(timeout, wait_all_ranks)):
-                return super().monitored_barrier(timeout, wait_all_ranks)
-        return monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
+                super().monitored_barrier(timeout, wait_all_ranks)
+            return
+        monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
 
     # -- several at once -----------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,6 +159,26 @@ def works_of_methods(path: str) -> list[str]:
         return kinds
 
 
+def short_forms(path: str) -> list[Any]:
+    """Methods of the group called with tensors, ops and roots in place of lists and options."""
+    with world(path) as group:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        reduced, listed, sent, root = own(), own(), own(), own()
+        group.allreduce(reduced, dist.ReduceOp.MAX).wait()
+        group.allreduce([listed], dist.ReduceOp.MAX).wait()
+        group.broadcast(sent, 1).wait()
+        group.reduce(root, 0, dist.ReduceOp.SUM).wait()
+        gathered = [torch.empty(2) for _ in range(size)]
+        group.allgather(gathered, own()).wait()
+        at_root = [torch.empty(2) for _ in range(size)]
+        group.gather(at_root if rank == 0 else [], own(), 0).wait()
+        part, scattered = torch.empty(2), torch.empty(2)
+        group.reduce_scatter(part, [own(), own(5.0)]).wait()
+        group.scatter(scattered, [own(), own(5.0)] if rank == 1 else [], 1).wait()
+        group.barrier(timeout=datetime.timedelta(seconds=20)).wait()
+        return [reduced, listed, sent, root, gathered, at_root, part, scattered]
+
+
 # -- dispatch modes and subclasses ------------------------------------------------------------
 
 
@@ -181,17 +203,23 @@ def fake(path: str) -> list[Any]:
         return []
 
 
-def traced(path: str) -> list[str]:
-    """The ops in the graph of a function with a collective."""
+def traced(path: str, times: int) -> list[str]:
+    """The ops in the graph of a function with a collective, made in several groups with one store."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    store = dist.FileStore(path, world_size)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         dist.all_reduce(y)
         return y + 1
 
-    with world(path):
+    for turn in range(times):
+        dist.init_process_group("interlace", store=store, rank=rank, world_size=world_size)
+        if turn and rank == 1:
+            time.sleep(0.3)  # rank 0 looks for its peer among the keys of the turn before
         graph = make_fx(function)(own())
-        return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        dist.destroy_process_group()
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
 def simulated(path: str) -> tuple[list[float], str, list[float]]:
@@ -373,89 +401,3 @@ def profiled(path: str) -> list[str]:
         dist.all_reduce(own())
         dist.barrier()
     return [event.name for event in profiler.events() if event.name.startswith("interlace:")]
-
-
-# -- groups and their end ---------------------------------------------------------------------
-
-
-def many_groups(path: str, count: int) -> tuple[float, int]:
-    """All groups at once, used in turn."""
-    with world(path):
-        groups = [dist.new_group() for _ in range(count)]
-        x = torch.ones(1)
-        for group in groups:
-            dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
-        return float(x), len({group.group_name for group in groups})
-
-
-def meshes(path: str) -> list[Any]:
-    """Sums along the two dims of a mesh, over subgroups and over a group in another order."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with world(path):
-        rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        sums = []
-        for name in ("rows", "columns"):
-            x = torch.full((1,), 10.0**rank)
-            dist.all_reduce(x, group=mesh.get_group(name))
-            sums.append(float(x))
-        mine, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
-        x = torch.full((1,), 10.0**rank)
-        dist.all_reduce(x, group=mine)
-        sums.append(float(x))
-        turned = dist.new_group([3, 1], sort_ranks=False)
-        if turned != dist.GroupMember.NON_GROUP_MEMBER:
-            out = torch.empty(2)
-            dist.all_gather_single(out, torch.tensor([float(rank)]), group=turned)
-            interlace.all_reduce(x, group=turned)
-            return [sums, dist.get_rank(turned), out.tolist(), float(x)]
-        return [sums]
-
-
-def again(path: str, times: int) -> list[Any]:
-    """Init and destroy with one store, whose keys stay; then a call on a group that has ended."""
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    store = dist.FileStore(path, world_size)
-    sums = []
-    for turn in range(times):
-        dist.init_process_group("interlace", store=store, rank=rank, world_size=world_size)
-        group = dist.group.WORLD
-        x = own(100.0 * turn, 1)
-        dist.all_reduce(x)
-        sums.append(float(x))
-        dist.destroy_process_group()
-    try:
-        group.allreduce([own()])
-    except interlace.InterlaceError as error:
-        return [sums, str(error)]
-    return [sums, "nothing was raised"]
-
-
-def names(path: str) -> list[Any]:
-    with world(path) as group:
-        dist.all_reduce(own())
-        dist.barrier()
-        second = dist.new_group(group_desc="for names")
-        return [
-            group.name(),
-            dist.get_backend(),
-            bool(group.group_name),
-            second.group_desc,
-            second.group_name != group.group_name,
-            group._get_sequence_number_for_group(),
-            dist.distributed_c10d._get_object_coll_device(group),
-        ]
-
-
-def aborted(path: str) -> str:
-    """Rank 1 aborts while rank 0 waits for it."""
-    with world(path) as group:
-        try:
-            if dist.get_rank() == 1:
-                group.abort()
-                return "aborted"
-            dist.all_reduce(own())
-        except interlace.AbortedError as error:
-            return str(error)
-        return "nothing was raised"

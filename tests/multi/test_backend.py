@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import interlace
-from multi import backend_ranks
+from multi import backend_group_ranks, backend_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +87,17 @@ def test_every_method_returns_a_work(tmp_path: Path) -> None:
     assert on_ranks(backend_ranks.works_of_methods, 2, tmp_path) == expected
 
 
+def test_short_forms_of_methods(tmp_path: Path) -> None:
+    for rank, result in enumerate(on_ranks(backend_ranks.short_forms, 2, tmp_path)):
+        reduced, listed, sent, root, gathered, at_root, part, scattered = result
+        both = [[1.0, 1.0], [2.0, 2.0]]
+        assert same([reduced, listed, sent], [[2.0, 2.0]] * 3)
+        assert same(gathered, both)
+        assert same(part, [3.0 + 8 * rank] * 2) and same(scattered, [2.0 + 4 * rank] * 2)
+        if rank == 0:
+            assert same(root, [3.0, 3.0]) and same(at_root, both)
+
+
 # -- dispatch modes and subclasses ------------------------------------------------------------
 
 
@@ -97,7 +108,7 @@ def test_fake_and_meta_tensors_move_nothing(tmp_path: Path) -> None:
 
 def test_make_fx_keeps_the_collective(tmp_path: Path) -> None:
     """Without the rule the graph holds the sum of one call as a constant."""
-    for targets in on_ranks(backend_ranks.traced, 2, tmp_path):
+    for targets in on_ranks(backend_ranks.traced, 2, tmp_path, 2):
         assert "c10d.allreduce_.default" in targets
 
 
@@ -173,11 +184,11 @@ def test_profiler_shows_collectives(tmp_path: Path) -> None:
 
 
 def test_64_groups_at_once(tmp_path: Path) -> None:
-    assert on_ranks(backend_ranks.many_groups, 2, tmp_path, 64) == [(1.0, 64)] * 2
+    assert on_ranks(backend_group_ranks.many_groups, 2, tmp_path, 64) == [(1.0, 64)] * 2
 
 
 def test_meshes_and_subgroups(tmp_path: Path) -> None:
-    results = on_ranks(backend_ranks.meshes, 4, tmp_path)
+    results = on_ranks(backend_group_ranks.meshes, 4, tmp_path)
     assert [result[0] for result in results] == [
         [101.0, 11.0, 1001.0],
         [1010.0, 11.0, 110.0],
@@ -190,18 +201,23 @@ def test_meshes_and_subgroups(tmp_path: Path) -> None:
 
 def test_init_after_destroy_with_the_same_store(tmp_path: Path) -> None:
     """Keys of the first group are still in the store when the second is made."""
-    for rank, (sums, error) in enumerate(on_ranks(backend_ranks.again, 2, tmp_path, 3)):
+    for rank, (sums, error) in enumerate(on_ranks(backend_group_ranks.again, 2, tmp_path, 3)):
         assert sums == [1.0, 201.0, 401.0]
         assert error == f"rank {rank}: process group '0' was destroyed"
 
 
 def test_names(tmp_path: Path) -> None:
     expected = ["interlace", "interlace", True, "for names", True, 2, "cpu"]
-    assert on_ranks(backend_ranks.names, 2, tmp_path) == [expected] * 2
+    assert on_ranks(backend_group_ranks.names, 2, tmp_path) == [expected] * 2
+
+
+def test_tensors_on_another_device_are_refused(tmp_path: Path) -> None:
+    (error,) = on_ranks(backend_group_ranks.elsewhere, 1, tmp_path)
+    assert "no place for tensors on cpu in this group, which is on cuda" in error
 
 
 def test_abort_ends_waits(tmp_path: Path) -> None:
-    waiting, aborting = on_ranks(backend_ranks.aborted, 2, tmp_path)
+    waiting, aborting = on_ranks(backend_group_ranks.aborted, 2, tmp_path)
     assert "rank 1 aborted" in waiting and aborting == "aborted"
 
 
