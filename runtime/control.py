@@ -14,8 +14,9 @@ the header page::
     2240 ASLEEP    int64: the owner sleeps, or is about to
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     4096 area for messages of even numbers: length, extent, and range and offset of shared memory
-         (int64), at byte 64 the message, behind it small data
+         (int64), at byte 64 the message
     4096 + AREA    the same for odd numbers
+    behind them    PLACES areas for the small data that goes with a message, used in turn
     behind them    outgoing boxes of messages between two ranks, see ``host_mail.py``
 
 A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
@@ -24,7 +25,8 @@ release and W - 1 acquires per rank, whatever W is.
 Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so after it
 finished n - 1, for which it saw message n - 1 of every peer; and a peer sends n - 1 only after it has
 read everybody's n - 2. So whoever could still need the old message has said, with a release that was
-acquired here, that it does not.
+acquired here, that it does not. For data two would do, too; but writing what another core has just read
+is several times as slow as writing what has meanwhile left its cache.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from interlace.runtime.words import Words
 
 LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10
+PLACES = 16
 LONGEST_REASON = 1 << 10
 BOXES_BYTES = 256 << 10
 
@@ -50,9 +53,10 @@ STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
 _ASLEEP, _BELL = 2240, 2304
 _AREAS = 4096
 _TEXT = 64
-_AREA = _TEXT + LARGEST_MESSAGE + SMALL_DATA
+_AREA = _TEXT + LARGEST_MESSAGE
 _INT64 = struct.Struct("<q")
-BOXES = _AREAS + 2 * _AREA
+_DATA = (_AREAS + 2 * _AREA + 4095) & ~4095
+BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
 
 
@@ -132,13 +136,13 @@ class Control:
         first = ((_AREAS + (sequence & 1) * _AREA) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
 
-    def data(self, peer: int, half: int) -> int:
-        """The address of the small data of ``peer`` that goes with messages of this parity."""
-        return self.bases[peer] + _AREAS + half * _AREA + _TEXT + LARGEST_MESSAGE
+    def data(self, peer: int, sequence: int) -> int:
+        """The address of the small data of ``peer`` that goes with message ``sequence``."""
+        return self.bases[peer] + _DATA + sequence % PLACES * SMALL_DATA
 
-    def tensor(self, peer: int, half: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """What is at ``offset`` of the small data of ``peer``, in the shape and dtype of ``like``."""
-        first = self.data(peer, half) - self.bases[peer] + offset
+    def tensor(self, peer: int, place: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """What is at ``offset`` of a place for small data, in the shape and dtype of ``like``."""
+        first = _DATA + place * SMALL_DATA + offset
         flat = self._memory[peer][first : first + like.nbytes]
         return flat.view(like.dtype).view(like.shape)
 

@@ -46,9 +46,11 @@ class Direct:
         And if no target lies where a peer reads: it would be written while the peer may still do so.
         ``overwritten`` is a part that only this rank reads.
         """
-        if not self._group.shared_ranges:
+        if not parts or not self._group.shared_ranges:
             return 0, 0
         first, nbytes = parts[0]
+        if nbytes * len(parts) <= SMALL_DATA:
+            return 0, 0
         for number, part in enumerate(parts):
             if part != (first + number * nbytes, nbytes):
                 return 0, 0

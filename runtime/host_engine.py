@@ -12,36 +12,48 @@ large that is, and so knows of every other where its data is and how many rounds
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from interlace.runtime.call import Call
-from interlace.runtime.control import SMALL_DATA, Control
+from interlace.runtime.control import PLACES, SMALL_DATA, Control
 from interlace.runtime.engine import Engine
 from interlace.runtime.host_direct import Direct
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
-from interlace.runtime.host_rounds import Part, Rounds, Target
+from interlace.runtime.host_rounds import (
+    MEDIUM_DATA,
+    MEDIUM_PLACES,
+    Part,
+    Rounds,
+    Target,
+)
 from interlace.runtime.reductions import fold
 from interlace.runtime.stream import Event, Outcome
 
 _memmove = ctypes.memmove
 
 
-class _SmallParts:
-    """Where the small data of every rank is, as tensors of one shape, for both areas."""
+class _Places:
+    """The data that goes with messages, of every rank, as tensors of one shape."""
 
-    __slots__ = ("own", "parts")
+    __slots__ = ("_at", "_count", "_places", "_ranks")
 
-    def __init__(self, control: Control, rank: int, like: torch.Tensor, offset: int) -> None:
-        self.own = [control.data(rank, half) for half in (0, 1)]
-        self.parts = [
-            [control.tensor(peer, half, offset, like) for peer in range(len(control.bases))]
-            for half in (0, 1)
-        ]
+    def __init__(self, at: Callable[[int, int], torch.Tensor], count: int, ranks: int) -> None:
+        """``at(rank, place)`` is a view of one of ``count`` places, which are used in turn."""
+        self._at, self._count, self._ranks = at, count, ranks
+        self._places: list[list[torch.Tensor] | None] = [None] * count
+
+    def of(self, sequence: int) -> list[torch.Tensor]:
+        """The tensors that go with message ``sequence``, by rank."""
+        place = sequence % self._count
+        parts = self._places[place]
+        if parts is None:
+            parts = self._places[place] = [self._at(rank, place) for rank in range(self._ranks)]
+        return parts
 
 
 class HostEngine(Engine):
@@ -50,7 +62,10 @@ class HostEngine(Engine):
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group = group
-        self._stride = SMALL_DATA // group.world_size & ~63
+        self._strides = (
+            SMALL_DATA // group.world_size & ~63,
+            MEDIUM_DATA // group.world_size & ~63,
+        )
         self._rounds = Rounds(group)
         self._direct = Direct(group)
         self._mail = Mail(group)
@@ -85,6 +100,28 @@ class HostEngine(Engine):
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._group.exchange(call.message, call.op))
 
+    # -- data that goes with messages ----------------------------------------------------------
+
+    def _data(self, control: Control, peer: int, sequence: int, nbytes: int) -> int:
+        """The address of the data of ``peer``, of ``nbytes`` in all, that goes with a message."""
+        if nbytes <= SMALL_DATA:
+            return control.data(peer, sequence)
+        return self._rounds.data(peer, sequence)
+
+    def _stride(self, extent: int) -> int:
+        """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
+        small, medium = self._strides
+        return small if extent <= small else medium * (extent <= medium and self._rounds.opened)
+
+    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> _Places:
+        """Tensors such as ``like`` at ``offset`` of data of ``nbytes`` in all."""
+        model = torch.empty_like(like)
+        if nbytes <= SMALL_DATA:
+            at, count = control.tensor, PLACES
+        else:
+            at, count = self._rounds.tensor, MEDIUM_PLACES
+        return _Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+
     # -- moving --------------------------------------------------------------------------------
 
     def _share(
@@ -107,9 +144,9 @@ class HostEngine(Engine):
             return
         with self._group.collective_lock:
             control, sequence = self._group.begin(call.message, nbytes, where)
-            half = sequence & 1
-            if nbytes <= SMALL_DATA:
-                _memmove(control.data(rank, half), address, nbytes)
+            limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
+            if nbytes <= limit:
+                _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
             self._met(call, control, sequence)
             if where[0] and self._direct.everywhere(control, sequence, where[0]):
                 if own is not None and own[0] != address:
@@ -120,12 +157,12 @@ class HostEngine(Engine):
             for peer in control.peers:
                 target = targets[peer]
                 extent = control.extent(peer, sequence)
-                if extent > SMALL_DATA:
+                if extent > limit:
                     large = large or [0] * self.world_size
                     large[peer] = extent
                 elif target is not None:
-                    _memmove(target[0], control.data(peer, half), target[1])
-            if nbytes > SMALL_DATA:
+                    _memmove(target[0], self._data(control, peer, sequence, extent), target[1])
+            if nbytes > limit:
                 large = large or [0] * self.world_size
                 large[rank] = nbytes
             elif own is not None and own[0] != address:
@@ -177,19 +214,19 @@ class HostEngine(Engine):
         targets: Sequence[Target],
     ) -> None:
         """Rank r's part for this rank to ``targets[r]``, where there are both."""
-        rank, stride = self.rank, self._stride
+        rank = self.rank
         own = targets[rank]
         if self.world_size == 1:
             if own is not None and own[0] != parts[0][0]:
                 _memmove(own[0], *parts[0])
             return
         extent = max(nbytes for _, nbytes in parts) if parts else 0
-        where = self._direct.find_adjacent(parts, targets) if extent > stride else (0, 0)
+        where = self._direct.find_adjacent(parts, targets)
         with self._group.collective_lock:
+            stride = self._stride(extent)
             control, sequence = self._group.begin(call.message, extent, where)
-            half = sequence & 1
-            if 0 < extent <= stride:
-                base = control.data(rank, half)
+            if parts and stride:
+                base = self._data(control, rank, sequence, stride * self.world_size)
                 for peer, (address, nbytes) in enumerate(parts):
                     if peer != rank:
                         _memmove(base + peer * stride, address, nbytes)
@@ -203,12 +240,14 @@ class HostEngine(Engine):
             for peer in control.peers:
                 target = targets[peer]
                 theirs = control.extent(peer, sequence)
-                if theirs > stride:
+                apart = self._stride(theirs)
+                if not apart:
                     large = large or [0] * self.world_size
                     large[peer] = theirs
                 elif target is not None:
-                    _memmove(target[0], control.data(peer, half) + rank * stride, target[1])
-            if extent > stride:
+                    base = self._data(control, peer, sequence, apart * self.world_size)
+                    _memmove(target[0], base + rank * apart, target[1])
+            if not stride:
                 large = large or [0] * self.world_size
                 large[rank] = extent
             if large is not None:
@@ -258,26 +297,36 @@ class HostEngine(Engine):
         """``tensor`` = the reduction, on ``root`` only unless that is None."""
         if self.world_size == 1:
             return
-        group, nbytes = self._group, tensor.nbytes
+        group, nbytes, rounds = self._group, tensor.nbytes, self._rounds
         with group.collective_lock:
-            if nbytes > SMALL_DATA:
-                where = self._direct.find(tensor) if root is None else (0, 0)
-                control, sequence = group.begin(call.message, nbytes, where)
-                self._met(call, control, sequence)
-                if self._direct.everywhere(control, sequence, where[0]):
-                    self._direct.reduce(call.op, control, sequence, tensor, op)
-                else:
-                    self._rounds.reduce(call.op, tensor, op, root)
+            # reducing everything everywhere is worth it for few ranks only
+            limit = MEDIUM_DATA if rounds.opened and self.world_size == 2 else SMALL_DATA
+            if nbytes > limit:
+                self._reduce_large(call, tensor, op, root)
                 return
             control, sequence = group.begin(call.message, nbytes)
-            small = call.prepared
-            if small is None:
-                small = call.prepared = _SmallParts(control, self.rank, tensor, 0)
-            half = sequence & 1
-            _memmove(small.own[half], tensor.data_ptr(), nbytes)
+            places = call.prepared
+            if places is None:
+                places = call.prepared = self._places(control, tensor, 0, nbytes)
+            own = self._data(control, self.rank, sequence, nbytes)
+            _memmove(own, tensor.data_ptr(), nbytes)
             self._met(call, control, sequence)
             if root is None or root == self.rank:
-                fold(op, small.parts[half], tensor)
+                fold(op, places.of(sequence), tensor)
+
+    def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
+        where = self._direct.find(tensor) if root is None else (0, 0)
+        control, sequence = self._group.begin(call.message, tensor.nbytes, where)
+        if self._rounds.opened and not where[0]:
+            self._rounds.reduce(
+                call.op, tensor, op, root, lambda: self._met(call, control, sequence)
+            )
+            return
+        self._met(call, control, sequence)
+        if self._direct.everywhere(control, sequence, where[0]):
+            self._direct.reduce(call.op, control, sequence, tensor, op)
+        else:
+            self._rounds.reduce(call.op, tensor, op, root)
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
@@ -306,14 +355,15 @@ class HostEngine(Engine):
 
         ``input`` is this rank's own part, or all parts one behind the other.
         """
-        rank, stride = self.rank, self._stride
+        rank = self.rank
         if self.world_size == 1:
             if output.data_ptr() != parts[0][0]:
                 _memmove(output.data_ptr(), *parts[0])
             return
         extent = max(nbytes for _, nbytes in parts)
         with self._group.collective_lock:
-            if extent > stride:
+            stride = self._stride(extent)
+            if not stride:
                 where = self._direct.find_adjacent(
                     parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
                 )
@@ -328,15 +378,15 @@ class HostEngine(Engine):
                     self._rounds.reduce_scatter(call.op, parts, own, output, op)
                 return
             control, sequence = self._group.begin(call.message, extent)
-            small = call.prepared
-            if small is None:
-                small = call.prepared = _SmallParts(control, rank, output, rank * stride)
-            half = sequence & 1
-            base = small.own[half]
-            for owner, (address, nbytes) in enumerate(parts):
-                _memmove(base + owner * stride, address, nbytes)
+            nbytes = stride * self.world_size
+            places = call.prepared
+            if places is None:
+                places = call.prepared = self._places(control, output, rank * stride, nbytes)
+            base = self._data(control, rank, sequence, nbytes)
+            for owner, (address, size) in enumerate(parts):
+                _memmove(base + owner * stride, address, size)
             self._met(call, control, sequence)
-            fold(op, small.parts[half], output)
+            fold(op, places.of(sequence), output)
 
     # -- between two ranks ---------------------------------------------------------------------
 

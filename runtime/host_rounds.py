@@ -12,6 +12,8 @@ owner's own section, which nobody stages into (REDUCED).
 Rounds are counted over the life of the group, alike on all ranks. An op begins when everybody has called
 it, and nobody calls an op before it is done with the last, so the first SLOTS rounds find their slots
 free.
+
+Behind the slots are places for data of middle size, which goes with its message like small data.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from interlace.runtime.host_group import HostGroup
 from interlace.runtime.reductions import fold
 
 SLOTS = 4
-SLOT_BYTES = 512 << 10
+SLOT_BYTES = 1 << 20
+MEDIUM_PLACES = 8
+MEDIUM_DATA = 256 << 10
 
 _memmove = ctypes.memmove
 T = TypeVar("T")
@@ -44,15 +48,29 @@ class Rounds:
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._section = SLOT_BYTES // group.world_size & ~63
         self._count = 0
+        self.opened = False
         self._rings: list[torch.Tensor] = []
         self._bases: list[int] = []
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def _open(self, op: str) -> None:
         if not self._rings:
-            mappings = self._group.allocate(SLOTS * SLOT_BYTES, op)
+            nbytes = SLOTS * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
+            mappings = self._group.allocate(nbytes, op)
             self._rings = [torch.from_numpy(mapping.array()) for mapping in mappings]
             self._bases = [mapping.data_address for mapping in mappings]
+            self.opened = True
+
+    def data(self, peer: int, sequence: int) -> int:
+        """The address of the data of middle size of ``peer`` that goes with message ``sequence``."""
+        place = sequence % MEDIUM_PLACES
+        return self._bases[peer] + SLOTS * SLOT_BYTES + place * MEDIUM_DATA
+
+    def tensor(self, peer: int, place: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """What is at ``offset`` of a place for such data, in the shape and dtype of ``like``."""
+        first = SLOTS * SLOT_BYTES + place * MEDIUM_DATA + offset
+        flat = self._rings[peer][first : first + like.nbytes]
+        return flat.view(like.dtype).view(like.shape)
 
     def _run(
         self,
@@ -63,16 +81,24 @@ class Rounds:
         reduce: Callable[[int, int], None] | None = None,
         *,
         sources: Sequence[int],
+        meet: Callable[[], None] | None = None,
     ) -> None:
         """Rounds 0..count - 1: each function is given the round and the offset of its slot.
 
-        Staging runs ahead of reducing and collecting, so that peers rarely wait.
+        Staging runs ahead of reducing and collecting, so that peers rarely wait. ``meet`` is called
+        when round 0 is staged, if the ranks have not met in this op; it may raise.
         """
         group, peers, before = self._group, self._peers, self._count
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
         offsets = [slot * SLOT_BYTES for slot in range(SLOTS)]
+        if meet is not None:
+            assert stage is not None
+            group.await_word(peers, DONE, before, op)
+            stage(0, 0)
+            meet()
+            group.release(STAGED, before + 1)
         for step in range(count + lag):
-            if stage is not None and step < count:
+            if stage is not None and (0 if meet is None else 1) <= step < count:
                 if step >= SLOTS:
                     group.await_word(peers, DONE, before + step - SLOTS + 1, op)
                 stage(step, offsets[step % SLOTS])
@@ -237,8 +263,18 @@ class Rounds:
             sources=self._peers,
         )
 
-    def reduce(self, op: str, tensor: torch.Tensor, reduction: str, root: int | None) -> None:
-        """``tensor`` = the reduction of everyone's; on ``root`` only, unless that is None."""
+    def reduce(
+        self,
+        op: str,
+        tensor: torch.Tensor,
+        reduction: str,
+        root: int | None,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        """``tensor`` = the reduction of everyone's; on ``root`` only, unless that is None.
+
+        ``meet`` as for :meth:`_run`; only once the ring is there.
+        """
         self._open(op)
         rank, world_size, section, bases = self._rank, self._world_size, self._section, self._bases
         flat = tensor.view(-1)
@@ -287,6 +323,7 @@ class Rounds:
             collect if here else None,
             reduce,
             sources=self._peers,
+            meet=meet,
         )
 
 

@@ -14,7 +14,7 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.engine import Engine
 from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS
+from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
 from interlace.runtime.reductions import fold
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
@@ -32,7 +32,7 @@ def data(rank: int, elements: int, dtype: torch.dtype, key: int = 0) -> torch.Te
 
 def sizes(itemsize: int, world_size: int) -> list[int]:
     """Numbers of elements around everything that changes the way data goes."""
-    edges = [SMALL_DATA, SMALL_DATA // world_size, SLOT_BYTES, SLOT_BYTES * (SLOTS + 2)]
+    edges = [SMALL_DATA, SMALL_DATA // world_size, MEDIUM_DATA, SLOT_BYTES * (SLOTS + 2)]
     return [0, 1, 3, *(edge // itemsize + more for edge in edges for more in (-1, 0, 5))]
 
 
