@@ -300,7 +300,7 @@ class HostEngine(Engine):
         group, nbytes, rounds = self._group, tensor.nbytes, self._rounds
         with group.collective_lock:
             # reducing everything everywhere is worth it for few ranks only
-            limit = MEDIUM_DATA if rounds.opened and self.world_size == 2 else SMALL_DATA
+            limit = MEDIUM_DATA if rounds.opened and self.world_size <= 4 else SMALL_DATA
             if nbytes > limit:
                 self._reduce_large(call, tensor, op, root)
                 return
@@ -318,9 +318,12 @@ class HostEngine(Engine):
         where = self._direct.find(tensor) if root is None else (0, 0)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where)
         if self._rounds.opened and not where[0]:
-            self._rounds.reduce(
-                call.op, tensor, op, root, lambda: self._met(call, control, sequence)
-            )
+
+            def meet() -> list[int]:
+                self._met(call, control, sequence)
+                return [peer for peer in control.peers if control.where(peer, sequence)[0]]
+
+            self._rounds.reduce(call.op, tensor, op, root, meet)
             return
         self._met(call, control, sequence)
         if self._direct.everywhere(control, sequence, where[0]):

@@ -81,21 +81,24 @@ class Rounds:
         reduce: Callable[[int, int], None] | None = None,
         *,
         sources: Sequence[int],
-        meet: Callable[[], None] | None = None,
+        meet: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """Rounds 0..count - 1: each function is given the round and the offset of its slot.
 
         Staging runs ahead of reducing and collecting, so that peers rarely wait. ``meet`` is called
-        when round 0 is staged, if the ranks have not met in this op; it may raise.
+        when round 0 is staged, if the ranks have not met in this op. It may raise, and returns the
+        peers that have not staged when it does.
         """
-        group, peers, before = self._group, self._peers, self._count
+        group, before = self._group, self._count
+        peers: Sequence[int] = self._peers
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
         offsets = [slot * SLOT_BYTES for slot in range(SLOTS)]
+        late = peers
         if meet is not None:
             assert stage is not None
             group.await_word(peers, DONE, before, op)
             stage(0, 0)
-            meet()
+            late = meet()
             group.release(STAGED, before + 1)
         for step in range(count + lag):
             if stage is not None and (0 if meet is None else 1) <= step < count:
@@ -105,7 +108,7 @@ class Rounds:
                 group.release(STAGED, before + step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
-                group.await_word(peers, STAGED, before + c + 1, op)
+                group.await_word(peers if c else late, STAGED, before + c + 1, op)
                 reduce(c, offsets[c % SLOTS])
                 group.release(REDUCED, before + c + 1)
             c = step - lag
@@ -269,7 +272,7 @@ class Rounds:
         tensor: torch.Tensor,
         reduction: str,
         root: int | None,
-        meet: Callable[[], None] | None = None,
+        meet: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """``tensor`` = the reduction of everyone's; on ``root`` only, unless that is None.
 
