@@ -34,21 +34,29 @@ class Call:
     part : what may differ between ranks, for instance the lengths a rank sends. Plain data.
     match : called with every rank's ``part``, by rank, when all terms are equal. Raises ValueError or
         TypeError if they do not fit together, and the same on every rank.
+    equal_fits : whether parts that are all equal to this one fit together; ``match`` is not called then.
     message : terms and part as bytes.
     """
 
-    __slots__ = ("match", "message", "op", "part", "prepared", "terms")
+    __slots__ = ("equal_fits", "match", "message", "op", "part", "prepared", "terms")
 
     def __init__(
-        self, op: str, terms: Terms = (), *, part: Any = None, match: Match | None = None
+        self,
+        op: str,
+        terms: Terms = (),
+        *,
+        part: Any = None,
+        match: Match | None = None,
+        equal_fits: bool = False,
     ) -> None:
         self.op, self.terms, self.part, self.match = op, terms, part, match
+        self.equal_fits = equal_fits or match is None
         self.message = pickle.dumps((op, terms, part), protocol=5)
         self.prepared: Any = None
 
     def verify(self, messages: Sequence[bytes]) -> None:
         """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
-        if self.match is None and all(message == self.message for message in messages):
+        if self.equal_fits and all(message == self.message for message in messages):
             return
         parts = compare(messages)
         if self.match is not None:

@@ -77,7 +77,7 @@ class HostEngine(Engine):
         control.send(sequence)
         self._group.await_message(sequence, call.op)
         message = call.message
-        if call.match is None:
+        if call.equal_fits:
             for peer in control.peers:
                 if not control.says(peer, sequence, message):
                     break

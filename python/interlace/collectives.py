@@ -145,6 +145,17 @@ def prepare_all_gather(
     algorithm: str = "auto",
 ) -> Prepared:
     """An :func:`all_gather` that was checked on this rank."""
+    if (
+        isinstance(output, torch.Tensor)
+        and algorithm == "auto"
+        and dense.uncut(output, tensor, communicator)
+    ):
+        known: Any = communicator.calls.get(
+            ("all_gather_single", tensor.dtype, tensor.shape, output.shape)
+        )
+        if known is not None:
+            out, data = dense.detached(output), dense.detached(tensor)
+            return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
     try:
         data = dense.source("tensor", tensor, communicator)
         single = isinstance(output, torch.Tensor)
@@ -173,6 +184,10 @@ def prepare_all_gather(
         with communicator.accepting("all_gather"):
             raise
     given = (output,) if isinstance(output, torch.Tensor) else output
+    if isinstance(output, torch.Tensor) and algorithm == "auto":  # next time see above
+        dense.remember(
+            communicator, ("all_gather_single", data.dtype, data.shape, output.shape), call
+        )
     if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
         return call, lambda engine: engine.all_gather(call, outputs, data), given
 
@@ -255,6 +270,23 @@ def prepare_reduce_scatter(
 ) -> Prepared:
     """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
+    if (
+        isinstance(input, torch.Tensor)
+        and algorithm == "auto"
+        and isinstance(output, torch.Tensor)
+        and dense.uncut(input, output, communicator)
+    ):
+        name, factor = reduce_ops.parse(op, rank)
+        known: Any = communicator.calls.get(
+            ("reduce_scatter_single", output.dtype, output.shape, input.shape, name)
+        )
+        if known is not None and factor is None:
+            kept, data = dense.detached(output), dense.detached(input)
+            return (
+                known,
+                lambda engine: engine.reduce_scatter_single(known, kept, data, name),
+                (kept,),
+            )
     try:
         out = dense.target("output", output, communicator)
         name, factor = reduce_ops.parse(op, rank)
@@ -289,6 +321,10 @@ def prepare_reduce_scatter(
     except (TypeError, ValueError):
         with communicator.accepting("reduce_scatter"):
             raise
+    if isinstance(input, torch.Tensor) and algorithm == "auto":
+        dense.remember(
+            communicator, ("reduce_scatter_single", out.dtype, out.shape, input.shape, name), call
+        )
     if (
         algorithm == "auto"
         and factor is None

@@ -37,6 +37,36 @@ def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else checks.output(name, tensor, communicator)
 
 
+def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
+    """Whether both are dense tensors of one dtype, on a CPU, that may go to an engine as they are.
+
+    ``part`` may be this rank's part of ``whole``, or lie elsewhere. Says nothing of shapes; and False is
+    no error, the general way finds the words.
+    """
+    if not (
+        isinstance(part, torch.Tensor)
+        and whole.layout is part.layout is torch.strided
+        and whole.dtype is part.dtype
+        and whole.is_contiguous()
+        and part.is_contiguous()
+    ):
+        return False
+    if communicator.device_type != "cpu" or not (whole.is_cpu and part.is_cpu):
+        return False
+    if whole.is_conj() or part.is_conj() or whole.is_neg() or part.is_neg():
+        return False
+    start, first = whole.data_ptr(), part.data_ptr()
+    if start <= first:
+        return bool(
+            first == start + communicator.rank * part.nbytes or first >= start + whole.nbytes
+        )
+    return bool(first + part.nbytes <= start)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def all_dense(whole: Any, parts: Sequence[torch.Tensor]) -> bool:
     """Whether ``parts``, cut from ``whole`` along dim 0 if that is one tensor, are all dense."""
     if isinstance(whole, torch.Tensor):

@@ -65,7 +65,6 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
     """
     from torch._C._distributed_c10d import TCPStore
 
-
     global _of_process
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if _of_process is not None:

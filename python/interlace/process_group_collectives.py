@@ -8,6 +8,7 @@ Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the gr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -78,6 +79,11 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     _sequence = 0
     _ended = ""
 
+    @functools.cached_property
+    def _completed(self) -> Work:
+        """What a synchronous call returns: torch waits for it and drops it."""
+        return Work("a synchronous call", self._place, None)
+
     def _make_dispatchable(self) -> None:
         """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
         raise NotImplementedError
@@ -132,7 +138,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 work = function(self.interlace_communicator, *args)
         else:
             work = function(self.interlace_communicator, *args)
-        return Work(name, self._place, None, outputs) if work is None else work
+        return self._completed if work is None else work
 
     # -- collectives ---------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
      r"output_split_sizes must .* got \[3, 2\]"),
     (lambda: interlace.all_gather_v(torch.ones(4), torch.ones(2), [1, 3]), ValueError,
      r"output\[.\] has shape \(.,\), tensor has \(2,\)"),
-    (lambda: interlace.all_reduce(ONE.to_sparse()), TypeError, "must be a strided tensor"),
+    (lambda: interlace.broadcast(ONE.to_sparse(), 0), TypeError, "must be a strided tensor"),
     (lambda: interlace.all_reduce(ONE.to("meta")), ValueError, "is on meta, the group's memory on cpu"),
     (lambda: interlace.all_reduce([ONE]), TypeError, "tensor must be a tensor, got list"),
     (lambda: interlace.all_gather(torch.ones(1).expand(4), ONE), ValueError, "output .* is expanded"),
