@@ -12,23 +12,26 @@ import time
 import numpy as np
 from mpi4py import MPI
 
+BLOCK_SECONDS = 0.02
+MOST_CALLS = 2000
+
 world = MPI.COMM_WORLD
 repetitions, sizes = int(sys.argv[1]), [int(size) for size in sys.argv[2:]]
 
 
-def measure(function, nbytes):
-    calls = max(1, min(50, (4 << 20) // max(nbytes, 1)))
-    times = []
-    for repetition in range(-1, repetitions):
-        world.Barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        elapsed = (time.perf_counter() - start) / calls
-        slowest = world.allreduce(elapsed, op=MPI.MAX)
-        if repetition >= 0:
-            times.append(slowest * 1e6)
-    return statistics.median(times)
+def block(function, calls):
+    world.Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return world.allreduce((time.perf_counter() - start) / calls, op=MPI.MAX)
+
+
+def measure(function):
+    block(function, 2)
+    once = min(block(function, 3), block(function, 3))
+    calls = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
+    return statistics.median(block(function, calls) * 1e6 for _ in range(repetitions))
 
 
 def ops(nbytes):
@@ -45,9 +48,9 @@ def ops(nbytes):
     }
 
 
-found = {"barrier 0": measure(world.Barrier, 0)}
+found = {"barrier 0": measure(world.Barrier)}
 for size in sizes:
     for name, function in ops(size).items():
-        found[f"{name} {size}"] = measure(function, size)
+        found[f"{name} {size}"] = measure(function)
 if world.rank == 0:
     print(json.dumps(found))

@@ -5,8 +5,9 @@ input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes, 
 once. OpenMPI runs the same ops through mpi4py, before the others on the same machine, where ``mpirun`` and
 a Python with mpi4py are found (``MPI_PYTHON`` names it).
 
-Protocol: blocks of back-to-back calls; candidates alternate block by block; a block's time per call is
-that of its slowest rank; medians over blocks.
+Protocol: blocks of back-to-back calls, as many as take about BLOCK_SECONDS, so that the ranks' different
+starts do not count; candidates alternate block by block; a block's time per call is that of its slowest
+rank; medians over blocks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,10 @@ from measure import Measurement
 import interlace
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+BLOCK_SECONDS = 0.02
+MOST_CALLS = 2000
 DISPATCH_BYTES = 4
 DISPATCH = "dispatch (world size 1)"
-
-
-def calls_per_block(nbytes: int) -> int:
-    """Enough calls for a few milliseconds."""
-    return max(1, min(50, (4 << 20) // max(nbytes, 1)))
 
 
 def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
@@ -60,22 +58,33 @@ def _copy(nbytes: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _blocks(
-    candidates: dict[str, Callable[[], object]], calls: int, repetitions: int
-) -> dict[str, float]:
+def _slowest(seconds: float) -> float:
+    """The largest of all ranks' ``seconds``."""
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _block(candidate: Callable[[], object], calls: int) -> float:
+    """Seconds per call of the slowest rank."""
+    interlace.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        candidate()
+    return _slowest((time.perf_counter() - start) / calls)
+
+
+def _blocks(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """Median microseconds per call, by candidate."""
+    calls = {}
+    for name, candidate in candidates.items():
+        _block(candidate, 2)  # a first call may allocate
+        once = min(_block(candidate, 3), _block(candidate, 3))
+        calls[name] = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-1, repetitions):
+    for _ in range(repetitions):
         for name, candidate in candidates.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                candidate()
-            elapsed = (time.perf_counter() - start) / calls
-            slowest = torch.tensor([elapsed], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if repetition >= 0:
-                times[name].append(float(slowest) * 1e6)
+            times[name].append(_block(candidate, calls[name]) * 1e6)
     return {name: median(values) for name, values in times.items()}
 
 
@@ -103,7 +112,7 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
     assert gloo is not None
 
     def case(name: str, nbytes: int, candidates: dict[str, Callable[[], object]]) -> Measurement:
-        times = _blocks(candidates, calls_per_block(nbytes), repetitions)
+        times = _blocks(candidates, repetitions)
         shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
         return Measurement(name, world_size, shape, "gloo", times, repetitions)
 
@@ -113,7 +122,7 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
             "gloo": lambda: dist.all_reduce(tensor, group=gloo),
             "interlace": lambda: dist.all_reduce(tensor, group=ours),
         }
-        times = _blocks(candidates, 2000, repetitions)
+        times = _blocks(candidates, repetitions)
         shape: dict[str, int | str] = {"bytes": DISPATCH_BYTES, "dtype": "float32"}
         return [Measurement(DISPATCH, 1, shape, "gloo", times, repetitions)]
     found = [
