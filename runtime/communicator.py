@@ -204,7 +204,7 @@ class Communicator:
         place.check()
         if not async_op and place.idle:
             try:
-                event = start(self.engine)
+                event = start(self._engine or self.engine)
             except (TypeError, ValueError, InterlaceError) as error:
                 self._number(error)
                 raise

@@ -182,6 +182,9 @@ class HostEngine(Engine):
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
         base, nbytes = output.data_ptr(), input.nbytes
+        if self.world_size == 1:
+            _memmove(base, input.data_ptr(), nbytes)
+            return None
         targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
         self._share(call, input.data_ptr(), nbytes, targets, self._direct.find(input))
         return None
@@ -268,6 +271,9 @@ class HostEngine(Engine):
     ) -> Event | None:
         world_size = self.world_size
         nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
+        if world_size == 1:
+            _memmove(target, source, nbytes)
+            return None
         self._trade(
             call,
             [(source + rank * nbytes, nbytes) for rank in range(world_size)],
@@ -342,6 +348,9 @@ class HostEngine(Engine):
         self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
     ) -> Event | None:
         base, nbytes = input.data_ptr(), output.nbytes
+        if self.world_size == 1:
+            _memmove(output.data_ptr(), base, nbytes)
+            return None
         parts = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
         self._reduce_scatter(call, output, parts, input, op)
         return None

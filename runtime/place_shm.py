@@ -196,7 +196,8 @@ class ShmPlace(Place):
 
     @property
     def idle(self) -> bool:
-        return self._worker.idle or self._worker.inside
+        worker = self._worker
+        return not worker.unfinished or worker.inside
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""

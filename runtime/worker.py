@@ -19,7 +19,8 @@ _Item = tuple["Future[Any]", Callable[[], Any], contextvars.Context]
 class OrderedWorker:
     """Runs functions one after another in a daemon thread, which starts with the first of them.
 
-    A function sees the context variables of the thread that submitted it.
+    A function sees the context variables of the thread that submitted it. ``unfinished`` counts what
+    was submitted and has not finished; once it is 0, what that wrote is visible.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,13 +28,13 @@ class OrderedWorker:
         self._lock = threading.Condition()
         self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._unfinished = 0
+        self.unfinished = 0
         self._closed = False
 
     @property
     def idle(self) -> bool:
         """True when everything submitted has finished. What it wrote is visible then."""
-        return self._unfinished == 0
+        return not self.unfinished
 
     @property
     def inside(self) -> bool:
@@ -47,7 +48,7 @@ class OrderedWorker:
         with self._lock:
             if self._closed:
                 raise AbortedError(f"{self._name} is closed")
-            self._unfinished += 1
+            self.unfinished += 1
             self._items.put((future, function, context))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -58,7 +59,7 @@ class OrderedWorker:
         """Block until everything submitted has finished; at once in the worker itself."""
         if self._thread is not None and not self.inside:
             with self._lock:
-                self._lock.wait_for(lambda: self._unfinished == 0)
+                self._lock.wait_for(lambda: self.unfinished == 0)
 
     def close(self, timeout: float = 5.0) -> None:
         """End the thread. What has not started fails; what runs has ``timeout`` seconds left."""
@@ -90,5 +91,5 @@ class OrderedWorker:
     def _one_finished(self) -> None:
         """Before the future is set: who has waited for the future finds the worker idle."""
         with self._lock:
-            self._unfinished -= 1
+            self.unfinished -= 1
             self._lock.notify_all()

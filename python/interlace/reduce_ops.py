@@ -32,11 +32,12 @@ def parse(op: Any, rank: int) -> tuple[str, Factor]:
     >>> parse("sum", 0), parse(ReduceOp.AVG, 0), parse(ReduceOp.PREMUL_SUM(0.5), 0)
     (('sum', None), ('avg', None), ('premul_sum', 0.5))
     """
-    if type(op) is str or type(op) is ReduceOp.RedOpType:
+    kind = type(op)
+    if kind is str or kind is ReduceOp.RedOpType:
         name = _NAMES.get(op)
         if name is not None and name != PREMUL_SUM:
             return name, None
-    if isinstance(op, ReduceOp):
+    elif kind is ReduceOp or isinstance(op, ReduceOp):
         name = _NAMES.get(op.op)  # type: ignore[attr-defined]
         if name is not None and name != PREMUL_SUM:
             return name, None
