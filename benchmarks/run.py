@@ -114,6 +114,11 @@ def show(console: Console, measurements: list[Measurement]) -> None:
         table.add_column(" x ".join(k for k, v in rows[0].shape.items() if isinstance(v, int)))
         for name in names:
             table.add_column(name, justify="right")
+        rated = [
+            name for name in ("interlace", "copy_") if name in names and "bytes" in rows[0].shape
+        ]
+        for name in rated:
+            table.add_column(f"{name} GB/s", justify="right")
         for row in rows:
             cells = [
                 f"{row.microseconds[name]:,.0f}"
@@ -121,7 +126,10 @@ def show(console: Console, measurements: list[Measurement]) -> None:
                 for name in names
             ]
             shape = " x ".join(str(v) for v in row.shape.values() if isinstance(v, int))
-            table.add_row(str(row.world_size), shape, *cells)
+            rates = [
+                f"{int(row.shape['bytes']) / row.microseconds[name] / 1e3:.2f}" for name in rated
+            ]
+            table.add_row(str(row.world_size), shape, *cells, *rates)
         console.print(table)
 
 

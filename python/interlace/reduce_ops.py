@@ -38,7 +38,7 @@ def parse(op: Any, rank: int) -> tuple[str, Factor]:
         if name is not None and name != PREMUL_SUM:
             return name, None
     elif kind is ReduceOp or isinstance(op, ReduceOp):
-        name = _NAMES.get(op.op)  # type: ignore[attr-defined]
+        name = _NAMES.get(op.op)
         if name is not None and name != PREMUL_SUM:
             return name, None
         if name == PREMUL_SUM and (factor := op.factor) is not None:
