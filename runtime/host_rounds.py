@@ -142,26 +142,7 @@ class Rounds:
                 if own != address:
                     _memmove(own + start, ring + slot, size)
 
-        sources = [
-            (peer, *target)
-            for peer, target in _around(rank, targets)
-            if target is not None and large[peer]
-        ]
-
-        def collect(c: int, slot: int) -> None:
-            start = c * SLOT_BYTES
-            for peer, target, total in sources:
-                size = min(SLOT_BYTES, total - start)
-                if size > 0:
-                    _memmove(target + start, bases[peer] + slot, size)
-
-        self._run(
-            op,
-            -(-max(large) // SLOT_BYTES),
-            stage if large[rank] else None,
-            collect if sources else None,
-            sources=[peer for peer, _, _ in sources],
-        )
+        self._move(op, stage if large[rank] else None, targets, large, SLOT_BYTES, 0)
 
     def trade(
         self,
@@ -172,24 +153,38 @@ class Rounds:
     ) -> None:
         """Part [own rank] of rank r's to ``targets[r]``, for every r whose largest part is large."""
         self._open(op)
-        rank, bases, section = self._rank, self._bases, self._section
+        rank, section = self._rank, self._section
+        stage = self._staging(parts) if large[rank] else None
+        self._move(op, stage, targets, large, section, rank * section)
+
+    def _move(
+        self,
+        op: str,
+        stage: Callable[[int, int], None] | None,
+        targets: Sequence[Target],
+        large: Sequence[int],
+        piece: int,
+        offset: int,
+    ) -> None:
+        """Pieces of each rank's slots, at ``offset``, to its target, where there are both."""
+        bases = self._bases
         sources = [
             (peer, *target)
-            for peer, target in _around(rank, targets)
+            for peer, target in _around(self._rank, targets)
             if target is not None and large[peer]
         ]
 
         def collect(c: int, slot: int) -> None:
-            start = c * section
+            start = c * piece
             for peer, target, total in sources:
-                size = min(section, total - start)
+                size = min(piece, total - start)
                 if size > 0:
-                    _memmove(target + start, bases[peer] + slot + rank * section, size)
+                    _memmove(target + start, bases[peer] + slot + offset, size)
 
         self._run(
             op,
-            -(-max(large) // section),
-            self._staging(parts) if large[rank] else None,
+            -(-max(large) // piece),
+            stage,
             collect if sources else None,
             sources=[peer for peer, _, _ in sources],
         )

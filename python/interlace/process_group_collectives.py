@@ -43,6 +43,7 @@ from interlace.process_group_rules import (
     modes_active,
     underlying,
 )
+from interlace.process_group_staging import HostCopies
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.place import Place
@@ -78,6 +79,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     _group_name: str
     _sequence = 0
     _ended = ""
+    _copies: HostCopies | None = None
 
     @functools.cached_property
     def _completed(self) -> Work:
@@ -109,12 +111,9 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if plain is None:
             return None
         here = self._place.device.type
-        for tensor in plain:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != here:
-                raise PlaceUnavailableError(
-                    f"rank {self.rank()}: backend interlace has no place for tensors on "
-                    f"{tensor.device} in this group, which is on {here}"
-                )
+        if any(isinstance(t, torch.Tensor) and t.device.type != here for t in plain):
+            self._copies = self._copies or HostCopies()
+            return self._copies.of(plain)
         return plain
 
     def _dispatching(
@@ -133,12 +132,31 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Call the internal form of an op; a Work in any case."""
         self._sequence += 1
+        if self._copies is not None:
+            return self._run_on_copies(name, outputs, function, *args)
         if _profiling():
             with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
                 work = function(self.interlace_communicator, *args)
         else:
             work = function(self.interlace_communicator, *args)
         return self._completed if work is None else work
+
+    def _run_on_copies(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        """Run an op on copies of tensors for whose device this group has no place, to its end."""
+        copies, self._copies = self._copies, None
+        assert copies is not None
+        if function in (point_to_point._isend, point_to_point._irecv):
+            raise PlaceUnavailableError(
+                f"rank {self.rank()}: {name} needs a tensor on {self._place.device}, where group "
+                f"{self._group_name!r} has its memory"
+            )
+        work = function(self.interlace_communicator, *args)
+        if work is not None:
+            work.wait()
+        copies.back(outputs)
+        return Work(name, self._place, None, outputs)
 
     # -- collectives ---------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace import groups
+from interlace import groups, rank_lists
 from interlace.runtime import symmetric_tensors
 from interlace.runtime.symmetric_handle import FLAG_BYTES, SymmetricMemory
 
@@ -50,7 +50,6 @@ __all__ = [
     "set_signal_pad_size",
 ]
 
-DEFAULT_GROUP_NAME = "0"  # torch's name of its default group, too
 DEFAULT_SIGNAL_PAD_SIZE = 9216  # that of torch 2.13
 
 # A context variable, because the ranks of ``sim`` are in one process.
@@ -113,31 +112,18 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
     """
     if isinstance(group, str):
-        communicator, name = groups.resolve(_named(group)), group
+        communicator, name = groups.resolve(group), group
     else:
         communicator = groups.resolve(group)
         name = _name_of(group, communicator)
     return symmetric_tensors.meet(tensor, communicator, name)
 
 
-def _named(name: str) -> Any:
-    """The group of that name."""
-    if name == DEFAULT_GROUP_NAME:
-        return None
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    except (RuntimeError, LookupError, ValueError) as error:
-        raise ValueError(
-            f"group: there is no group named {name!r}; names are {DEFAULT_GROUP_NAME!r} for all ranks, "
-            "and those of torch's process groups"
-        ) from error
-
-
 def _name_of(group: Any, communicator: groups.Group) -> str:
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
     if communicator is groups.default_group():
-        return DEFAULT_GROUP_NAME
+        return rank_lists.DEFAULT_NAME
     return "-".join(map(str, communicator.ranks))
 
 

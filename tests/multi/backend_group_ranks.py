@@ -83,16 +83,30 @@ def names(path: str) -> list[Any]:
         ]
 
 
-def elsewhere(path: str) -> str:
-    """A tensor that is on another device than the group; the only device here is the CPU."""
+def elsewhere(path: str) -> list[Any]:
+    """Tensors on another device than the group; as the only device is the CPU, the group's is changed."""
     with world(path) as group:
         place = SimpleNamespace(device=torch.device("cuda"))
+        size, rank = dist.get_world_size(), dist.get_rank()
+
+        def tagged(*values: float) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32).as_subclass(Tagged)
+
         with mock.patch.object(group, "_place", place):
+            reduced, gathered, sent = tagged(rank, 1.0), tagged(*[0.0] * size), tagged(rank)
+            dist.all_reduce(reduced)
+            dist.all_gather_single(gathered, sent)
+            pieces = [tagged(0.0) for _ in range(size)]
+            dist.all_gather(pieces, sent, async_op=True).wait()
+            scattered = tagged(0.0)
+            dist.reduce_scatter_single(scattered, tagged(*range(size)))
             try:
-                dist.all_reduce(own().as_subclass(Tagged))
+                dist.send(sent, (rank + 1) % size)
+                refused = "nothing was raised"
             except interlace.PlaceUnavailableError as error:
-                return str(error)
-        return "nothing was raised"
+                refused = str(error)
+        found = [reduced, gathered, torch.cat(pieces), scattered, sent]
+        return [*(each.tolist() for each in found), refused]
 
 
 def aborted(path: str) -> str:

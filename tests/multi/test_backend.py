@@ -211,9 +211,11 @@ def test_names(tmp_path: Path) -> None:
     assert on_ranks(backend_group_ranks.names, 2, tmp_path) == [expected] * 2
 
 
-def test_tensors_on_another_device_are_refused(tmp_path: Path) -> None:
-    (error,) = on_ranks(backend_group_ranks.elsewhere, 1, tmp_path)
-    assert "no place for tensors on cpu in this group, which is on cuda" in error
+def test_tensors_on_another_device_go_through_the_host(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(backend_group_ranks.elsewhere, 2, tmp_path)):
+        *tensors, refused = found
+        assert tensors == [[1.0, 2.0], [0.0, 1.0], [0.0, 1.0], [2.0 * rank], [float(rank)]]
+        assert "send needs a tensor on cuda" in refused
 
 
 def test_abort_ends_waits(tmp_path: Path) -> None:
