@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+LONGEST = 32 << 10  # bytes of a message; places take twice as much
 
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], None]
@@ -35,7 +38,7 @@ class Call:
     match : called with every rank's ``part``, by rank, when all terms are equal. Raises ValueError or
         TypeError if they do not fit together, and the same on every rank.
     equal_fits : whether parts that are all equal to this one fit together; ``match`` is not called then.
-    message : terms and part as bytes.
+    message : terms and part as bytes; of very many terms a digest.
     """
 
     __slots__ = ("equal_fits", "match", "message", "op", "part", "prepared", "terms")
@@ -52,6 +55,11 @@ class Call:
         self.op, self.terms, self.part, self.match = op, terms, part, match
         self.equal_fits = equal_fits or match is None
         self.message = pickle.dumps((op, terms, part), protocol=5)
+        if len(self.message) > LONGEST and part is None:
+            digest = hashlib.sha256(self.message).hexdigest()
+            self.message = pickle.dumps(
+                (op, (("arguments, by digest,", digest),), None), protocol=5
+            )
         self.prepared: Any = None
 
     def verify(self, messages: Sequence[bytes]) -> None:

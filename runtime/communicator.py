@@ -92,15 +92,21 @@ class Communicator:
     def accepting(self, op: str) -> Iterator[None]:
         """Around the validation of an op's arguments: what one rank refuses, all ranks refuse.
 
-        Otherwise the others would wait for this rank, and take its next call for this one.
+        Otherwise the others would wait for this rank, and take its next call for this one. They raise
+        TypeError or ValueError; this rank what it raised, of any class.
         """
         try:
             with self._numbered():
                 yield
-        except (TypeError, ValueError) as error:
+        except InterlaceError:
+            raise
+        except Exception as error:
             if self.world_size > 1 and not self._closed:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
-                refusal = Refusal(kind, str(error)[:MESSAGE_LENGTH])
+                text = str(error)
+                if not isinstance(error, (TypeError, ValueError)):
+                    text = f"{type(error).__name__} on rank {self.rank}: {text}"
+                refusal = Refusal(kind, text[:MESSAGE_LENGTH])
                 message = refusal.message(op)
                 doing = f"{op}, which this rank refused ({kind.__name__}: {refusal.text})"
                 with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
@@ -120,7 +126,6 @@ class Communicator:
 
         Collective over this group, so that every rank counts the same generations.
         """
-        self._generation += 1
         answers = self.agree("new_group", tuple(ranks))
         for rank, theirs in enumerate(answers):
             if theirs != tuple(ranks):
@@ -128,6 +133,7 @@ class Communicator:
                     f"new_group: ranks differs between ranks: {list(ranks)} on rank {self.rank}, "
                     f"{list(theirs)} on rank {rank}"
                 )
+        self._generation += 1  # not for what a rank refused, for that one does not come here
         if self.rank not in ranks:
             return None
         place = self.place.subgroup(tuple(ranks), self._generation)
@@ -205,8 +211,8 @@ class Communicator:
         if not async_op and place.idle:
             try:
                 event = start(self._engine or self.engine)
-            except (TypeError, ValueError, InterlaceError) as error:
-                self._number(error)
+            except BaseException as error:
+                self._failed(call.op, error)
                 raise
             if event is not None:
                 place.hold_current(event, f"the end of {call.op}")
@@ -214,14 +220,24 @@ class Communicator:
             return None
 
         def numbered() -> Outcome:
-            with self._numbered():
+            try:
                 return Outcome(None, start(self.engine))
+            except BaseException as error:
+                self._failed(call.op, error)
+                raise
 
         work = Work(call.op, place, place.submit(numbered, asynchronous=async_op), outputs)
         if async_op:
             return work
         work.wait()
         return None
+
+    def _failed(self, op: str, error: BaseException) -> None:
+        """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
+        if isinstance(error, (TypeError, ValueError, InterlaceError)):
+            self._number(error)
+        else:
+            self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 
     def _was_closed(self, op: str) -> InterlaceError:
         return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")

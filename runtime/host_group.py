@@ -13,11 +13,14 @@ import os
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime import rendezvous
+from interlace.runtime.bell import LONGEST_SLEEP
 from interlace.runtime.control import (
     ABORTED,
     CONTROL_BYTES,
@@ -33,6 +36,8 @@ from interlace.runtime.words import ORDERED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+SETTLE_SECONDS = 0.02
 
 _SIZE = struct.Struct("<q")
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -58,6 +63,10 @@ class HostGroup:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not within world size {world_size}")
+        if world_size > MAX_WORLD_SIZE:
+            raise ValueError(
+                f"world size {world_size} is more than the {MAX_WORLD_SIZE} ranks that one host takes"
+            )
         if world_size > 1 and store is None:
             raise ValueError(f"store must not be None for world size {world_size}")
         self.rank, self.world_size = rank, world_size
@@ -69,6 +78,7 @@ class HostGroup:
         self.collective_lock = threading.RLock()
         self._abort_lock = threading.Lock()
         self._pidfds: dict[int, int] = {}
+        weakref.finalize(self, _close_values, self._pidfds).atexit = False
         self._pids: dict[int, int] = {rank: os.getpid()}
         self._control: Control | None = None
         self.shared_ranges = SharedRanges(rank)
@@ -359,19 +369,42 @@ class HostGroup:
         """Refuse every later collective with ``reason``, and never touch the memory again."""
         self._unusable, self._control = reason, None
 
-    def close(self) -> None:
-        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent."""
+    def close(self, linger: float = 0.0) -> None:
+        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
+
+        ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
+        store: a rank that returned earlier could meet the next generation in a store about to go.
+        """
         self._unusable = self._unusable or "the group is closed"
         control, self._control = self._control, None
         if control is not None:
             control.leave()
+            self._await_first(control, linger)
+        self.store = None  # whoever serves it may be waiting for the last reference to it to go
         self._rendezvous.close()
-        pidfds, self._pidfds = list(self._pidfds.values()), {}
-        rendezvous.close_all(pidfds)
+        _close_values(self._pidfds)
+
+    def _await_first(self, control: Control, seconds: float) -> None:
+        if self.rank == 0 or seconds <= 0:
+            return
+        deadline = time.monotonic() + seconds
+        pidfd = {0: self._pidfds[0]} if 0 in self._pidfds else {}
+        while not control.has_left(0) and time.monotonic() < deadline:
+            if ended_processes(pidfd):
+                return
+            time.sleep(LONGEST_SLEEP)
+        time.sleep(SETTLE_SECONDS)  # it leaves first and gives the store up then
 
     def check_usable(self) -> None:
         if self._unusable:
             raise InterlaceError(f"rank {self.rank}: {self._unusable}")
+
+
+def _close_values(descriptors: dict[int, int]) -> None:
+    """Close them once: of a group that was closed, and of one that was dropped."""
+    values = list(descriptors.values())
+    descriptors.clear()
+    rendezvous.close_all(values)
 
 
 def _after_fork_in_child() -> None:

@@ -193,13 +193,21 @@ class Mail:
         return any(self._sending.values()) or any(m.wanted for m in self._arriving.values())
 
     def _run(self) -> None:
+        try:
+            self._keep_moving()
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _keep_moving(self) -> None:
         last_check, control = time.monotonic(), self._group.control
         while True:
             with self._lock:
                 moved = self._move()
                 futures = self._futures()
                 if not futures:
-                    self._thread = None
+                    self._thread = None  # under the lock: the next message starts another
                     return
             now = time.monotonic()
             if now - last_check > _CHECK_SECONDS:
@@ -253,7 +261,7 @@ class Mail:
         if control is None:
             return False
         moved = False
-        for peer, queue in self._sending.items():
+        for peer, queue in list(self._sending.items()):  # a callback may send, too
             while queue and self._put(control, peer, queue[0]):
                 moved = True
                 if queue[0].moved >= queue[0].tensor.nbytes:

@@ -29,6 +29,7 @@ class Place(ABC):
     rank, world_size : this rank within the group.
     device : where tensors of this rank live.
     interpreted : True where Triton kernels run in the interpreter.
+    linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
     """
 
@@ -38,6 +39,7 @@ class Place(ABC):
     device: torch.device
     interpreted: bool
     direct_access: bool
+    linger = 0.0
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:

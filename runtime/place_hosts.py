@@ -89,10 +89,7 @@ class HostsPlace(Place):
         """The ranks of this group on this rank's host, by local rank."""
         self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
         self._parent = parent
-        self._owns_worker = parent is None
-        self._worker: OrderedWorker = (
-            OrderedWorker("interlace ops") if parent is None else parent._worker
-        )
+        self._worker = OrderedWorker("interlace ops")
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
@@ -106,7 +103,7 @@ class HostsPlace(Place):
             parent=None if parent is None else parent._group,
         )
         self._group: HostGroup = group
-        self.local = ShmPlace(group, self._worker)
+        self.local = ShmPlace(group)
         try:
             self._links = HostLinks(
                 PrefixStore(f"{prefix}/links", store),
@@ -148,7 +145,7 @@ class HostsPlace(Place):
                 prefix=prefix,
                 parent=self._group,
             )
-            return ShmPlace(group, self._worker)
+            return ShmPlace(group)
         return HostsPlace(
             self._store, own, cards, timeout=self._timeout, prefix=prefix, parent=self
         )
@@ -334,8 +331,7 @@ class HostsPlace(Place):
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        if self._owns_worker:
-            self._worker.close()
+        self._worker.close()
         self._links.close()
         if self._transfers is not None:
             self._transfers.close()

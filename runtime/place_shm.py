@@ -7,7 +7,7 @@
 ``control.py``       one control segment per rank: messages, abort
 ``waiting.py``       polite and bounded polling
 ``stream_inline.py`` items run in the calling thread
-``worker.py``        async ops: one thread per process and root group, in order of submission
+``worker.py``        async ops: one thread per group, in order of submission
 ``user_launches.py`` kernels that user code launches, once it has shared memory
 ===================  ===============================================================================
 """
@@ -47,8 +47,8 @@ T = TypeVar("T")
 class ShmPlace(Place):
     """One rank of a group of processes on one host. Made by :meth:`connect` and :meth:`subgroup`.
 
-    Ops run in the order of the calls, over all groups that were split from one: asynchronous ones
-    in the worker thread, synchronous ones in the caller's unless the worker is still busy.
+    Ops of one group run in the order of the calls: asynchronous ones in the group's worker thread,
+    synchronous ones in the caller's unless the worker is still busy.
     """
 
     name = "shm"
@@ -56,11 +56,10 @@ class ShmPlace(Place):
     interpreted = True
     direct_access = True
 
-    def __init__(self, group: HostGroup, worker: OrderedWorker | None = None) -> None:
+    def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group = group
-        self._owns_worker = worker is None
-        self._worker = worker or OrderedWorker("interlace ops")
+        self._worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
 
     @classmethod
@@ -93,8 +92,7 @@ class ShmPlace(Place):
                 timeout=group.timeout,
                 prefix=f"{group.prefix}/{members}/{generation}",
                 parent=group,
-            ),
-            self._worker,
+            )
         )
 
     def set_timeout(self, seconds: float) -> None:
@@ -244,7 +242,6 @@ class ShmPlace(Place):
     def close(self) -> None:
         """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
-        if self._owns_worker:
-            self._worker.close()
-        self._group.close()
+        self._worker.close()
+        self._group.close(self.linger)
         self._buffers = []

@@ -126,23 +126,20 @@ class Work(TorchWork):
         """A future of the list of tensors that the op fills; of its result for a functional op."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                settled: torch.futures.Future[None] = torch.futures.Future()
+                # set_exception() would make a value that only Python takes for an error; what a callback
+                # raises is an error for C++ as well
+                self._future = settled.then(lambda _: self._value())
                 if self._outcome is None:
-                    self._future.set_result(self._outputs)
+                    settled.set_result(None)
                 else:
-                    self._outcome.add_done_callback(self._settle)
+                    self._outcome.add_done_callback(lambda _: settled.set_result(None))
             return self._future
 
-    def _settle(self, outcome: Future[Outcome]) -> None:
-        assert self._future is not None
-        error = outcome.exception()
-        if error is not None:
-            if not isinstance(error, Exception):  # torch takes no others
-                error = RuntimeError(f"{self._op} was ended by {error!r}")
-            self._future.set_exception(error)
-            return
-        result = outcome.result().result
-        self._future.set_result(self._outputs if result is None else result)
+    def _value(self) -> Any:
+        """What the future is of, once the host part has ended; raises what the op failed with."""
+        result = None if self._outcome is None else self._outcome.result().result
+        return self._outputs if result is None else result
 
     def __repr__(self) -> str:
         state = "completed" if self.is_completed() else "in progress"

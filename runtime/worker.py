@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from interlace.runtime.errors import AbortedError
 
 T = TypeVar("T")
@@ -71,6 +73,8 @@ class OrderedWorker:
             thread.join(timeout)
 
     def _run(self) -> None:
+        # A tensor may come to require grad while its op is queued: the result of a functional op does.
+        torch.set_grad_enabled(False)
         while (item := self._items.get()) is not None:
             future, function, context = item
             del item

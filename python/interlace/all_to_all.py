@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def _all_to_all(
                 equal_fits=equal,
             )
             call = dense.remember(communicator, key, made)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("all_to_all"):
             raise
     return _exchange(communicator, call, outputs, inputs, output_tensor_list, async_op)
@@ -106,19 +107,30 @@ def all_to_all(
     return _all_to_all(resolve(group), output_tensor_list, input_tensor_list, async_op)
 
 
+def _absent(split_sizes: Any) -> bool:
+    return split_sizes is None or (hasattr(split_sizes, "__len__") and len(split_sizes) == 0)
+
+
+def whole_numbers(name: str, value: Any, rank: int) -> list[int]:
+    try:
+        return [operator.index(each) for each in value]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of ints, got {value!r} on rank {rank}") from None
+
+
 def sizes(
     name: str, value: Any, total: int, of: str, communicator: Communicator
 ) -> tuple[int, ...]:
     """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
     rank, world_size = communicator.rank, communicator.world_size
-    if value is None or len(value) == 0:
+    if _absent(value):
         if total % world_size:
             raise ValueError(
                 f"{of} has {total} rows, which world size {world_size} does not divide, and {name} is "
                 f"not given, on rank {rank}"
             )
         return (total // world_size,) * world_size
-    lengths = tuple(int(each) for each in value)
+    lengths = tuple(whole_numbers(name, value, rank))
     if len(lengths) != world_size:
         raise ValueError(
             f"{name} must have one size per rank, {world_size}, got {list(lengths)} on rank {rank}"
@@ -140,25 +152,30 @@ def _all_to_all_single(
     async_op: bool = False,
 ) -> Work | None:
     name, rank = "all_to_all_single", communicator.rank
-    even = not output_split_sizes and not input_split_sizes and isinstance(output, torch.Tensor)
-    if even and dense.uncut(output, input, communicator):
-        known: Any = communicator.calls.get((name, input.dtype, input.shape, output.shape))
-        if known is not None and (
-            output.data_ptr() != input.data_ptr() or communicator.world_size == 1
-        ):
-            out, data = dense.detached(output), dense.detached(input)
-            return communicator.collective(
-                known,
-                lambda engine: engine.all_to_all_single(known, out, data),
-                (output,),
-                async_op=async_op,
-            )
+    known: Any = None
+    try:
+        even = _absent(output_split_sizes) and _absent(input_split_sizes)
+        if even and isinstance(output, torch.Tensor) and dense.uncut(output, input, communicator):
+            known = communicator.calls.get((name, input.dtype, input.shape, output.shape))
+            if output.data_ptr() == input.data_ptr() and communicator.world_size > 1:
+                known = None
+    except Exception:
+        with communicator.accepting(name):
+            raise
+    if known is not None:
+        into, whole = dense.detached(output), dense.detached(input)
+        return communicator.collective(
+            known,
+            lambda engine: engine.all_to_all_single(known, into, whole),
+            (output,),
+            async_op=async_op,
+        )
     try:
         data = dense.source("input", input, communicator)
         out = dense.target("output", output, communicator)
         if out.dtype is not data.dtype:
             checks.same_dtype("output", out.dtype, "input", data.dtype, rank)
-        if not data.dim() or data.shape[1:] != out.shape[1:]:
+        if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:
             raise ValueError(
                 f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
                 f"{tuple(data.shape)} on rank {rank}"
@@ -180,7 +197,7 @@ def _all_to_all_single(
             call = dense.remember(communicator, key, made)
         if even and data.shape == out.shape:
             dense.remember(communicator, (name, data.dtype, data.shape, out.shape), call)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting(name):
             raise
     outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))

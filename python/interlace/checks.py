@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,6 +84,18 @@ def one_of(name: str, value: Any, allowed: Sequence[str], rank: int) -> str:
             f"{name} must be one of {', '.join(allowed)}, got {value!r} on rank {rank}"
         )
     return text
+
+
+def seconds(name: str, value: Any, rank: int) -> float | None:
+    """A time, given as a number of seconds or a timedelta, or None."""
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be seconds or a timedelta, got {value!r} on rank {rank}")
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number of seconds, got nan on rank {rank}")
+    return float(number)
 
 
 def dimension(name: str, value: Any, ndim: int, rank: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from interlace import chosen_algorithm, dense, reduce_ops, sparse
+from interlace import checks, chosen_algorithm, dense, reduce_ops, sparse
 from interlace.forms import NOT_GIVEN, either, parts
 from interlace.groups import resolve
 from interlace.runtime.call import Call
@@ -52,10 +52,12 @@ def prepare_all_reduce(
     try:
         data = dense.target("tensor", tensor, communicator)
         name, factor = reduce_ops.parse(op, communicator.rank)
+        if factor is not None:
+            reduce_ops.check_factor(factor, "tensor", data, communicator.rank)
         if algorithm != "auto":
             chosen_algorithm.check(algorithm, data.dtype, communicator, name)
         call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("all_reduce"):
             raise
     if factor is None and algorithm == "auto" and data.is_contiguous():
@@ -145,18 +147,18 @@ def prepare_all_gather(
     algorithm: str = "auto",
 ) -> Prepared:
     """An :func:`all_gather` that was checked on this rank."""
-    if (
-        isinstance(output, torch.Tensor)
-        and algorithm == "auto"
-        and dense.uncut(output, tensor, communicator)
-    ):
-        known: Any = communicator.calls.get(
-            ("all_gather_single", tensor.dtype, tensor.shape, output.shape)
-        )
-        if known is not None:
-            out, data = dense.detached(output), dense.detached(tensor)
-            return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
     try:
+        if (
+            isinstance(output, torch.Tensor)
+            and algorithm == "auto"
+            and dense.uncut(output, tensor, communicator)
+        ):
+            known: Any = communicator.calls.get(
+                ("all_gather_single", tensor.dtype, tensor.shape, output.shape)
+            )
+            if known is not None:
+                out, data = dense.detached(output), dense.detached(tensor)
+                return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
         data = dense.source("tensor", tensor, communicator)
         single = isinstance(output, torch.Tensor)
         key: Any = ("all_gather", data.dtype, data.shape, algorithm)
@@ -180,7 +182,7 @@ def prepare_all_gather(
                 ("algorithm", algorithm),
             )
             call = dense.remember(communicator, key, Call("all_gather", terms))
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("all_gather"):
             raise
     given = (output,) if isinstance(output, torch.Tensor) else output
@@ -247,11 +249,16 @@ def all_gather(
     >>> interlace.run(gather, 2)
     [tensor([0, 1]), tensor([0, 1])]
     """
-    if tensor_list is not NOT_GIVEN:
-        output = either("output", output, "tensor_list", tensor_list, "all_gather")
-    output = either("output", output, "output_tensor", output_tensor, "all_gather")
-    tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
-    return _all_gather(resolve(group), output, tensor, async_op, algorithm=algorithm)
+    communicator = resolve(group)
+    try:
+        if tensor_list is not NOT_GIVEN:
+            output = either("output", output, "tensor_list", tensor_list, "all_gather")
+        output = either("output", output, "output_tensor", output_tensor, "all_gather")
+        tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
+    except Exception:
+        with communicator.accepting("all_gather"):
+            raise
+    return _all_gather(communicator, output, tensor, async_op, algorithm=algorithm)
 
 
 all_gather_into_tensor = all_gather
@@ -270,24 +277,24 @@ def prepare_reduce_scatter(
 ) -> Prepared:
     """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
-    if (
-        isinstance(input, torch.Tensor)
-        and algorithm == "auto"
-        and isinstance(output, torch.Tensor)
-        and dense.uncut(input, output, communicator)
-    ):
-        name, factor = reduce_ops.parse(op, rank)
-        known: Any = communicator.calls.get(
-            ("reduce_scatter_single", output.dtype, output.shape, input.shape, name)
-        )
-        if known is not None and factor is None:
-            kept, data = dense.detached(output), dense.detached(input)
-            return (
-                known,
-                lambda engine: engine.reduce_scatter_single(known, kept, data, name),
-                (kept,),
-            )
     try:
+        if (
+            isinstance(input, torch.Tensor)
+            and algorithm == "auto"
+            and isinstance(output, torch.Tensor)
+            and dense.uncut(input, output, communicator)
+        ):
+            name, factor = reduce_ops.parse(op, rank)
+            known: Any = communicator.calls.get(
+                ("reduce_scatter_single", output.dtype, output.shape, input.shape, name)
+            )
+            if known is not None and factor is None:
+                kept, data = dense.detached(output), dense.detached(input)
+                return (
+                    known,
+                    lambda engine: engine.reduce_scatter_single(known, kept, data, name),
+                    (kept,),
+                )
         out = dense.target("output", output, communicator)
         name, factor = reduce_ops.parse(op, rank)
         if algorithm != "auto":
@@ -306,6 +313,9 @@ def prepare_reduce_scatter(
                     (output,),
                 )
         inputs = parts("input", input, "output", out, communicator, written=False)
+        if factor is not None:
+            for r, each in enumerate(inputs):
+                reduce_ops.check_factor(factor, f"input[{r}]", each, rank)
         if not single:
             key = (*key, *[each.shape for each in inputs])
         call = communicator.calls.get(key)
@@ -318,7 +328,7 @@ def prepare_reduce_scatter(
                 ("algorithm", algorithm),
             )
             call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("reduce_scatter"):
             raise
     if isinstance(input, torch.Tensor) and algorithm == "auto":
@@ -384,9 +394,14 @@ def reduce_scatter(
     Raises ValueError or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``
     and ``reduce_scatter_tensor``.
     """
-    output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
-    input = either("input", input, "input_list", input_list, "reduce_scatter")
-    return _reduce_scatter(resolve(group), output, input, op, async_op, algorithm=algorithm)
+    communicator = resolve(group)
+    try:
+        output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
+        input = either("input", input, "input_list", input_list, "reduce_scatter")
+    except Exception:
+        with communicator.accepting("reduce_scatter"):
+            raise
+    return _reduce_scatter(communicator, output, input, op, async_op, algorithm=algorithm)
 
 
 reduce_scatter_tensor = reduce_scatter
@@ -426,8 +441,11 @@ def barrier(
     CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
     """
     communicator = resolve(group)
-    if device_ids is not None and not isinstance(device_ids, list):
-        raise TypeError(
-            f"device_ids must be a list of ints, got {device_ids!r} on rank {communicator.rank}"
-        )
+    if device_ids is not None or timeout is not None:
+        with communicator.accepting("barrier"):
+            if device_ids is not None and not isinstance(device_ids, list):
+                raise TypeError(
+                    f"device_ids must be a list of ints, got {device_ids!r} on rank {communicator.rank}"
+                )
+            checks.seconds("timeout", timeout, communicator.rank)
     return _barrier(communicator, async_op, timeout)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace import checks
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.stream import Event
 
 MOST_CALLS = 1024
+QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
@@ -26,9 +28,29 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
         and (value.is_cpu if kind == "cpu" else value.device.type == kind)
         and not value.is_conj()
         and not value.is_neg()
+        and not value.is_nested
+        and _has_memory(value)
     ):
         return value.detach() if value.requires_grad else value
-    return checks.tensor(name, value, communicator)
+    return _with_memory(name, checks.tensor(name, value, communicator), communicator.rank)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) is FakeTensor:
+        return False
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:  # wrappers of other tensors may have no address at all
+        return False
+
+
+def _with_memory(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """``tensor``, unless it is one of those of torch that stand for elements they do not store."""
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a strided tensor, got a nested one on rank {rank}")
+    if not _has_memory(tensor):
+        raise TypeError(f"{name} has no memory of its own on rank {rank}")
+    return tensor
 
 
 def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
@@ -51,11 +73,20 @@ def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
         and part.is_contiguous()
     ):
         return False
+    if type(whole) is FakeTensor or type(part) is FakeTensor:
+        return False
+    if whole.is_nested or part.is_nested:
+        return False
     if communicator.device_type != "cpu" or not (whole.is_cpu and part.is_cpu):
         return False
     if whole.is_conj() or part.is_conj() or whole.is_neg() or part.is_neg():
         return False
-    start, first = whole.data_ptr(), part.data_ptr()
+    try:
+        start, first = whole.data_ptr(), part.data_ptr()
+    except RuntimeError:  # see _has_memory
+        return False
+    if not start or not first:
+        return False
     if start <= first:
         return bool(
             first == start + communicator.rank * part.nbytes or first >= start + whole.nbytes
@@ -116,7 +147,13 @@ def copied_back(
 
 
 def remember(communicator: Communicator, key: Any, call: Any) -> Any:
-    """Keep ``call`` for the next time the same is asked for."""
+    """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
+    for term, value in call.terms:
+        if isinstance(value, torch.dtype) and value in QUANTIZED:
+            raise TypeError(
+                f"{call.op}: {term} is {value} on rank {communicator.rank}; quantized tensors are not "
+                f"taken, give their int_repr()"
+            )
     if len(communicator.calls) >= MOST_CALLS:
         communicator.calls.clear()
     communicator.calls[key] = call

@@ -124,11 +124,11 @@ def apart(
 
     What is written there would change what peers have still to read. Looks at dense tensors only.
     """
-    if not like.is_contiguous():
+    if not like.is_contiguous() or not like.numel():
         return
     start, end = like.data_ptr(), like.data_ptr() + like.nbytes
     for index, tensor in enumerate(tensors):
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and tensor.numel():
             other = tensor.data_ptr()
             shared = start < other + tensor.nbytes and other < end
             if shared and not (index == rank and other == start):

@@ -24,22 +24,32 @@ DEFAULT_TIMEOUT = 300.0
 _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
     "interlace_default_group", default=None
 )
+_of_run: Communicator | None = None  # of a process that is one rank: all its threads see it
 _of_process: Communicator | None = None
+_made_from: weakref.ref[Any] | None = None  # torch's default group, if that is where it came from
 _of_process_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
 Group = Communicator
 
 
-def install(place: Place) -> Communicator:
-    """Make a communicator on ``place`` the default group of this rank; used by launchers."""
+def install(place: Place, *, all_threads: bool = False) -> Communicator:
+    """Make a communicator on ``place`` the default group of this rank; used by launchers.
+
+    ``all_threads``: of the whole process, which is one rank.
+    """
+    global _of_run
     communicator = Communicator(place, range(place.world_size))
     _default.set(communicator)
+    if all_threads:
+        _of_run = communicator
     return communicator
 
 
 def default_group() -> Communicator:
     """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
-    communicator = _default.get() or _of_process
+    if _made_from is not None and _made_from() is not dist.group.WORLD:
+        _forget("torch.distributed's default group, from which it came, was destroyed")
+    communicator = _default.get() or _of_run or _of_process
     if communicator is None:
         if "RANK" not in os.environ and not dist.is_initialized():
             raise InterlaceError(
@@ -65,7 +75,7 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
     """
     from torch._C._distributed_c10d import TCPStore
 
-    global _of_process
+    global _of_process, _made_from
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if _of_process is not None:
         raise InterlaceError("interlace.init was called before in this process; shutdown() first")
@@ -92,12 +102,24 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
         )
     place = connect_place(store, rank, world_size, timeout=seconds, name="default")
     _of_process = Communicator(place, range(world_size))
+    _made_from = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     return _of_process
+
+
+def _forget(reason: str) -> None:
+    """Leave a default group that has no right to be any more, and join none but torch's next one."""
+    shutdown()
+    if not dist.is_initialized():
+        raise InterlaceError(
+            f"the default group is gone: {reason}; call torch.distributed.init_process_group or "
+            "interlace.init"
+        )
 
 
 def shutdown() -> None:
     """Leave the default group of this process and give its memory back. Idempotent."""
-    global _of_process
+    global _of_process, _made_from
+    _made_from = None
     if _of_process is not None:
         rank_lists.close(_of_process)
         _of_process.close()

@@ -94,4 +94,4 @@ def host_function(
 def _install(overrides: dict[str, int | bool], place: Place) -> None:
     """Set a new process up for a run as the caller's context is."""
     configuration.set_override(overrides)
-    groups.install(place)
+    groups.install(place, all_threads=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace import point_to_point
+from interlace import checks, point_to_point
 from interlace.groups import DEFAULT_TIMEOUT, resolve
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
@@ -29,17 +29,30 @@ def _monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Raises CollectiveTimeoutError; its ``waited_for`` are the missing ranks, of the group."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    seconds = DEFAULT_TIMEOUT if seconds is None else float(seconds)
+    """Raises CollectiveTimeoutError; its ``waited_for`` are the missing ranks, of the group.
+
+    A rank that refuses its arguments says so in its token, so that all raise.
+    """
     rank = communicator.rank
+    refused: Exception | None = None
+    try:
+        given = checks.seconds("timeout", timeout, rank)
+    except (TypeError, ValueError) as error:
+        refused, given = error, None
+    seconds = DEFAULT_TIMEOUT if given is None else given
     number = _numbers[communicator] = _numbers.get(communicator, 0) + 1
     tag = FIRST_TAG + number
     token = torch.zeros(1, dtype=torch.int64, device=communicator.place.device)
+    if refused is not None:
+        token += 1 + rank
     if rank == 0:
         _collect(communicator, token, tag, seconds, wait_all_ranks)
+        _check_accepted(token, refused)
         return
-    point_to_point._isend(communicator, token, 0, tag)
+    said = point_to_point._isend(communicator, token, 0, tag)
+    if refused is not None:
+        said.wait()
+        raise refused
     try:
         point_to_point._irecv(communicator, token, 0, tag).wait(seconds if seconds > 0 else 1e-3)
     except InterlaceError as error:
@@ -48,6 +61,18 @@ def _monitored_barrier(
             f"for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n{error}",
             (0,),
         ) from error
+    _check_accepted(token, None)
+
+
+def _check_accepted(token: torch.Tensor, refused: Exception | None) -> None:
+    """Raise if a rank refused its arguments: ``token`` is one more than its number, or 0."""
+    if refused is not None:
+        raise refused
+    number = int(token.item())
+    if number:
+        raise ValueError(
+            f"monitored_barrier: rank {number - 1} cannot take part: timeout is not a number of seconds"
+        )
 
 
 def _collect(
@@ -82,6 +107,8 @@ def _collect(
             f"[Rank 0]: Ranks {names} failed to pass monitoredBarrier in {milliseconds} ms",
             tuple(late),
         )
+    for each in tokens[1:]:
+        token.copy_(torch.maximum(token, each))
     for peer in range(1, communicator.world_size):
         point_to_point._isend(communicator, token, peer, tag)
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from interlace import rank_lists
+from interlace import checks, rank_lists
 from interlace.groups import default_group, resolve
 from interlace.runtime.communicator import Communicator
 
@@ -22,14 +22,10 @@ _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakK
 
 
 def _seconds(timeout: timedelta | float | None, rank: int) -> float | None:
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"timeout must be seconds or a timedelta, got {timeout!r} on rank {rank}")
-    if not seconds > 0:
+    seconds = checks.seconds("timeout", timeout, rank)
+    if seconds is not None and not seconds > 0:
         raise ValueError(f"timeout must be positive, got {seconds} s on rank {rank}")
-    return float(seconds)
+    return seconds
 
 
 def new_group(
@@ -56,8 +52,14 @@ def new_group(
     ``name`` names it: a later op takes ``group=name``.
     """
     parent = resolve(group)
-    members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
-    seconds = _seconds(timeout, parent.rank)
+    try:
+        members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
+        seconds = _seconds(timeout, parent.rank)
+    except Exception:
+        if use_local_synchronization:  # the others need not be here
+            raise
+        with parent.accepting("new_group"):
+            raise
     if sort_ranks:
         members = tuple(sorted(members))
     communicator: Communicator | None
@@ -91,16 +93,18 @@ def new_subgroups(
     Groups of which the caller is no member are ``NON_GROUP_MEMBER``. Raises ValueError if ``group_size``
     does not divide the world size. Semantics: ``torch.distributed.new_subgroups``.
     """
-    world_size, rank = resolve(group).world_size, resolve(group).rank
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size must be an int, got {group_size!r} on rank {rank}")
-    if group_size <= 0 or world_size % group_size:
-        raise ValueError(
-            f"group_size must be positive and divide world size {world_size}, got {group_size} "
-            f"on rank {rank}"
-        )
+    parent = resolve(group)
+    world_size, rank = parent.world_size, parent.rank
+    with parent.accepting("new_group"):
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_size must be an int, got {group_size!r} on rank {rank}")
+        if group_size <= 0 or world_size % group_size:
+            raise ValueError(
+                f"group_size must be positive and divide world size {world_size}, got {group_size} "
+                f"on rank {rank}"
+            )
     lists = [list(range(at, at + group_size)) for at in range(0, world_size, group_size)]
-    return _by_enumeration(lists, timeout, group)
+    return _by_enumeration("group_size", lists, timeout, group)
 
 
 def new_subgroups_by_enumeration(
@@ -115,21 +119,32 @@ def new_subgroups_by_enumeration(
     Raises ValueError if a rank is in two lists. Semantics:
     ``torch.distributed.new_subgroups_by_enumeration``.
     """
-    return _by_enumeration(ranks_per_subgroup_list, timeout, None)
+    return _by_enumeration("ranks_per_subgroup_list", ranks_per_subgroup_list, timeout, None)
 
 
 def _by_enumeration(
-    lists: Sequence[Sequence[int]], timeout: timedelta | float | None, group: Any
+    name: str, lists: Any, timeout: timedelta | float | None, group: Any
 ) -> tuple[Any, list[Any]]:
-    rank = resolve(group).rank
-    if not lists:
-        raise ValueError(f"ranks_per_subgroup_list must not be empty, on rank {rank}")
-    count = Counter(each for ranks in lists for each in ranks)
-    twice = [each for each, times in count.items() if times > 1]
-    if twice:
-        raise ValueError(f"rank {twice[0]} is in two of {[list(r) for r in lists]}, on rank {rank}")
-    groups = [new_group(ranks, timeout, group=group) for ranks in lists]
-    mine = [each for ranks, each in zip(lists, groups, strict=True) if rank in ranks]
+    """All is checked before the first group is made: the other ranks see one refusal, or none."""
+    parent = resolve(group)
+    rank = parent.rank
+    with parent.accepting("new_group"):
+        if not isinstance(lists, Sequence) or isinstance(lists, str):
+            raise TypeError(
+                f"{name} must be a list of lists of ranks, got {lists!r} on rank {rank}"
+            )
+        if not lists:
+            raise ValueError(f"{name} must not be empty, got {lists!r} on rank {rank}")
+        rows = [rank_lists.checked(each, parent) for each in lists]
+        _seconds(timeout, rank)
+        count = Counter(each for row in rows for each in row)
+        twice = [each for each, times in count.items() if times > 1]
+        if twice:
+            raise ValueError(
+                f"rank {twice[0]} is in two of {[list(row) for row in rows]}, on rank {rank}"
+            )
+    groups = [new_group(row, timeout, group=group) for row in rows]
+    mine = [each for row, each in zip(rows, groups, strict=True) if rank in row]
     return (mine[0] if mine else None), groups
 
 
@@ -145,8 +160,4 @@ def split_group(
 
     Collective over the parent. Semantics: ``torch.distributed.split_group``.
     """
-    if not split_ranks:
-        raise ValueError(
-            f"split_ranks must not be empty, got {split_ranks!r} on rank {resolve(parent_pg).rank}"
-        )
-    return _by_enumeration(split_ranks, timeout, parent_pg)[0]
+    return _by_enumeration("split_ranks", split_ranks, timeout, parent_pg)[0]

@@ -160,7 +160,7 @@ def _check_root_list(name: str, value: Any, root: int, communicator: Communicato
         _check_list(name, value, communicator)
     elif value:
         raise ValueError(
-            f"{name} must be given on the root only, group rank {root}, got {len(value)} entries "
+            f"{name} must be given on the root only, group rank {root}, got {value!r} "
             f"on rank {communicator.rank}"
         )
 

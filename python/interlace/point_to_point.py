@@ -21,6 +21,8 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.stream import Outcome
 from interlace.runtime.work import Work
 
+LARGEST_TAG = 2**31 - 1
+
 
 def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
     key = (op, tensor.dtype, tensor.numel())
@@ -34,6 +36,8 @@ def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
 def _check_tag(tag: Any, rank: int) -> None:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"tag must be an int, got {tag!r} on rank {rank}")
+    if not 0 <= tag <= LARGEST_TAG:
+        raise ValueError(f"tag must be within 0..{LARGEST_TAG}, got {tag} on rank {rank}")
 
 
 def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
@@ -235,6 +239,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
 
 def _prepared(entry: Any) -> Callable[[], Work]:
     communicator = resolve(entry.group)
+    _check_tag(entry.tag, communicator.rank)
     group_peer = getattr(entry, "group_peer", None)
     peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
     if _direction(entry.op) == "isend":

@@ -30,6 +30,8 @@ from interlace.process_group_rules import keep_outside_compilation
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.place import Place
 
+LINGER_SECONDS = 0.2
+
 
 def connect_place(store: Any, rank: int, world_size: int, timeout: float, name: str) -> Place:
     """The place of one rank of a group that meets through ``store``. Collective; seconds."""
@@ -150,12 +152,14 @@ class InterlaceProcessGroup(Collectives):
 
     def shutdown(self) -> None:
         """Leave the group and give its memory back. Not collective; ``destroy_process_group`` calls it."""
+        self._place.linger = LINGER_SECONDS
         self._end("destroyed")
 
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
             self.interlace_communicator.close()
+            self._store = None
         if self._gloo is not None:
             self._gloo.shutdown()
 

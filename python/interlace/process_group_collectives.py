@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +65,21 @@ _DEFAULT_BARRIER = BarrierOptions()
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
+def _renamed(old: str, new: str) -> property:
+    """A method under its old name; but torch's own while ``super()`` is being called.
+
+    torch looks for an override under the old name last, and would take ours for the end of its search
+    when it runs its own method.
+    """
+
+    def method(self: Collectives) -> Any:
+        return getattr(
+            super(Collectives, self) if self._above else self, old if self._above else new
+        )
+
+    return property(method)
+
+
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
 
 
@@ -80,6 +95,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
+    _above = 0  # calls of super() under way
 
     @functools.cached_property
     def _completed(self) -> Work:
@@ -116,16 +132,36 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self._copies.of(plain)
         return plain
 
+    @contextlib.contextmanager
     def _dispatching(
         self, tensors: Tensors, serve: Callable[..., Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Around a call of ``super()``, which hands it to torch's dispatcher."""
-        if is_simulated(tensors):
-            return contextlib.nullcontext()
-        if needs_backend():
-            self._make_dispatchable()
-            return contextlib.nullcontext()
-        return returning_to(self, serve)
+    ) -> Iterator[Callable[[Any], Any]]:
+        """Around a call of ``super()``, which hands it to torch's dispatcher.
+
+        What comes back is to be given to the function that is yielded, for the Work to return: that of
+        the call as it was served, if it was, because torch's own would hide its errors and its source.
+        """
+        works: list[Any] = []
+
+        def serving(*args: Any) -> Any:
+            works.append(serve(*args))
+            return works[-1]
+
+        def last(work: Any) -> Any:
+            return works[-1] if works and works[-1] is not None else work
+
+        self._above += 1
+        try:
+            if is_simulated(tensors):
+                yield last
+            elif needs_backend():
+                self._make_dispatchable()
+                yield last
+            else:
+                with returning_to(self, serving):
+                    yield last
+        finally:
+            self._above -= 1
 
     def _run(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
@@ -165,8 +201,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)):
-                return super().allreduce(tensors, opts)
+            with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)) as last:
+                return last(super().allreduce(tensors, opts))
         (tensor,) = own
         if tensor.layout is not torch.strided:
             return self._run(
@@ -181,8 +217,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.allreduce_coalesced(ts, opts)):
-                return super().allreduce_coalesced(tensors, opts)
+            with self._dispatching(
+                tensors, lambda ts, *_: self.allreduce_coalesced(ts, opts)
+            ) as last:
+                return last(super().allreduce_coalesced(tensors, opts))
         return self._run(
             "all_reduce_coalesced", own, _all_reduce_coalesced, own, opts.reduceOp, opts.asyncOp
         )
@@ -192,8 +230,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)):
-                return super().broadcast(tensors, opts)
+            with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)) as last:
+                return last(super().broadcast(tensors, opts))
         (tensor,) = own
         return self._run("broadcast", own, rooted._broadcast, tensor, opts.rootRank, opts.asyncOp)
 
@@ -202,8 +240,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)):
-                return super().reduce(tensors, opts)
+            with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)) as last:
+                return last(super().reduce(tensors, opts))
         (tensor,) = own
         return self._run(
             "reduce", own, rooted._reduce, tensor, opts.rootRank, opts.reduceOp, opts.asyncOp
@@ -220,8 +258,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0]), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(inputs, lambda outs, ins: self.allgather(outs, ins, opts)):
-                return super().allgather(outputs, inputs, opts)
+            with self._dispatching(
+                inputs, lambda outs, ins: self.allgather(outs, ins, opts)
+            ) as last:
+                return last(super().allgather(outputs, inputs, opts))
         (tensor,) = ins
         return self._run("all_gather", outs, collectives._all_gather, outs, tensor, opts.asyncOp)
 
@@ -230,8 +270,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         own = self._own([output, input])
         if own is None:
-            with self._dispatching([input], lambda out, x: self.all_gather_single(out, x, opts)):
-                return super().all_gather_single(output, input, opts)
+            with self._dispatching(
+                [input], lambda out, x: self.all_gather_single(out, x, opts)
+            ) as last:
+                return last(super().all_gather_single(output, input, opts))
         out, tensor = own
         if out.dim() != tensor.dim():
             out, tensor = _flat(out, tensor)
@@ -256,8 +298,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             )
         outs, ins = self._own(outputs), self._own(inputs[0])
         if outs is None or ins is None:
-            with self._dispatching(outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)):
-                return super().reduce_scatter(outputs, inputs, opts)
+            with self._dispatching(
+                outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)
+            ) as last:
+                return last(super().reduce_scatter(outputs, inputs, opts))
         (output,) = outs
         return self._run(
             "reduce_scatter",
@@ -276,8 +320,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if own is None:
             with self._dispatching(
                 [input], lambda out, x: self.reduce_scatter_single(out, x, opts)
-            ):
-                return super().reduce_scatter_single(output, input, opts)
+            ) as last:
+                return last(super().reduce_scatter_single(output, input, opts))
         out, tensor = own
         if out.dim() != tensor.dim():
             tensor, out = _flat(tensor, out)
@@ -289,8 +333,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(inputs, lambda outs, ins: self.alltoall(outs, ins, opts)):
-                return super().alltoall(outputs, inputs, opts)
+            with self._dispatching(
+                inputs, lambda outs, ins: self.alltoall(outs, ins, opts)
+            ) as last:
+                return last(super().alltoall(outputs, inputs, opts))
         return self._run("all_to_all", outs, _all_to_all, outs, ins, opts.asyncOp)
 
     def all_to_all_single(
@@ -306,9 +352,11 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             splits = output_split_sizes, input_split_sizes
             with self._dispatching(
                 [input], lambda out, x: self.all_to_all_single(out, x, *splits, opts)
-            ):
-                return super().all_to_all_single(output, input, *splits, opts)
+            ) as last:
+                return last(super().all_to_all_single(output, input, *splits, opts))
         out, tensor = own
+        if not output_split_sizes and not input_split_sizes and out.shape[1:] != tensor.shape[1:]:
+            out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
         return self._run(
             "all_to_all_single", [output], _all_to_all_single, out, tensor,
             output_split_sizes, input_split_sizes, opts.asyncOp,
@@ -321,8 +369,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)):
-                return super().gather(outputs, inputs, opts)
+            with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)) as last:
+                return last(super().gather(outputs, inputs, opts))
         (tensor,) = ins
         gathered = outs if outputs else None
         return self._run(
@@ -340,8 +388,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
             return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
         if outs is None or ins is None:
-            with self._dispatching(outputs, lambda outs, ins: self.scatter(outs, ins, opts)):
-                return super().scatter(outputs, inputs, opts)
+            with self._dispatching(
+                outputs, lambda outs, ins: self.scatter(outs, ins, opts)
+            ) as last:
+                return last(super().scatter(outputs, inputs, opts))
         (tensor,) = outs
         scattered = ins if inputs else None
         return self._run(
@@ -352,8 +402,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if type(opts) is not BarrierOptions or timeout is not None:
             return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
-            with self._dispatching([], lambda *_: self.barrier(opts)):
-                return super().barrier(opts)
+            with self._dispatching([], lambda *_: self.barrier(opts)) as last:
+                return last(super().barrier(opts))
         timeout = opts.timeout if opts.timeout > timedelta(0) else None
         return self._run("barrier", [], collectives._barrier, opts.asyncOp, timeout)
 
@@ -377,8 +427,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             with self._dispatching(
                 inputs, lambda rows, ts: self.allgather_coalesced(rows, ts, opts)
-            ):
-                return super().allgather_coalesced(outputs, inputs, opts)
+            ) as last:
+                return last(super().allgather_coalesced(outputs, inputs, opts))
         by_input = [outs[index :: len(ins)] for index in range(len(ins))]
         return self._run(
             "all_gather_coalesced", outs, _all_gather_coalesced, by_input, ins, opts.asyncOp
@@ -391,8 +441,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             with self._dispatching(
                 inputs, lambda os, ts: self.all_gather_single_coalesced(os, ts, opts)
-            ):
-                return super().all_gather_single_coalesced(outputs, inputs, opts)
+            ) as last:
+                return last(super().all_gather_single_coalesced(outputs, inputs, opts))
         outs, ins = _all_flat(outs, ins)
         return self._run(
             "all_gather_single_coalesced", outputs, _all_gather_coalesced, outs, ins, opts.asyncOp
@@ -405,8 +455,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             with self._dispatching(
                 inputs, lambda os, ts: self.reduce_scatter_single_coalesced(os, ts, opts)
-            ):
-                return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            ) as last:
+                return last(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
         ins, outs = _all_flat(ins, outs)
         return self._run(
             "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, outs, ins,
@@ -415,44 +465,39 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
-    def _allgather_base(self, *args: Any) -> Any:
-        return self.all_gather_single(*args)
-
-    def _reduce_scatter_base(self, *args: Any) -> Any:
-        return self.reduce_scatter_single(*args)
-
-    def alltoall_base(self, *args: Any) -> Any:
-        return self.all_to_all_single(*args)
-
-    def allgather_into_tensor_coalesced(self, *args: Any) -> Any:
-        return self.all_gather_single_coalesced(*args)
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Any:
-        return self.reduce_scatter_single_coalesced(*args)
+    _allgather_base = _renamed("_allgather_base", "all_gather_single")
+    _reduce_scatter_base = _renamed("_reduce_scatter_base", "reduce_scatter_single")
+    alltoall_base = _renamed("alltoall_base", "all_to_all_single")
+    allgather_into_tensor_coalesced = _renamed(
+        "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
+    )
+    reduce_scatter_tensor_coalesced = _renamed(
+        "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
+    )
 
     # -- point to point ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.send(ts, dstRank, tag)):
-                return super().send(tensors, dstRank, tag)
+            with self._dispatching(tensors, lambda ts, *_: self.send(ts, dstRank, tag)) as last:
+                return last(super().send(tensors, dstRank, tag))
         (tensor,) = own
         return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.recv(ts, srcRank, tag)):
-                return super().recv(tensors, srcRank, tag)
+            with self._dispatching(tensors, lambda ts, *_: self.recv(ts, srcRank, tag)) as last:
+                return last(super().recv(tensors, srcRank, tag))
         (tensor,) = own
         return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.recv_anysource(ts, tag)):
-                return super().recv_anysource(tensors, tag)
+            with self._dispatching(tensors, lambda ts, *_: self.recv_anysource(ts, tag)) as last:
+                return last(super().recv_anysource(tensors, tag))
         (tensor,) = own
         return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
 

@@ -64,10 +64,33 @@ def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype, rank: int
         )
 
 
+def check_factor(factor: Factor, argument: str, tensor: torch.Tensor, rank: int) -> None:
+    """Raise unless the factor of a PREMUL_SUM is a number for all of ``tensor``, or one for each element.
+
+    It may lack dimensions of the tensor, or have them with length 1.
+    """
+    values = torch.as_tensor(factor)
+    if values.layout is not torch.strided or values.is_meta:
+        raise TypeError(f"op: the factor of premul_sum must be a dense tensor, on rank {rank}")
+    if values.is_complex() and not tensor.is_complex():
+        raise TypeError(
+            f"op: the factor of premul_sum is complex, {argument} is {tensor.dtype}, on rank {rank}"
+        )
+    if values.numel() == 1:
+        return
+    lengths = zip(reversed(values.shape), reversed(tensor.shape), strict=False)
+    if values.dim() > tensor.dim() or any(own not in (1, length) for own, length in lengths):
+        raise ValueError(
+            f"op: the factor of premul_sum has shape {tuple(values.shape)}, {argument} has "
+            f"{tuple(tensor.shape)}, on rank {rank}"
+        )
+
+
 def scaled(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
     """A dense copy of ``tensor``, multiplied by the factor of a PREMUL_SUM; in the tensor's dtype."""
     if isinstance(factor, torch.Tensor):
         factor = factor.detach().to(tensor.device)
     assert factor is not None
     wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
-    return (wide * factor).to(tensor.dtype).contiguous()
+    # a factor of one element has a shape, and may have more dimensions than the tensor
+    return (wide * factor).to(tensor.dtype).view(tensor.shape).contiguous()

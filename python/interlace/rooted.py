@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace import dense, reduce_ops
-from interlace.forms import one_per_rank
+from interlace.forms import apart, one_per_rank
 from interlace.groups import resolve
 from interlace.roots import group_rank
 from interlace.runtime.call import Call
@@ -39,7 +39,7 @@ def _broadcast(
                 ("root", root),
             )
             call = dense.remember(communicator, key, Call("broadcast", terms))
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("broadcast"):
             raise
     if data.is_contiguous():
@@ -72,7 +72,7 @@ def broadcast(
     communicator = resolve(group)
     try:
         root = group_rank("src", src, group_src, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("broadcast"):
             raise
     return _broadcast(communicator, tensor, root, async_op)
@@ -92,6 +92,8 @@ def _reduce(
     try:
         data = dense.target("tensor", tensor, communicator)
         name, factor = reduce_ops.parse(op, rank)
+        if factor is not None:
+            reduce_ops.check_factor(factor, "tensor", data, rank)
         key = ("reduce", data.dtype, data.shape, name, root)
         call = communicator.calls.get(key)
         if call is None:
@@ -103,7 +105,7 @@ def _reduce(
                 ("root", root),
             )
             call = dense.remember(communicator, key, Call("reduce", terms))
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("reduce"):
             raise
     reducing = name if factor is None else "sum"
@@ -134,7 +136,7 @@ def reduce(
     communicator = resolve(group)
     try:
         root = group_rank("dst", dst, group_dst, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("reduce"):
             raise
     return _reduce(communicator, tensor, root, op, async_op)
@@ -152,6 +154,10 @@ def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
     if rank == root and value is None:
         raise ValueError(
             f"{name} must be given on the root, group rank {root}, got None on rank {rank}"
+        )
+    if value is not None and not isinstance(value, (Sequence, torch.Tensor)):
+        raise TypeError(
+            f"{name} must be a list of tensors or None, got {type(value).__name__} on rank {rank}"
         )
     if rank != root and value is not None and len(value):
         raise ValueError(
@@ -213,8 +219,9 @@ def _gather(
             outputs = one_per_rank(
                 "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
             )
+            apart("gather_list", outputs, "tensor", data, rank)
         call = _rooted_call(communicator, "gather", "gather_list", data, outputs, root)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("gather"):
             raise
 
@@ -246,7 +253,7 @@ def gather(
     communicator = resolve(group)
     try:
         root = group_rank("dst", dst, group_dst, communicator, default=0)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("gather"):
             raise
     return _gather(communicator, tensor, gather_list, root, async_op)
@@ -268,8 +275,9 @@ def _scatter(
             inputs = one_per_rank(
                 "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
             )
+            apart("scatter_list", inputs, "tensor", out, rank)
         call = _rooted_call(communicator, "scatter", "scatter_list", out, inputs, root)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("scatter"):
             raise
 
@@ -299,7 +307,7 @@ def scatter(
     communicator = resolve(group)
     try:
         root = group_rank("src", src, group_src, communicator, default=0)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("scatter"):
             raise
     return _scatter(communicator, tensor, scatter_list, root, async_op)

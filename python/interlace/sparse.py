@@ -45,7 +45,7 @@ def _all_reduce(
     """
     try:
         data, name = _checked(communicator, tensor, op)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting(NAME):
             raise
     mine = data.coalesce()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from interlace import checks
-from interlace.all_to_all import _all_to_all, sizes
+from interlace import checks, dense
+from interlace.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives import _all_gather, _reduce_scatter
 from interlace.groups import resolve
 from interlace.rooted import _gather, _scatter
@@ -43,17 +43,26 @@ def split(
             )
         tensors = list(whole)
         if lengths is not None:
-            found = [each.shape[dim] for each in tensors]
-            if found != list(lengths):
+            expected = whole_numbers(sizes_name, lengths, rank)
+            found = [
+                _length(f"{name}[{r}]", each, dim, communicator) for r, each in enumerate(tensors)
+            ]
+            if found != expected:
                 raise ValueError(
-                    f"{sizes_name} is {list(lengths)}, {name} has {found} along dim {dim}, on rank {rank}"
+                    f"{sizes_name} is {expected}, {name} has {found} along dim {dim}, on rank {rank}"
                 )
         return tensors
+    whole = dense.source(name, whole, communicator)
     if not whole.dim():
         raise ValueError(f"{name} must have dimensions to be split along, on rank {rank}")
     dim = checks.dimension("dim", dim, whole.dim(), rank)
     counts = sizes(sizes_name, lengths, whole.shape[dim], name, communicator)
-    return list(torch.split(whole.detach(), list(counts), dim))
+    return list(torch.split(whole, list(counts), dim))
+
+
+def _length(name: str, tensor: Any, dim: int, communicator: Communicator) -> int:
+    checked = dense.source(name, tensor, communicator)
+    return checked.shape[checks.dimension("dim", dim, checked.dim(), communicator.rank)]
 
 
 def all_gather_v(
@@ -81,7 +90,7 @@ def all_gather_v(
     communicator = resolve(group)
     try:
         parts = split("output", output, "output_split_sizes", output_split_sizes, dim, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("all_gather"):
             raise
     return _all_gather(communicator, parts, tensor, async_op)
@@ -105,7 +114,7 @@ def reduce_scatter_v(
     communicator = resolve(group)
     try:
         parts = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("reduce_scatter"):
             raise
     return _reduce_scatter(communicator, output, parts, op, async_op)
@@ -133,7 +142,7 @@ def gather_v(
         parts = None
         if output is not None:
             parts = split("output", output, "sizes", sizes, dim, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("gather"):
             raise
     return _gather(communicator, tensor, parts, root, async_op)
@@ -161,7 +170,7 @@ def scatter_v(
         parts = None
         if input is not None:
             parts = split("input", input, "sizes", sizes, dim, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("scatter"):
             raise
     return _scatter(communicator, tensor, parts, root, async_op)
@@ -189,7 +198,7 @@ def all_to_all_v(
             "output", output, "output_split_sizes", output_split_sizes, dim, communicator
         )
         inputs = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    except (TypeError, ValueError):
+    except Exception:
         with communicator.accepting("all_to_all"):
             raise
     return _all_to_all(communicator, outputs, inputs, async_op)

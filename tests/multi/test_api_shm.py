@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import interlace
+import refused_calls
 from multi import api_ranks
 
 
@@ -44,6 +45,10 @@ def test_what_one_rank_refuses_all_refuse() -> None:
     texts = interlace.run(api_ranks.refused, 2, place="shm")
     assert all("op must be one of sum, avg" in text for text in texts)
     assert "rank 1 cannot take part" in texts[0]
+
+
+def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
+    interlace.run(refused_calls.refused_by_rank_1, 2, place="shm", timeout=60)
 
 
 def test_a_message_of_another_length_or_dtype() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import interlace
+import refused_calls
+from interlace import reduce_ops
 from support import failure
 
 ONE = torch.ones(2)
@@ -85,6 +87,10 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.send(ONE, interlace.get_rank()), ValueError, "dst must be another rank"),
     (lambda: interlace.isend(ONE, tag=0), ValueError, "give dst or group_dst"),
     (lambda: interlace.isend(ONE, 0, tag="x"), TypeError, "tag must be an int, got 'x'"),
+    (lambda: interlace.isend(ONE, 0, tag=True), TypeError, "tag must be an int, got True on rank"),
+    (lambda: interlace.irecv(ONE.clone(), 0, tag=2**31), ValueError, r"tag must be within .* on rank"),
+    (lambda: interlace.batch_isend_irecv([interlace.P2POp(interlace.isend, ONE, 0, tag=-1)]), ValueError,
+     r"tag must be within 0\.\.2147483647, got -1 on rank"),
     (lambda: interlace.batch_isend_irecv([]), ValueError, "non-empty list of P2POp"),
     (lambda: interlace.batch_isend_irecv([3]), ValueError, r"p2p_op_list\[0\] must be a P2POp, got int"),
     (lambda: interlace.P2POp(interlace.send, ONE, 0), ValueError, "op must be isend or irecv"),
@@ -135,6 +141,19 @@ def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
     first, second = interlace.run(on_rank, 2)
     for theirs, own in zip(first, second, strict=True):
         assert "rank 1 cannot take part" in theirs and own in theirs
+
+
+def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
+    interlace.run(refused_calls.refused_by_rank_1, 2)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 2, 2), (0,)])
+def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
+    """torch takes one element only; a longer factor has to fit."""
+    with pytest.raises(ValueError, match=r"factor of premul_sum has shape .* tensor has \(2,\)"):
+        reduce_ops.check_factor(torch.ones(shape), "tensor", ONE, 0)
+    reduce_ops.check_factor(torch.ones(1, 1), "tensor", ONE, 0)
+    reduce_ops.check_factor(torch.ones(2), "tensor", torch.ones(3, 2), 0)
 
 
 def test_nothing_is_written_before_everything_was_compared() -> None:
