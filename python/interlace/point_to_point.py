@@ -14,7 +14,7 @@ import torch
 
 from interlace import dense
 from interlace.groups import resolve
-from interlace.roots import group_rank
+from interlace.roots import check_member, group_rank
 from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
@@ -42,6 +42,7 @@ def _check_tag(tag: Any, rank: int) -> None:
 
 def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
     """Begin to send to ``peer``, a rank of the group."""
+    check_member("dst", peer, communicator)
     data = dense.source("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     made = data.contiguous()
@@ -53,6 +54,8 @@ def _irecv(
     communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int = 0
 ) -> Work:
     """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
+    if peer is not None:
+        check_member("src", peer, communicator)
     data = dense.target("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     call = _call(communicator, "recv", data)

@@ -36,11 +36,12 @@ from interlace.coalesced import (
     _reduce_scatter_tensor_coalesced,
 )
 from interlace.process_group_dispatch import is_simulated, needs_backend, returning_to
-from interlace.process_group_overloads import long_form
+from interlace.process_group_overloads import all_flat, flat, long_form
 from interlace.process_group_rules import (
     PLAIN_TYPES,
     keep_outside_compilation,
     modes_active,
+    renamed,
     underlying,
 )
 from interlace.process_group_staging import HostCopies
@@ -63,21 +64,6 @@ _DEFAULT_SCATTER = ScatterOptions()
 _DEFAULT_BARRIER = BarrierOptions()
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def _renamed(old: str, new: str) -> property:
-    """A method under its old name; but torch's own while ``super()`` is being called.
-
-    torch looks for an override under the old name last, and would take ours for the end of its search
-    when it runs its own method.
-    """
-
-    def method(self: Collectives) -> Any:
-        return getattr(
-            super(Collectives, self) if self._above else self, old if self._above else new
-        )
-
-    return property(method)
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
@@ -276,7 +262,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 return last(super().all_gather_single(output, input, opts))
         out, tensor = own
         if out.dim() != tensor.dim():
-            out, tensor = _flat(out, tensor)
+            out, tensor = flat(out, tensor)
         return self._run(
             "all_gather_single", [output], collectives._all_gather, out, tensor, opts.asyncOp
         )
@@ -324,7 +310,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 return last(super().reduce_scatter_single(output, input, opts))
         out, tensor = own
         if out.dim() != tensor.dim():
-            tensor, out = _flat(tensor, out)
+            tensor, out = flat(tensor, out)
         return self._run(
             "reduce_scatter_single", [output], collectives._reduce_scatter, out, tensor,
             opts.reduceOp, opts.asyncOp,
@@ -443,7 +429,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 inputs, lambda os, ts: self.all_gather_single_coalesced(os, ts, opts)
             ) as last:
                 return last(super().all_gather_single_coalesced(outputs, inputs, opts))
-        outs, ins = _all_flat(outs, ins)
+        outs, ins = all_flat(outs, ins)
         return self._run(
             "all_gather_single_coalesced", outputs, _all_gather_coalesced, outs, ins, opts.asyncOp
         )
@@ -457,7 +443,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 inputs, lambda os, ts: self.reduce_scatter_single_coalesced(os, ts, opts)
             ) as last:
                 return last(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
-        ins, outs = _all_flat(ins, outs)
+        ins, outs = all_flat(ins, outs)
         return self._run(
             "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, outs, ins,
             opts.reduceOp, opts.asyncOp,
@@ -465,13 +451,13 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
-    _allgather_base = _renamed("_allgather_base", "all_gather_single")
-    _reduce_scatter_base = _renamed("_reduce_scatter_base", "reduce_scatter_single")
-    alltoall_base = _renamed("alltoall_base", "all_to_all_single")
-    allgather_into_tensor_coalesced = _renamed(
+    _allgather_base = renamed("_allgather_base", "all_gather_single")
+    _reduce_scatter_base = renamed("_reduce_scatter_base", "reduce_scatter_single")
+    alltoall_base = renamed("alltoall_base", "all_to_all_single")
+    allgather_into_tensor_coalesced = renamed(
         "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
     )
-    reduce_scatter_tensor_coalesced = _renamed(
+    reduce_scatter_tensor_coalesced = renamed(
         "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
     )
 
@@ -500,18 +486,6 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
                 return last(super().recv_anysource(tensors, tag))
         (tensor,) = own
         return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
-
-
-def _flat(long: torch.Tensor, short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch lets a flat tensor stand for one of the same length; 0-dim and stacked ones stay."""
-    if long.dim() in (short.dim(), short.dim() + 1) or not long.is_contiguous():
-        return long, short
-    return long.view(-1), short.reshape(-1)
-
-
-def _all_flat(longs: Tensors, shorts: Tensors) -> tuple[Tensors, Tensors]:
-    pairs = [_flat(long, short) for long, short in zip(longs, shorts, strict=True)]
-    return [long for long, _ in pairs], [short for _, short in pairs]
 
 
 keep_outside_compilation(Collectives)

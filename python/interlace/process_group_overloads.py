@@ -37,3 +37,17 @@ def long_form(kind: type, short: Sequence[Any], args: Sequence[Any]) -> tuple[An
                 f"expected {kind.__name__}, a root, a ReduceOp or a timeout, got {value!r}"
             )
     return (*lists, options)
+
+
+def flat(long: torch.Tensor, short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch lets a flat tensor stand for one of the same length; 0-dim and stacked ones stay."""
+    if long.dim() in (short.dim(), short.dim() + 1) or not long.is_contiguous():
+        return long, short
+    return long.view(-1), short.reshape(-1)
+
+
+def all_flat(
+    longs: list[torch.Tensor], shorts: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    pairs = [flat(long, short) for long, short in zip(longs, shorts, strict=True)]
+    return [long for long, _ in pairs], [short for _, short in pairs]

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import FunctionType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -67,3 +69,17 @@ def keep_outside_compilation(group_class: type) -> None:
             method._torchdynamo_disable = True  # type: ignore[attr-defined]
             method._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
             set_code_exec_strategy(method.__code__, skip)
+
+
+def renamed(old: str, new: str) -> property:
+    """A method under its old name; but torch's own while the group calls ``super()`` (``_above``).
+
+    torch looks for an override under the old name last, and would take ours for the end of its search
+    when it runs its own method.
+    """
+    torchs_own = getattr(dist.ProcessGroup, old)
+
+    def method(self: Any) -> Any:
+        return torchs_own.__get__(self) if self._above else getattr(self, new)
+
+    return property(method)

@@ -14,7 +14,7 @@ import torch
 from interlace import dense, reduce_ops
 from interlace.forms import apart, one_per_rank
 from interlace.groups import resolve
-from interlace.roots import group_rank
+from interlace.roots import check_member, group_rank
 from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
@@ -28,6 +28,7 @@ def _broadcast(
     communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
 ) -> Work | None:
     try:
+        check_member("src", root, communicator)
         is_root = communicator.rank == root
         data = (dense.source if is_root else dense.target)("tensor", tensor, communicator)
         key = ("broadcast", data.dtype, data.shape, root)
@@ -90,6 +91,7 @@ def _reduce(
 ) -> Work | None:
     rank = communicator.rank
     try:
+        check_member("dst", root, communicator)
         data = dense.target("tensor", tensor, communicator)
         name, factor = reduce_ops.parse(op, rank)
         if factor is not None:
@@ -212,6 +214,7 @@ def _gather(
 ) -> Work | None:
     rank = communicator.rank
     try:
+        check_member("dst", root, communicator)
         data = dense.source("tensor", tensor, communicator)
         _only_on_root("gather_list", gather_list, root, rank)
         outputs: list[torch.Tensor] | None = None
@@ -268,6 +271,7 @@ def _scatter(
 ) -> Work | None:
     rank = communicator.rank
     try:
+        check_member("src", root, communicator)
         out = dense.target("tensor", tensor, communicator)
         _only_on_root("scatter_list", scatter_list, root, rank)
         inputs: list[torch.Tensor] | None = None

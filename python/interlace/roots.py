@@ -51,3 +51,12 @@ def group_rank(
             f"{name} must be one of the group's ranks {list(communicator.ranks)}, got {chosen} "
             f"on rank {rank}"
         ) from None
+
+
+def check_member(name: str, group_value: int, communicator: Communicator) -> None:
+    """Raise ValueError unless ``group_value`` is a rank of the group."""
+    if not 0 <= group_value < communicator.world_size:
+        raise ValueError(
+            f"{name} must be within 0..{communicator.world_size - 1}, got {group_value} "
+            f"on rank {communicator.rank}"
+        )
