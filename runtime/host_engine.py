@@ -318,7 +318,7 @@ class HostEngine(Engine):
             _memmove(own, tensor.data_ptr(), nbytes)
             self._met(call, control, sequence)
             if root is None or root == self.rank:
-                _fold(op, places.of(sequence), tensor)
+                fold(op, places.of(sequence), tensor)
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         where = self._direct.find(tensor) if root is None else (0, 0)
@@ -398,7 +398,7 @@ class HostEngine(Engine):
             for owner, (address, size) in enumerate(parts):
                 _memmove(base + owner * stride, address, size)
             self._met(call, control, sequence)
-            _fold(op, places.of(sequence), output)
+            fold(op, places.of(sequence), output)
 
     # -- between two ranks ---------------------------------------------------------------------
 
@@ -407,13 +407,3 @@ class HostEngine(Engine):
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         return self._mail.recv(call, tensor, peer, tag)
-
-
-def _fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """``fold``, also into an inference tensor, which torch's operators do not write outside that mode."""
-    if output.is_inference() and not torch.is_inference_mode_enabled():
-        made = torch.empty(output.shape, dtype=output.dtype)
-        fold(op, parts, made)
-        _memmove(output.data_ptr(), made.data_ptr(), made.nbytes)
-    else:
-        fold(op, parts, output)

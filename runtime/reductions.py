@@ -301,6 +301,10 @@ def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     All of one shape, dtype and device, detached; ``op`` defined for the dtype. ``output`` may be the
     same memory as one of the parts, but not overlap one partly. One part is its own reduction.
     """
+    if output.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # torch's operators write such a tensor nowhere else
+            fold(op, parts, output)
+        return
     if len(parts) == 2:
         binary = _PAIRS.get((op, output.dtype))
         if binary is not None:

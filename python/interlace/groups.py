@@ -47,7 +47,9 @@ def install(place: Place, *, all_threads: bool = False) -> Communicator:
 
 def default_group() -> Communicator:
     """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
-    if _made_from is not None and _made_from() is not dist.group.WORLD:
+    if _made_from is not None and (
+        not dist.is_initialized() or _made_from() is not dist.group.WORLD
+    ):
         _forget("torch.distributed's default group, from which it came, was destroyed")
     communicator = _default.get() or _of_run or _of_process
     if communicator is None:
