@@ -74,13 +74,15 @@ def _block(candidate: Callable[[], object], calls: int) -> float:
     return _slowest((time.perf_counter() - start) / calls)
 
 
-def _blocks(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median microseconds per call, by candidate."""
+def _blocks(
+    candidates: dict[str, Callable[[], object]], repetitions: int, fewest: int = 1
+) -> dict[str, float]:
+    """Median microseconds per call, by candidate, of blocks of at least ``fewest`` calls."""
     calls = {}
     for name, candidate in candidates.items():
         _block(candidate, 2)  # a first call may allocate
         once = min(_block(candidate, 3), _block(candidate, 3))
-        calls[name] = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
+        calls[name] = max(fewest, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repetitions):
         for name, candidate in candidates.items():
@@ -122,7 +124,7 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
             "gloo": lambda: dist.all_reduce(tensor, group=gloo),
             "interlace": lambda: dist.all_reduce(tensor, group=ours),
         }
-        times = _blocks(candidates, repetitions)
+        times = _blocks(candidates, repetitions, MOST_CALLS)
         shape: dict[str, int | str] = {"bytes": DISPATCH_BYTES, "dtype": "float32"}
         return [Measurement(DISPATCH, 1, shape, "gloo", times, repetitions)]
     found = [
