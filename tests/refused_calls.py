@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interlace
+import torch_names
 
 Call = Callable[[bool], Any]
 
@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Call, type[Exception]]] = {
         else interlace.all_gather(_tensor(4), _tensor()), TypeError),
     "complex factor": (
         lambda bad: interlace.all_reduce(
-            _tensor(), dist.ReduceOp.PREMUL_SUM(torch.tensor([1j if bad else 1.0]))), TypeError),
+            _tensor(), torch_names.premul_sum(torch.tensor([1j if bad else 1.0]))), TypeError),
 }  # fmt: skip
 
 

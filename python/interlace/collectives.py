@@ -159,6 +159,13 @@ def prepare_all_gather(
             if known is not None:
                 out, data = dense.detached(output), dense.detached(tensor)
                 return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
+        elif algorithm == "auto" and (shapes := dense.uncut_list(output, tensor, communicator)):
+            known = communicator.calls.get(
+                ("all_gather", tensor.dtype, tensor.shape, algorithm, *shapes)
+            )
+            if known is not None:
+                data, listed = dense.detached(tensor), list(output)
+                return known, lambda engine: engine.all_gather(known, listed, data), listed
         data = dense.source("tensor", tensor, communicator)
         single = isinstance(output, torch.Tensor)
         key: Any = ("all_gather", data.dtype, data.shape, algorithm)
@@ -293,6 +300,18 @@ def prepare_reduce_scatter(
                 return (
                     known,
                     lambda engine: engine.reduce_scatter_single(known, kept, data, name),
+                    (kept,),
+                )
+        elif algorithm == "auto" and (shapes := dense.uncut_list(input, output, communicator)):
+            name, factor = reduce_ops.parse(op, rank)
+            known = communicator.calls.get(
+                ("reduce_scatter", output.dtype, output.shape, name, algorithm, *shapes)
+            )
+            if known is not None and factor is None:
+                kept, listed = dense.detached(output), list(input)
+                return (
+                    known,
+                    lambda engine: engine.reduce_scatter(known, kept, listed, name),
                     (kept,),
                 )
         out = dense.target("output", output, communicator)

@@ -65,21 +65,9 @@ def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
     ``part`` may be this rank's part of ``whole``, or lie elsewhere. Says nothing of shapes; and False is
     no error, the general way finds the words.
     """
-    if not (
-        isinstance(part, torch.Tensor)
-        and whole.layout is part.layout is torch.strided
-        and whole.dtype is part.dtype
-        and whole.is_contiguous()
-        and part.is_contiguous()
-    ):
+    if communicator.device_type != "cpu" or not (_ready(whole) and _ready(part)):
         return False
-    if type(whole) is FakeTensor or type(part) is FakeTensor:
-        return False
-    if whole.is_nested or part.is_nested:
-        return False
-    if communicator.device_type != "cpu" or not (whole.is_cpu and part.is_cpu):
-        return False
-    if whole.is_conj() or part.is_conj() or whole.is_neg() or part.is_neg():
+    if whole.dtype is not part.dtype:
         return False
     try:
         start, first = whole.data_ptr(), part.data_ptr()
@@ -92,6 +80,52 @@ def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
             first == start + communicator.rank * part.nbytes or first >= start + whole.nbytes
         )
     return bool(first + part.nbytes <= start)
+
+
+def uncut_list(parts: Any, own: Any, communicator: Communicator) -> list[torch.Size] | None:
+    """The shapes of ``parts``, one dense tensor per rank, that may go to an engine as they are.
+
+    None, unless they and ``own``, which may be this rank's part or lie elsewhere, are such tensors of one
+    dtype and no two share memory; None is no error.
+    """
+    if (
+        type(parts) is not list
+        or len(parts) != communicator.world_size
+        or communicator.device_type != "cpu"
+        or not _ready(own)
+    ):
+        return None
+    dtype, shapes, ends = own.dtype, [], 0
+    try:
+        start = own.data_ptr()
+        end = start + own.nbytes
+        for rank, part in enumerate(parts):
+            if not _ready(part) or part.dtype is not dtype or part.requires_grad:
+                return None
+            first = part.data_ptr()
+            if not start or first < ends or not first:  # out of order: the general way sorts them
+                return None
+            ends = first + part.nbytes
+            if first < end and start < ends and not (first == start and rank == communicator.rank):
+                return None
+            shapes.append(part.shape)
+    except RuntimeError:  # see _has_memory
+        return None
+    return shapes
+
+
+def _ready(value: Any) -> bool:
+    """Whether ``value`` is a dense tensor on a CPU that stores its elements as they are."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and value.is_cpu
+        and type(value) is not FakeTensor
+        and not value.is_nested
+        and not value.is_conj()
+        and not value.is_neg()
+    )
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

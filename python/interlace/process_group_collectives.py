@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -39,6 +38,7 @@ from interlace.process_group_dispatch import is_simulated, needs_backend, return
 from interlace.process_group_overloads import all_flat, flat, long_form
 from interlace.process_group_rules import (
     PLAIN_TYPES,
+    NamedAsInTorch213,
     keep_outside_compilation,
     modes_active,
     renamed,
@@ -66,10 +66,7 @@ _DEFAULT_BARRIER = BarrierOptions()
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
-
-
-class Collectives(_ProcessGroup):  # type: ignore[misc]
+class Collectives(NamedAsInTorch213):
     """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
@@ -451,15 +448,11 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
-    _allgather_base = renamed("_allgather_base", "all_gather_single")
-    _reduce_scatter_base = renamed("_reduce_scatter_base", "reduce_scatter_single")
-    alltoall_base = renamed("alltoall_base", "all_to_all_single")
-    allgather_into_tensor_coalesced = renamed(
-        "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
-    )
-    reduce_scatter_tensor_coalesced = renamed(
-        "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
-    )
+    _allgather_base = renamed("all_gather_single")
+    _reduce_scatter_base = renamed("reduce_scatter_single")
+    alltoall_base = renamed("all_to_all_single")
+    allgather_into_tensor_coalesced = renamed("all_gather_single_coalesced")
+    reduce_scatter_tensor_coalesced = renamed("reduce_scatter_single_coalesced")
 
     # -- point to point ------------------------------------------------------------------------
 

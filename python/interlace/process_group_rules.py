@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
+_ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
+
 modes_active = torch._C._len_torch_dispatch_stack
 
 
@@ -71,15 +73,45 @@ def keep_outside_compilation(group_class: type) -> None:
             set_code_exec_strategy(method.__code__, skip)
 
 
-def renamed(old: str, new: str) -> property:
+class NamedAsInTorch213(_ProcessGroup):  # type: ignore[misc]
+    """A process group whose ``super()`` has the names of torch 2.13 in torch before it, too."""
+
+
+OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def _torchs_own(old: str) -> Any:
+    """torch's method, called from a function of its name: see the head of this file."""
+    method = getattr(dist.ProcessGroup, old)
+
+    def own(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    own.__code__ = own.__code__.replace(co_name=old)
+    return own
+
+
+for _new, _old in OLD_NAMES.items():
+    if not hasattr(dist.ProcessGroup, _new):
+        setattr(NamedAsInTorch213, _new, _torchs_own(_old))
+
+
+def renamed(new: str) -> property:
     """A method under its old name; but torch's own while the group calls ``super()`` (``_above``).
 
     torch looks for an override under the old name last, and would take ours for the end of its search
-    when it runs its own method.
+    when it runs its own method. Before 2.13 it knows the old name only, and must go on to find ours there.
     """
-    torchs_own = getattr(dist.ProcessGroup, old)
+    torchs_own = getattr(dist.ProcessGroup, OLD_NAMES[new])
+    has_both = hasattr(dist.ProcessGroup, new)
 
     def method(self: Any) -> Any:
-        return torchs_own.__get__(self) if self._above else getattr(self, new)
+        return torchs_own.__get__(self) if has_both and self._above else getattr(self, new)
 
     return property(method)

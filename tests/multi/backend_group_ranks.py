@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+import torch_names
 from multi.backend_ranks import Tagged, own, world
 
 
@@ -39,10 +40,11 @@ def meshes(path: str) -> list[Any]:
         x = torch.full((1,), 10.0**rank)
         dist.all_reduce(x, group=mine)
         sums.append(float(x))
-        turned = dist.new_group([3, 1], sort_ranks=False)
+        kept = {"sort_ranks": False} if torch_names.NEW_GROUP_SORTS else {}
+        turned = dist.new_group([3, 1], **kept)
         if turned != dist.GroupMember.NON_GROUP_MEMBER:
             out = torch.empty(2)
-            dist.all_gather_single(out, torch.tensor([float(rank)]), group=turned)
+            torch_names.all_gather_single(out, torch.tensor([float(rank)]), group=turned)
             interlace.all_reduce(x, group=turned)
             return [sums, dist.get_rank(turned), out.tolist(), float(x)]
         return [sums]
@@ -95,11 +97,11 @@ def elsewhere(path: str) -> list[Any]:
         with mock.patch.object(group, "_place", place):
             reduced, gathered, sent = tagged(rank, 1.0), tagged(*[0.0] * size), tagged(rank)
             dist.all_reduce(reduced)
-            dist.all_gather_single(gathered, sent)
+            torch_names.all_gather_single(gathered, sent)
             pieces = [tagged(0.0) for _ in range(size)]
             dist.all_gather(pieces, sent, async_op=True).wait()
             scattered = tagged(0.0)
-            dist.reduce_scatter_single(scattered, tagged(*range(size)))
+            torch_names.reduce_scatter_single(scattered, tagged(*range(size)))
             try:
                 dist.send(sent, (rank + 1) % size)
                 refused = "nothing was raised"

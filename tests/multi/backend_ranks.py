@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
+import torch_names
 
 OPTIONS = torch._C._distributed_c10d
 
@@ -56,7 +57,7 @@ def every_collective(path: str, async_op: bool) -> dict[str, Any]:
         x = own()
         call("all_reduce", dist.all_reduce, x, give=x)
         x = own()
-        call("premul_sum", dist.all_reduce, x, op=dist.ReduceOp.PREMUL_SUM(0.5), give=x)
+        call("premul_sum", dist.all_reduce, x, op=torch_names.premul_sum(0.5), give=x)
         x = torch.complex(own(), own())
         call("complex", dist.all_reduce, x, give=x)
         x = own()
@@ -68,15 +69,21 @@ def every_collective(path: str, async_op: bool) -> dict[str, Any]:
         out = [torch.empty(1 + r) for r in range(size)]
         call("uneven", dist.all_gather, out, own(size=1 + rank), give=out)
         cat, stack = torch.empty(2 * size), torch.empty(size, 2)
-        call("cat", dist.all_gather_single, cat, own(), give=cat)
-        call("stack", dist.all_gather_single, stack, own(), give=stack)
+        call("cat", torch_names.all_gather_single, cat, own(), give=cat)
+        call("stack", torch_names.all_gather_single, stack, own(), give=stack)
         flat = torch.empty(4 * size)
-        call("flat", dist.all_gather_single, flat, own(size=4).view(2, 2), give=flat)
+        call("flat", torch_names.all_gather_single, flat, own(size=4).view(2, 2), give=flat)
         part = torch.empty(2)
         whole = [own(10.0 * r) for r in range(size)]
         call("reduce_scatter", dist.reduce_scatter, part, whole, give=part)
         part = torch.empty(2)
-        call("reduce_scatter_single", dist.reduce_scatter_single, part, torch.cat(whole), give=part)
+        call(
+            "reduce_scatter_single",
+            torch_names.reduce_scatter_single,
+            part,
+            torch.cat(whole),
+            give=part,
+        )
         out = [torch.empty(2) for _ in range(size)]
         call("all_to_all", dist.all_to_all, out, whole, give=out)
         cat = torch.empty(2 * size)
@@ -131,13 +138,13 @@ def coalesced(path: str) -> list[torch.Tensor]:
                 dist.all_reduce(each)
         gathered = [torch.empty(2 * size), torch.empty(size)]
         with dist._coalescing_manager(async_ops=True) as manager:
-            dist.all_gather_single(gathered[0], own())
-            dist.all_gather_single(gathered[1], own(7.0, 1))
+            torch_names.all_gather_single(gathered[0], own())
+            torch_names.all_gather_single(gathered[1], own(7.0, 1))
         manager.wait()
         parts = [torch.empty(2), torch.empty(1)]
         with dist._coalescing_manager(async_ops=True) as manager:
-            dist.reduce_scatter_single(parts[0], own(size=2 * size))
-            dist.reduce_scatter_single(parts[1], own(size=size))
+            torch_names.reduce_scatter_single(parts[0], own(size=2 * size))
+            torch_names.reduce_scatter_single(parts[1], own(size=size))
         manager.wait()
         return [*sums, *gathered, *parts]
 
@@ -189,7 +196,7 @@ def fake(path: str) -> list[Any]:
             with FakeTensorMode():
                 x, out = torch.ones(4), torch.empty(4 * dist.get_world_size())
                 dist.all_reduce(x)
-                dist.all_gather_single(out, x)
+                torch_names.all_gather_single(out, x)
             meta = torch.ones(4, device="meta")
             dist.all_reduce(meta)
 
@@ -324,13 +331,13 @@ def functional_ops(path: str) -> list[torch.Tensor]:
         name, size = group.group_name, dist.get_world_size()
         ops = torch.ops._c10d_functional
         leaf = own().requires_grad_()
-        functional.all_gather_single_autograd(leaf, 0, group).square().sum().backward()
+        torch_names.functional_gather_autograd(leaf, 0, group).square().sum().backward()
         out = torch.empty(2 * size)
         gathered = ops.wait_tensor(ops.all_gather_into_tensor_out(own(), size, name, out=out))
         permuted = functional.permute_tensor(own(), [1, 0], group)
         results = [
             functional.all_reduce(own(), "sum", name) + 0,
-            functional.reduce_scatter_single(own(size=2 * size), "avg", 0, group) + 0,
+            torch_names.functional_reduce_scatter(own(size=2 * size), "avg", 0, group) + 0,
             functional.all_to_all_single(own(size=size), None, None, group) + 0,
             functional.broadcast(own(), 1, group) + 0,
             *[
@@ -339,11 +346,11 @@ def functional_ops(path: str) -> list[torch.Tensor]:
             ],
             *[
                 each + 0
-                for each in functional.all_gather_single_coalesced([own(), own(3.0)], group)
+                for each in torch_names.functional_gather_coalesced([own(), own(3.0)], group)
             ],
             *[
                 each + 0
-                for each in functional.reduce_scatter_single_coalesced(
+                for each in torch_names.functional_reduce_scatter_coalesced(
                     [own(size=2 * size), own(3.0, 2 * size)], "sum", [0, 0], group
                 )
             ],
@@ -362,13 +369,18 @@ def exchanged_by_op(path: str, backend: str) -> torch.Tensor:
         group = dist.new_group(backend=backend)
         peer, received = 1 - dist.get_rank(), torch.empty(2)
         ops = torch.ops._c10d_functional
-        results = ops.batch_p2p_ops(
-            ["isend", "irecv"], [peer, peer], [0, 0], [own(), received], group.group_name
-        )
-        for each in results:
-            ops.wait_tensor(each)
+        if hasattr(ops, "batch_p2p_ops"):
+            results = ops.batch_p2p_ops(
+                ["isend", "irecv"], [peer, peer], [0, 0], [own(), received], group.group_name
+            )
+            for each in results:
+                ops.wait_tensor(each)
+            received = ops.wait_tensor(results[1])
+        else:  # torch before 2.13 has no such op
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, own(), peer)])
+            dist.recv(received, peer)
         out = torch.empty(4)
-        return ops.wait_tensor(results[1]), ops.wait_tensor(
+        return received, ops.wait_tensor(
             ops.all_gather_into_tensor_out(own(), 2, group.group_name, out=out)
         )
 
@@ -380,7 +392,7 @@ def compiled(path: str, compiler: str, breaks: bool) -> torch.Tensor:
         y = x * 2
         dist.all_reduce(y)
         out = torch.empty(2 * y.shape[0])
-        dist.all_gather_single(out, y)
+        torch_names.all_gather_single(out, y)
         return out + 1
 
     def asynchronous(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
+import torch_names
 from interlace.groups import default_group
 from support import laid_out, payload
 
@@ -87,7 +88,7 @@ def test_premul_sum_has_a_factor_of_each_kind() -> None:
     def on_rank() -> None:
         rank, _ = ranks()
         for op in (
-            dist.ReduceOp.PREMUL_SUM(0.5),
+            torch_names.premul_sum(0.5),
             dist._make_nccl_premul_sum(0.5),
             dist._make_nccl_premul_sum(torch.tensor([0.5])),
         ):
@@ -95,7 +96,7 @@ def test_premul_sum_has_a_factor_of_each_kind() -> None:
             interlace.all_reduce(x, op)
             assert x.tolist() == [2.5] * 3
         x = torch.full((3,), 2.0)
-        interlace.all_reduce(x, dist.ReduceOp.PREMUL_SUM(1.0 + rank))  # each rank its own
+        interlace.all_reduce(x, torch_names.premul_sum(1.0 + rank))  # each rank its own
         assert x.tolist() == [6.0] * 3
 
     interlace.run(on_rank, 2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+import torch_names
 from support import failure
 
 W22 = torch.ones(2, 2)
@@ -176,7 +177,7 @@ WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      TypeError, "tensor of dtype torch.complex64 cannot be reduced with op 'max'"),
     ("bits of floats", lambda: interlace.reduce(torch.ones(2), 0, "bxor"),
      TypeError, "reduce: tensor of dtype torch.float32 cannot be reduced with op 'bxor'"),
-    ("premul of ints", lambda: interlace.all_reduce(torch.ones(2).int(), dist.ReduceOp.PREMUL_SUM(2.0)),
+    ("premul of ints", lambda: interlace.all_reduce(torch.ones(2).int(), torch_names.premul_sum(2.0)),
      TypeError, "op premul_sum needs a floating or complex tensor, got torch.int32"),
     ("premul_sum alone", lambda: interlace.all_reduce(W22, "premul_sum"),
      ValueError, "premul_sum needs its factor"),
