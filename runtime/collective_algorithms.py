@@ -17,13 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import reduction, transfer
-from interlace.kernels.tiling import (
-    arrival_order,
-    chunks_of,
-    owner_order,
-    prefix_sums,
-    send_order,
-)
+from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
+from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch
@@ -122,32 +117,39 @@ def all_gather_copy(
 
 
 def transfer_tables(
-    communicator: Communicator, rows: Sequence[int], chunk_rows: int, *, own: bool = True
+    communicator: Communicator, rows: Sequence[int], chunk_size: int, *, own: bool = True
 ) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
     """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots).
 
     ``own`` says that the own chunks are arrivals too, which they are not where they are in place.
     """
     rank, world_size = communicator.rank, communicator.world_size
-    chunks = [chunks_of(count, chunk_rows) for count in rows]
-    counts = [len(part) for part in chunks]
-    first_slots = prefix_sums(counts)
-    first_rows = prefix_sums(rows)
-
-    def line(peer: int, source: int, chunk: int) -> list[int]:
-        first, count = chunks[source][chunk]
-        return [peer, first, count, first_rows[source] + first, first_slots[source] + chunk]
-
-    sends = send_order(rank, world_size, counts[rank])
-    arrivals = [a for a in arrival_order(rank, world_size, counts) if own or a[0] != rank]
-    key = (tuple(rows), chunk_rows, own)
+    slots = formulas.chunk_slots(rows, chunk_size)
+    in_place = 0 if own else formulas.ceil_div(rows[rank], chunk_size)
+    key = (tuple(rows), chunk_size, own)
     return (
-        communicator.table(("sends", key), lambda: [line(p, rank, c) for c, p in sends]),
-        len(sends),
-        communicator.table(("arrivals", key), lambda: [line(s, s, c) for s, c in arrivals]),
-        len(arrivals),
-        first_slots[-1],
+        communicator.table(
+            ("sends", key), lambda: formulas.send_lines(rank, world_size, rows, chunk_size)
+        ),
+        formulas.sends_of(rank, world_size, rows, chunk_size),
+        communicator.table(
+            ("arrivals", key),
+            lambda: formulas.arrival_lines(rank, world_size, rows, chunk_size, own),
+        ),
+        slots - in_place,
+        slots,
     )
+
+
+def resident_programs(
+    communicator: Communicator, configuration: Configuration, reserved: int = 0
+) -> int:
+    """How many programs of a persistent grid the place keeps resident, or fewer if so configured.
+
+    ``reserved`` programs of the grid do something else, and are not what was configured.
+    """
+    limit = communicator.place.program_limit()
+    return min(limit, reserved + configuration.programs) if configuration.programs else limit
 
 
 def all_gather_kernel(
@@ -162,7 +164,7 @@ def all_gather_kernel(
     ``input`` may be its own part of ``output``, which is then not written.
     """
     block = configuration.block_elements
-    chunk = max(block, -(-max(lengths) // configuration.chunks))
+    chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
     first = prefix_sums(lengths)[communicator.rank]
     in_place = output[first:].data_ptr() == input.data_ptr()
     sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(
@@ -170,16 +172,15 @@ def all_gather_kernel(
     )
     layout = Layout()
     layout.add_slots(slots)
-    layout.add_data(output.numel() * output.dtype.itemsize)
+    layout.add_data(formulas.gathered_bytes(lengths, output.dtype.itemsize))
     copiers = max(1, min(configuration.copiers, num_sends))
     limit = configuration.programs or communicator.place.program_limit()
 
     def body(workspace: Workspace) -> None:
-        collectors = max(1, min(limit - copiers, num_arrivals))
         communicator.compute.launch(
             KernelLaunch(
                 transfer.all_gather_kernel,
-                copiers + collectors,
+                formulas.persistent_grid(copiers, num_arrivals, limit),
                 {
                     **workspace.kernel_arguments(),
                     "input_ptr": input,
@@ -271,15 +272,11 @@ def segment_table(
 ) -> torch.Tensor:
     """Lines (owner, first row, rows, number of the first tile) in the order of production."""
 
-    def lines() -> list[list[int]]:
-        start, table = 0, []
-        for owner in owner_order(communicator.rank, communicator.world_size):
-            first, rows = segments[owner]
-            table.append([owner, first, rows, start])
-            start += -(-rows // per_tile) * columns
-        return table
-
-    return communicator.table(("segments", tuple(segments), per_tile, columns), lines)
+    rank, world_size = communicator.rank, communicator.world_size
+    return communicator.table(
+        ("segments", tuple(segments), per_tile, columns),
+        lambda: formulas.segment_lines(rank, world_size, segments, per_tile, columns),
+    )
 
 
 def reduce_scatter_kernel(
@@ -292,13 +289,11 @@ def reduce_scatter_kernel(
     average: bool,
 ) -> Event:
     """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
-    block = configuration.block_elements
-    firsts = prefix_sums(lengths)
-    segments = list(zip(firsts, lengths, strict=False))
-    blocks = max(-(-length // block) for length in lengths)
+    block, world_size = configuration.block_elements, communicator.world_size
+    segments = formulas.segments_of(lengths)
     layout = Layout()
-    layout.add_slots(blocks * communicator.world_size)
-    layout.add_data(max(lengths) * communicator.world_size * output.dtype.itemsize)
+    layout.add_slots(formulas.reduce_slots(world_size, lengths, block, 1))
+    layout.add_data(formulas.contributed_bytes(world_size, lengths, output.dtype.itemsize))
     limit = configuration.programs or communicator.place.program_limit()
     table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
 
@@ -306,7 +301,7 @@ def reduce_scatter_kernel(
         communicator.compute.launch(
             KernelLaunch(
                 reduction.reduce_scatter_kernel,
-                max(1, min(limit, blocks)),
+                formulas.persistent_grid(0, formulas.ceil_div(max(lengths), block), limit),
                 {
                     **workspace.kernel_arguments(),
                     "input_ptr": input,
@@ -374,19 +369,18 @@ def all_reduce_kernel(
     average: bool,
 ) -> Event:
     """One-shot all-reduce by kernel; ``input`` and ``output`` may be the same tensor."""
-    block = configuration.block_elements
+    block, world_size = configuration.block_elements, communicator.world_size
     elements = input.numel()
-    blocks = -(-elements // block)
     layout = Layout()
-    layout.add_slots(blocks * communicator.world_size)
-    layout.add_data(elements * communicator.world_size * input.dtype.itemsize)
+    layout.add_slots(formulas.reduce_slots(world_size, [elements], block, 1))
+    layout.add_data(formulas.contributed_bytes(world_size, [elements], input.dtype.itemsize))
     limit = configuration.programs or communicator.place.program_limit()
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
             KernelLaunch(
                 reduction.all_reduce_kernel,
-                max(1, min(limit, blocks)),
+                formulas.persistent_grid(0, formulas.ceil_div(elements, block), limit),
                 {
                     **workspace.kernel_arguments(),
                     "input_ptr": input,

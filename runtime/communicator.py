@@ -256,6 +256,10 @@ class Communicator:
         """Bytes of symmetric memory that this group holds on this rank."""
         return self._arena.nbytes
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Give memory and handles back; later calls raise. Idempotent, not collective."""
         if not self._closed:

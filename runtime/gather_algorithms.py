@@ -16,7 +16,12 @@ import torch
 
 from interlace.kernels import all_gather_matmul as all_gather_matmul_kernels
 from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
-from interlace.runtime.collective_algorithms import all_gather_copy, transfer_tables
+from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.collective_algorithms import (
+    all_gather_copy,
+    resident_programs,
+    transfer_tables,
+)
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch
@@ -27,39 +32,25 @@ from interlace.runtime.operands import (
     kernel_operands,
     launch_options,
     multiply,
-    persistent_programs,
 )
 from interlace.runtime.stream import Event
-
-
-def chunk_rows(configuration: Configuration, rows: Sequence[int]) -> int:
-    """Rows per chunk: whole tiles, and the longest shard in about ``configuration.chunks`` chunks."""
-    tiles = -(-max(rows) // configuration.block_m)
-    return -(-tiles // configuration.chunks) * configuration.block_m
 
 
 def _chunk_table(
     communicator: Communicator,
     configuration: Configuration,
     rows: Sequence[int],
+    size: int,
     columns: int,
-) -> tuple[torch.Tensor, int, int]:
-    """Lines of ``all_gather_matmul_kernel``'s ``chunks``; their number; the number of tiles."""
+) -> tuple[torch.Tensor, int]:
+    """Lines of ``all_gather_matmul_kernel``'s ``chunks``; the number of tiles."""
     rank, world_size = communicator.rank, communicator.world_size
-    size = chunk_rows(configuration, rows)
-    chunks = [chunks_of(count, size) for count in rows]
-    counts = [len(part) for part in chunks]
-    order = arrival_order(rank, world_size, counts)
-    first_slots, first_rows = prefix_sums(counts), prefix_sums(rows)
-    tiles_n = -(-columns // configuration.block_n)
-    lines, start = [], 0
-    for source, chunk in order:
-        first, count = chunks[source][chunk]
-        slot = first_slots[source] + chunk
-        lines.append([source, first, count, first_rows[source] + first, slot, start])
-        start += -(-count // configuration.block_m) * tiles_n
-    key = ("chunks", tuple(rows), size, configuration.block_m, tiles_n)
-    return communicator.table(key, lambda: lines), len(lines), start
+    block_m, tiles_n = configuration.block_m, formulas.ceil_div(columns, configuration.block_n)
+    table = communicator.table(
+        ("chunks", tuple(rows), size, block_m, tiles_n),
+        lambda: formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n),
+    )
+    return table, formulas.tiles_of(rows, block_m, tiles_n)
 
 
 def all_gather_matmul_fused(
@@ -73,15 +64,15 @@ def all_gather_matmul_fused(
     """One kernel per weight; the first carries the copiers, or the copy engine sends."""
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)
-    size = chunk_rows(configuration, rows)
+    size = formulas.chunk_rows(rows, configuration.block_m, configuration.chunks)
     sends, num_sends, _, _, slots = transfer_tables(communicator, rows, size)
     layout = Layout()
     layout.add_slots(slots)
-    layout.add_data(total * inner * input.element_size())
+    layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
     operands = [kernel_operands(communicator, configuration, input, linear) for linear in linears]
     tables = [
-        _chunk_table(communicator, configuration, rows, linear.weight.shape[1])
+        _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1])
         for linear in linears
     ]
 
@@ -90,20 +81,21 @@ def all_gather_matmul_fused(
         copiers = min(configuration.copiers, num_sends, most)
         if not copiers:
             _send_by_copy_engine(communicator, workspace, input, rows, size)
-        for index, (chunks, num_chunks, tiles) in enumerate(tables):
+        for index, (chunks, tiles) in enumerate(tables):
             mine = copiers if index == 0 else 0
+            resident = resident_programs(communicator, configuration, mine)
             aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
             communicator.compute.launch(
                 KernelLaunch(
                     all_gather_matmul_kernels.all_gather_matmul_kernel,
-                    mine + persistent_programs(communicator, configuration, tiles, mine),
+                    formulas.persistent_grid(mine, tiles, resident),
                     {
                         **workspace.kernel_arguments(),
                         **operands[index],
                         "sends_ptr": sends,
                         "num_sends": num_sends,
                         "chunks_ptr": chunks,
-                        "num_chunks": num_chunks,
+                        "num_chunks": slots,
                         "COPIERS": mine,
                         "COPY_ROWS": configuration.copy_rows,
                         "COPY_COLUMNS": configuration.copy_columns,

@@ -198,7 +198,11 @@ class ShmPlace(Place):
         return not worker.unfinished or worker.inside
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
+        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy.
+
+        A rank that is alone has nobody to wait for, so its ops run at once.
+        """
+        asynchronous = asynchronous and self.world_size > 1
         if not self._worker.inside and (asynchronous or not self._worker.idle):
             return self._worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)

@@ -18,7 +18,8 @@ import torch
 from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.collective_algorithms import segment_table
+from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.collective_algorithms import resident_programs, segment_table
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch
@@ -28,7 +29,6 @@ from interlace.runtime.operands import (
     kernel_operands,
     launch_options,
     multiply,
-    persistent_programs,
 )
 from interlace.runtime.reductions import fold, fold_unrounded
 from interlace.runtime.stream import Event
@@ -45,22 +45,24 @@ def matmul_reduce_scatter_fused(
 ) -> Event:
     """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part."""
     rank, world_size = communicator.rank, communicator.world_size
-    columns = linear.weight.shape[1]
-    tiles_n = -(-columns // configuration.block_n)
+    columns, block_m = linear.weight.shape[1], configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
-    tiles = [-(-count // configuration.block_m) * tiles_n for count in rows]
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    row_bytes = columns * linear.output.element_size()
     layout = Layout()
-    layout.add_slots(world_size * max(tiles))
-    layout.add_data(world_size * max(rows) * columns * linear.output.element_size())
+    layout.add_slots(formulas.reduce_slots(world_size, rows, block_m, tiles_n))
+    layout.add_data(formulas.contributed_bytes(world_size, rows, row_bytes))
     # before the streams wait for what the caller has issued
     operands = kernel_operands(communicator, configuration, input, linear)
-    table = segment_table(communicator, segments, configuration.block_m, tiles_n)
+    table = segment_table(communicator, segments, block_m, tiles_n)
+    resident = resident_programs(communicator, configuration)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
             KernelLaunch(
                 matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel,
-                persistent_programs(communicator, configuration, sum(tiles)),
+                formulas.persistent_grid(0, tiles, resident),
                 {
                     **workspace.kernel_arguments(),
                     **operands,
@@ -175,18 +177,21 @@ def matmul_all_reduce_fused(
 ) -> Event:
     """One-shot: one kernel, every tile to every rank."""
     world_size = communicator.world_size
-    rows, columns = linear.output.shape
-    tiles = -(-rows // configuration.block_m) * -(-columns // configuration.block_n)
+    (rows, columns), block_m = linear.output.shape, configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    tiles = formulas.tiles_of([rows], block_m, tiles_n)
+    row_bytes = columns * linear.output.element_size()
     layout = Layout()
-    layout.add_slots(world_size * tiles)
-    layout.add_data(world_size * rows * columns * linear.output.element_size())
+    layout.add_slots(formulas.reduce_slots(world_size, [rows], block_m, tiles_n))
+    layout.add_data(formulas.contributed_bytes(world_size, [rows], row_bytes))
     operands = kernel_operands(communicator, configuration, input, linear)
+    resident = resident_programs(communicator, configuration)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
             KernelLaunch(
                 matmul_all_reduce_kernels.matmul_all_reduce_kernel,
-                persistent_programs(communicator, configuration, tiles),
+                formulas.persistent_grid(0, tiles, resident),
                 {
                     **workspace.kernel_arguments(),
                     **operands,

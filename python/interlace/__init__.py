@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib as _importlib
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 import torch as _torch
@@ -76,11 +77,19 @@ __version__ = "0.1.0"
 
 _interlace_backend.register()
 
+if _TYPE_CHECKING:
+    from interlace.group_specs import GroupSpec
+
+# what takes long to import: they bring torch's compilers along
+_ON_FIRST_USE = ("aot", "compile", "functional", "ops", "verify")
+
 
 def __getattr__(name: str) -> _Any:
-    """``interlace.verify``, on first use."""
-    if name == "verify":
-        return _importlib.import_module("interlace.verify")
+    """``interlace.functional``, ``interlace.verify`` and so on, on first use."""
+    if name in _ON_FIRST_USE:
+        return _importlib.import_module(f"interlace.{name}")
+    if name == "GroupSpec":
+        return _importlib.import_module("interlace.group_specs").GroupSpec
     raise AttributeError(f"module 'interlace' has no attribute {name!r}")
 
 
@@ -89,6 +98,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "DeadlockError",
     "Group",
+    "GroupSpec",
     "InterlaceError",
     "P2POp",
     "PeerDiedError",

@@ -8,7 +8,7 @@ rank before any data moves), brought into 2-D form, and handed to one of the alg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,11 +64,43 @@ def all_gather_matmul(
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
+    checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
+    return _all_gather_matmul(
+        resolve(group),
+        input,
+        weight,
+        gather_dim=gather_dim,
+        bias=bias,
+        return_gathered=return_gathered,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+class Buffers(NamedTuple):
+    """Where the results go, if the caller has made it: a matrix per weight, and the gathered input."""
+
+    outputs: Sequence[torch.Tensor]
+    gathered: torch.Tensor | None
+
+
+def _all_gather_matmul(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None,
+    return_gathered: bool,
+    async_op: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    buffers: Buffers | None = None,
+) -> Any:
     op = "all_gather_matmul"
-    communicator = resolve(group)
     rank = communicator.rank
     several = not isinstance(weight, torch.Tensor)
-    checks.warn_without_gradients(op, input, weight, bias)
     with communicator.accepting(op):
         input = checks.tensor("input", input, communicator)
         checks.float_dtype("input", input.dtype, rank)
@@ -91,6 +123,10 @@ def all_gather_matmul(
             dim,
             (algorithm, result_dtype, [w.shape[0] for w in weights], bool(return_gathered)),
         )
+        if buffers is not None and min(lengths) != max(lengths):
+            raise ValueError(
+                f"{op}: a traceable op takes equal shards, lengths along gather_dim are {lengths}"
+            )
         inner = sum(lengths) if along_k else input.shape[-1]
         for number, each in enumerate(weights):
             if each.shape[0] != inner:
@@ -108,6 +144,7 @@ def all_gather_matmul(
             algorithm,
             result_dtype,
             return_gathered,
+            buffers,
         )
         result = outputs if several else outputs[0]
         return Outcome((gathered, result) if return_gathered else result, event)
@@ -173,6 +210,7 @@ def _gather_rows(
     algorithm: str,
     dtype: torch.dtype,
     return_gathered: bool,
+    buffers: Buffers | None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
     """Shards are rows of the matmul: ``gather_dim`` is not the contracted one."""
     shard = rows_of(input, dim)
@@ -182,12 +220,9 @@ def _gather_rows(
         per_index *= length
     rows = [length * per_index for length in lengths]
     inner, total = shard.shape[1], sum(rows)
-    targets = [
-        Linear(w, b, torch.empty(total, w.shape[1], dtype=dtype, device=input.device))
-        for w, b in linears
-    ]
-    gathered = None
-    if return_gathered:
+    targets = _targets(linears, total, dtype, input, buffers)
+    gathered = None if buffers is None else buffers.gathered
+    if return_gathered and gathered is None:
         gathered = torch.empty(total, inner, dtype=input.dtype, device=input.device)
     config = configuration.choose(
         communicator.place,
@@ -228,6 +263,7 @@ def _gather_inner(
     algorithm: str,
     dtype: torch.dtype,
     return_gathered: bool,
+    buffers: Buffers | None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
     """Shards are slices of the contracted dimension: every output needs every shard.
 
@@ -245,7 +281,10 @@ def _gather_inner(
     for length in others if not shard.shape[0] else ():
         per_index *= length
     inner = sum(lengths)
-    transposed = torch.empty(inner, *others, dtype=input.dtype, device=input.device)
+    if buffers is not None and buffers.gathered is not None:
+        transposed = buffers.gathered.view(inner, *others)
+    else:
+        transposed = torch.empty(inner, *others, dtype=input.dtype, device=input.device)
     whole = transposed.movedim(0, -1)
     rows = [length * per_index for length in lengths]
     firsts = prefix_sums(rows)
@@ -256,10 +295,7 @@ def _gather_inner(
     if not inner:
         for length in others:
             total *= length
-    targets = [
-        Linear(w, b, torch.empty(total, w.shape[1], dtype=dtype, device=input.device))
-        for w, b in linears
-    ]
+    targets = _targets(linears, total, dtype, input, buffers)
     for target in targets:
         communicator.compute.call(
             lambda target=target: multiply(  # type: ignore[misc]
@@ -269,3 +305,19 @@ def _gather_inner(
         )
     outputs = [target.output.view(*others, target.output.shape[1]) for target in targets]
     return (whole if return_gathered else None), outputs, communicator.compute.record()
+
+
+def _targets(
+    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    rows: int,
+    dtype: torch.dtype,
+    input: torch.Tensor,
+    buffers: Buffers | None,
+) -> list[Linear]:
+    """Each weight with its bias and a matrix for its output."""
+    if buffers is not None:
+        return [Linear(w, b, out) for (w, b), out in zip(linears, buffers.outputs, strict=True)]
+    return [
+        Linear(w, b, torch.empty(rows, w.shape[1], dtype=dtype, device=input.device))
+        for w, b in linears
+    ]

@@ -63,10 +63,36 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
+    checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
+    return _matmul_reduce_scatter(
+        resolve(group),
+        input,
+        weight,
+        reduce_op=reduce_op,
+        scatter_dim=scatter_dim,
+        bias=bias,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def _matmul_reduce_scatter(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str,
+    scatter_dim: int,
+    bias: torch.Tensor | None,
+    async_op: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    buffer: torch.Tensor | None = None,
+) -> Any:
+    """``buffer``: the matrix that gets the own part's rows, or columns transposed, if there is one."""
     op = "matmul_reduce_scatter"
-    communicator = resolve(group)
     rank, world_size = communicator.rank, communicator.world_size
-    checks.warn_without_gradients(op, input, weight, bias)
     with communicator.accepting(op):
         request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
         dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
@@ -90,9 +116,15 @@ def matmul_reduce_scatter(
         parts = split_rows(length, world_size)
         segments = [(first * per_index, count * per_index) for first, count in parts]
         first, count = parts[rank]
-        output = torch.empty(
-            count * per_index, right.shape[1], dtype=request.dtype, device=left.device
-        )
+        shape = (count * per_index, right.shape[1])
+        output = buffer
+        if output is None:
+            output = torch.empty(shape, dtype=request.dtype, device=left.device)
+        elif output.shape != shape:
+            raise ValueError(
+                f"{op}: a traceable op scatters equal parts, the group's size {world_size} does not "
+                f"divide {length}"
+            )
         own_bias = request.bias
         if along_n and own_bias is not None:
             own_bias = own_bias[first : first + count]
@@ -223,9 +255,33 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
+    checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
+    return _matmul_all_reduce(
+        resolve(group),
+        input,
+        weight,
+        reduce_op=reduce_op,
+        bias=bias,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def _matmul_all_reduce(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str,
+    bias: torch.Tensor | None,
+    async_op: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    buffer: torch.Tensor | None = None,
+) -> Any:
+    """``buffer``: the matrix that gets all rows, if there is one."""
     op = "matmul_all_reduce"
-    communicator = resolve(group)
-    checks.warn_without_gradients(op, input, weight, bias)
     with communicator.accepting(op):
         request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
 
@@ -233,7 +289,9 @@ def matmul_all_reduce(
         request.agree(None)
         left = rows_of(request.input, 0)
         columns = request.weight.shape[1]
-        output = torch.empty(left.shape[0], columns, dtype=request.dtype, device=left.device)
+        output = buffer
+        if output is None:
+            output = torch.empty(left.shape[0], columns, dtype=request.dtype, device=left.device)
         one_shot = output.numel() * output.element_size() <= ONE_SHOT_BYTES
         if request.chosen(left.shape[0], columns) == "fused" and one_shot:
             config = configuration.choose(

@@ -6,6 +6,7 @@ so lists with equal entries are one group. The position in the list is the rank 
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +17,12 @@ from interlace.runtime.communicator import Communicator
 
 DEFAULT_NAME = "0"  # torch's name of its default group, too
 FIRST_USE, ALONE = 0, -1  # generations below those that Communicator.split counts
+FIRST_TAGGED = -(1 << 32)  # and below those that new_group counts down from ALONE
+TAG_BYTES = 6
 
-_groups: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+_groups: weakref.WeakKeyDictionary[
+    Communicator, dict[tuple[tuple[int, ...], str], Communicator]
+] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
     weakref.WeakKeyDictionary()
 )
@@ -65,15 +68,22 @@ def chosen(whole: Communicator, lists: Sequence[Any]) -> tuple[int, ...]:
     return mine[0]
 
 
-def group_of(whole: Communicator, ranks: tuple[int, ...]) -> Communicator:
-    """The group of these ranks, made if this is its first use."""
-    if ranks == tuple(range(whole.world_size)):
+def group_of(whole: Communicator, ranks: tuple[int, ...], tag: str = "") -> Communicator:
+    """The group of these ranks, made if this is its first use. Another ``tag`` is another group."""
+    if ranks == tuple(range(whole.world_size)) and not tag:
         return whole
     known = _groups.setdefault(whole, {})
-    found = known.get(ranks)
+    found = known.get((ranks, tag))
     if found is None:
-        found = known[ranks] = made(whole, ranks, FIRST_USE)
+        found = known[ranks, tag] = made(whole, ranks, _generation(tag))
     return found
+
+
+def _generation(tag: str) -> int:
+    if not tag:
+        return FIRST_USE
+    digest = hashlib.blake2b(tag.encode(), digest_size=TAG_BYTES).digest()
+    return FIRST_TAGGED - int.from_bytes(digest, "big")
 
 
 def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
@@ -84,24 +94,30 @@ def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Commun
     return Communicator(place, [whole.ranks[rank] for rank in ranks])
 
 
-def of_mesh(mesh: DeviceMesh, dim: int | str | None, rank: int) -> tuple[int, ...]:
-    """The ranks of the caller's row of ``mesh`` along ``dim``, which may be None for one dimension."""
+def mesh_dim(mesh: DeviceMesh, dim: int | str | None, where: str) -> int:
+    """``dim`` of ``mesh`` as an index from 0; None is the dimension of a mesh of one."""
     names = mesh.mesh_dim_names or ()
     if dim is None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"group: a DeviceMesh of {mesh.ndim} dimensions needs one, (mesh, dim), on rank {rank}"
+                f"group: a DeviceMesh of {mesh.ndim} dimensions needs one, (mesh, dim){where}"
             )
-        dim = 0
+        return 0
     if isinstance(dim, str):
         if dim not in names:
-            raise ValueError(f"group: dim {dim!r} is not one of {list(names)}, on rank {rank}")
-        dim = names.index(dim)
+            raise ValueError(f"group: dim {dim!r} is not one of {list(names)}{where}")
+        return names.index(dim)
     if not -mesh.ndim <= dim < mesh.ndim:
         raise ValueError(
-            f"group: dim must be within {-mesh.ndim}..{mesh.ndim - 1}, got {dim} on rank {rank}"
+            f"group: dim must be within {-mesh.ndim}..{mesh.ndim - 1}, got {dim}{where}"
         )
-    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+    return dim % mesh.ndim
+
+
+def of_mesh(mesh: DeviceMesh, dim: int | str | None, rank: int) -> tuple[int, ...]:
+    """The ranks of the caller's row of ``mesh`` along ``dim``, which may be None for one dimension."""
+    index = mesh_dim(mesh, dim, f", on rank {rank}")
+    rows = mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist()
     for row in rows:
         if rank in row:
             return tuple(row)
@@ -121,6 +137,26 @@ def named(whole: Communicator, group_name: str) -> Communicator | None:
     if group_name == DEFAULT_NAME:
         return whole
     return _names.get(whole, {}).get(group_name)
+
+
+def name_of(whole: Communicator, communicator: Communicator) -> str:
+    """A name that finds ``communicator`` among the groups of ``whole``; given to it if it has none.
+
+    The same on all its members, if these ask for the names of such groups in the same order.
+    """
+    if communicator is whole:
+        return DEFAULT_NAME
+    known = _names.setdefault(whole, {})
+    for group_name, named_group in known.items():
+        if named_group is communicator:
+            return group_name
+    for (ranks, tag), named_group in _groups.get(whole, {}).items():
+        if named_group is communicator:
+            return "ranks:" + ",".join(map(str, ranks)) + ("#" + tag if tag else "")
+    base = "ranks:" + ",".join(map(str, communicator.ranks))
+    number = sum(group_name.startswith(base + "#new_group ") for group_name in known)
+    known[f"{base}#new_group {number}"] = communicator
+    return f"{base}#new_group {number}"
 
 
 def close(whole: Communicator) -> None:

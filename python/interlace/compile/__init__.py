@@ -1,0 +1,1 @@
+"""torch.compile with interlace: the backend, the fusion pass, and what it did and why."""

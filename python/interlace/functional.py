@@ -1,0 +1,409 @@
+"""Functional collectives: ``f(input, ..., group=...) -> AsyncTensor``, eager and traced alike.
+
+An op starts and returns at once; its result waits by itself on first use, or in :func:`wait`. The input must
+not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``, ``make_fx``,
+``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace`` where the call is,
+and a ``wait_tensor`` where the first use is. All are differentiable, see ``ops/gradients.py``.
+
+``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
+needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks
+(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError: of shapes, dtypes and options
+that differ between ranks on every rank, before any data moves.
+
+>>> import interlace, torch
+>>> from interlace import functional
+>>> def doubled():
+...     y = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()]), group="0")
+...     return y * 2  # waits here
+>>> interlace.run(doubled, 2)
+[tensor([2., 4.]), tensor([2., 4.])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace import ops as ops
+from interlace import reduce_ops
+from interlace.async_tensor import AsyncTensor, wait, wrapped
+from interlace.group_specs import GroupSpec, bound, describe
+from interlace.ops import fused, plain
+from interlace.ops.pending import Started
+from interlace.process_group_rules import PLAIN_TYPES, modes_active
+
+__all__ = [
+    "AsyncTensor",
+    "GroupSpec",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "wait",
+]
+
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+torch._dynamo.allow_in_graph(wait)
+
+
+def _traceable(name: str) -> Callable[..., Any]:
+    """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
+    op = getattr(torch.ops.interlace, name).default
+
+    def start(*args: Any) -> Any:
+        result = op(*args)
+        if isinstance(result, torch.Tensor):
+            return wrapped(result)
+        return [wrapped(each) for each in result]
+
+    start.__name__ = start.__qualname__ = name
+    torch._dynamo.allow_in_graph(start)
+    return start
+
+
+def _traceable_out(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.interlace, f"{name}_out").default
+
+    def start(*args: Any) -> Any:
+        *own, out = args
+        op(*own, out=out)
+        return out
+
+    start.__name__ = start.__qualname__ = f"{name}_out"
+    torch._dynamo.allow_in_graph(start)
+    return start
+
+
+_all_reduce = _traceable("all_reduce")
+_all_gather = _traceable("all_gather")
+_reduce_scatter = _traceable("reduce_scatter")
+_all_to_all = _traceable("all_to_all")
+_broadcast = _traceable("broadcast")
+_reduce = _traceable("reduce")
+_permute = _traceable("permute")
+_gather = _traceable("gather")
+_scatter = _traceable("scatter")
+_all_gather_matmul = _traceable("all_gather_matmul")
+_matmul_reduce_scatter = _traceable("matmul_reduce_scatter")
+_matmul_all_reduce = _traceable("matmul_all_reduce")
+_all_reduce_out = _traceable_out("all_reduce")
+_all_gather_out = _traceable_out("all_gather")
+_reduce_scatter_out = _traceable_out("reduce_scatter")
+_all_to_all_out = _traceable_out("all_to_all")
+_broadcast_out = _traceable_out("broadcast")
+
+
+def _direct(*tensors: Any) -> bool:
+    """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
+    if torch.compiler.is_compiling() or modes_active() or _transforms_active():
+        return False
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if (
+            type(tensor) not in PLAIN_TYPES
+            or tensor.is_meta
+            or (recording and tensor.requires_grad)
+        ):
+            return False
+    return True
+
+
+def _tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def _started(started: Started) -> AsyncTensor:
+    return AsyncTensor(started.outputs[0], started.work)
+
+
+def _reduction(reduce_op: Any, input: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The op's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
+    if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
+        return reduce_op, input
+    name, factor = reduce_ops.parse(reduce_op, 0)
+    return (name, input) if factor is None else ("sum", input * factor)
+
+
+# -- reductions ----------------------------------------------------------------------------------------
+
+
+def all_reduce(
+    input: torch.Tensor,
+    reduce_op: Any = "sum",
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The reduction of every rank's ``input``, on all ranks: the same bits everywhere.
+
+    ``reduce_op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``.
+    ``out`` gets the result; it may be ``input``.
+    """
+    _tensor("input", input)
+    reduce_op, input = _reduction(reduce_op, input)
+    if _direct(input, out):
+        return _started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        return _all_reduce_out(input, reduce_op, size, name, out)  # type: ignore[no-any-return]
+    return _all_reduce(input, reduce_op, size, name)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(
+    input: torch.Tensor,
+    reduce_op: Any = "sum",
+    scatter_dim: int = 0,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
+
+    The size of the group must divide the length of ``scatter_dim``. ``reduce_op`` as for :func:`all_reduce`.
+    """
+    _tensor("input", input)
+    reduce_op, input = _reduction(reduce_op, input)
+    if _direct(input, out):
+        return _started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        return _reduce_scatter_out(input, reduce_op, scatter_dim, size, name, out)  # type: ignore[no-any-return]
+    return _reduce_scatter(input, reduce_op, scatter_dim, size, name)  # type: ignore[no-any-return]
+
+
+def reduce(
+    input: torch.Tensor, reduce_op: Any, dst: int, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others."""
+    _tensor("input", input)
+    reduce_op, input = _reduction(reduce_op, input)
+    if _direct(input):
+        return _started(plain.reduce(bound(group, tag), input, reduce_op, dst))
+    name, size = describe(group, tag)
+    return _reduce(input, reduce_op, dst, size, name)  # type: ignore[no-any-return]
+
+
+# -- moving --------------------------------------------------------------------------------------------
+
+
+def all_gather(
+    input: torch.Tensor,
+    gather_dim: int = 0,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Every rank's ``input``, one behind the other along ``gather_dim``. Shapes must be equal.
+
+    0-dim tensors give a tensor of the group's size.
+    """
+    _tensor("input", input)
+    if _direct(input, out):
+        return _started(plain.all_gather(bound(group, tag), input, gather_dim, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        return _all_gather_out(input, gather_dim, size, name, out)  # type: ignore[no-any-return]
+    return _all_gather(input, gather_dim, size, name)  # type: ignore[no-any-return]
+
+
+def all_to_all(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rank r's part of dim 0 of every rank's ``input``, one behind the other.
+
+    Parts are of equal length, or of ``input_split_sizes[r]`` for rank r and ``output_split_sizes[s]`` from s.
+    """
+    _tensor("input", input)
+    received = None if output_split_sizes is None else list(output_split_sizes)
+    sent = None if input_split_sizes is None else list(input_split_sizes)
+    if _direct(input, out):
+        return _started(plain.all_to_all(bound(group, tag), input, received, sent, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        return _all_to_all_out(input, received, sent, size, name, out)  # type: ignore[no-any-return]
+    return _all_to_all(input, received, sent, size, name)  # type: ignore[no-any-return]
+
+
+def broadcast(
+    input: torch.Tensor,
+    src: int,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too."""
+    _tensor("input", input)
+    if _direct(input, out):
+        return _started(plain.broadcast(bound(group, tag), input, src, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        return _broadcast_out(input, src, size, name, out)  # type: ignore[no-any-return]
+    return _broadcast(input, src, size, name)  # type: ignore[no-any-return]
+
+
+def permute(
+    input: torch.Tensor, src_dst: Sequence[int], *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal."""
+    _tensor("input", input)
+    targets = list(src_dst)
+    if _direct(input):
+        return _started(plain.permute(bound(group, tag), input, targets))
+    name, size = describe(group, tag)
+    return _permute(input, targets, size, name)  # type: ignore[no-any-return]
+
+
+def gather(
+    input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """As :func:`all_gather` on rank ``dst`` of the group; zeros of the same shape on the others."""
+    _tensor("input", input)
+    if _direct(input):
+        return _started(plain.gather(bound(group, tag), input, dst, gather_dim))
+    name, size = describe(group, tag)
+    return _gather(input, dst, gather_dim, size, name)  # type: ignore[no-any-return]
+
+
+def scatter(
+    input: torch.Tensor, src: int, scatter_dim: int = 0, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """This rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
+
+    Other ranks' inputs say the shape and dtype, and are not read.
+    """
+    _tensor("input", input)
+    if _direct(input):
+        return _started(plain.scatter(bound(group, tag), input, src, scatter_dim))
+    name, size = describe(group, tag)
+    return _scatter(input, src, scatter_dim, size, name)  # type: ignore[no-any-return]
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+
+
+def all_gather_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_gathered: bool = False,
+    save_gathered: bool = True,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
+
+    Shards must be equal. ``save_gathered``: keep the gathered input for the weights' gradients; without, it
+    is gathered again in backward, while the gradient of the input is computed.
+    """
+    _tensor("input", input)
+    several = not isinstance(weight, torch.Tensor)
+    weights = list(weight) if several else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if len(biases) != len(weights):
+        raise ValueError(f"bias has {len(biases)} entries, weight has {len(weights)}")
+    for each in weights:
+        _tensor("weight", each)
+    if all(each is None for each in biases):
+        biases = []
+    if _direct(input, *weights, *biases):
+        started = fused.all_gather_matmul(
+            bound(group, tag),
+            input,
+            weights,
+            biases,
+            gather_dim,
+            return_gathered,
+            algorithm,
+            out_dtype,
+        )
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        kept = return_gathered or (save_gathered and wanted)
+        made = _all_gather_matmul(
+            input, weights, biases, gather_dim, kept, algorithm, out_dtype, size, name
+        )
+    outputs = list(made[: len(weights)]) if several else made[0]
+    return (made[len(weights)], outputs) if return_gathered else outputs
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``, as
+    :func:`interlace.matmul_reduce_scatter`; the size of the group must divide what is scattered."""
+    _tensor("input", input)
+    _tensor("weight", weight)
+    if _direct(input, weight, bias):
+        return _started(
+            fused.matmul_reduce_scatter(
+                bound(group, tag), input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype
+            )
+        )
+    name, size = describe(group, tag)
+    return _matmul_reduce_scatter(  # type: ignore[no-any-return]
+        input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype, size, name
+    )
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str = "sum",
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`."""
+    _tensor("input", input)
+    _tensor("weight", weight)
+    if _direct(input, weight, bias):
+        return _started(
+            fused.matmul_all_reduce(
+                bound(group, tag), input, weight, bias, reduce_op, algorithm, out_dtype
+            )
+        )
+    name, size = describe(group, tag)
+    return _matmul_all_reduce(  # type: ignore[no-any-return]
+        input, weight, bias, reduce_op, algorithm, out_dtype, size, name
+    )

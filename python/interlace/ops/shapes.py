@@ -1,0 +1,137 @@
+"""What ops return, from shapes, dtypes and the size of the group: nothing here needs a live group.
+
+The functions make the outputs themselves, on real and on fake tensors alike. Kernels and fake kernels share
+them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+def dimension(name: str, dim: int, ndim: int) -> int:
+    """``dim`` counted from 0; 0-dim tensors have a dimension 0."""
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise ValueError(f"{name} must be within {-ndim}..{ndim - 1}, got {dim}")
+    return dim % max(ndim, 1)
+
+
+def like(input: torch.Tensor) -> torch.Tensor:
+    """A dense tensor of the shape of ``input``."""
+    return input.new_empty(input.shape)
+
+
+def gathered(input: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
+    dim = dimension("gather_dim", dim, input.dim())
+    if not input.dim():
+        return input.new_empty((size,))
+    return input.new_empty([n * size if i == dim else n for i, n in enumerate(input.shape)])
+
+
+def scattered(input: torch.Tensor, dim: int, size: int, name: str = "scatter_dim") -> torch.Tensor:
+    """``[.., n / size, ..]``; ValueError unless ``size`` divides ``n``."""
+    if not input.dim():
+        raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
+    dim = dimension(name, dim, input.dim())
+    part = divided(input.shape[dim], size, f"dimension {dim} of input")
+    return input.new_empty([part if i == dim else n for i, n in enumerate(input.shape)])
+
+
+def divided(length: Any, size: int, what: str) -> Any:
+    if isinstance(length, int) and isinstance(size, int) and length % size:
+        raise ValueError(
+            f"{what} has length {length}, which the group's size {size} does not divide"
+        )
+    return length // size
+
+
+def exchanged(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    size: int,
+) -> torch.Tensor:
+    """Of an all_to_all along dim 0: as many rows as ``output_split_sizes`` say, by default the input's."""
+    if not input.dim():
+        raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
+    for name, sizes in (
+        ("output_split_sizes", output_split_sizes),
+        ("input_split_sizes", input_split_sizes),
+    ):
+        if sizes is None:
+            divided(input.shape[0], size, f"dimension 0 of input, without {name},")
+        elif isinstance(size, int) and len(sizes) != size:
+            raise ValueError(f"{name} must have one entry per rank, {size}, got {len(sizes)}")
+    rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
+    return input.new_empty([rows, *input.shape[1:]])
+
+
+class Product(NamedTuple):
+    """One output of a fused op. ``matrix`` is what the matmul writes, ``view`` its form for the caller."""
+
+    matrix: torch.Tensor
+    view: torch.Tensor
+
+
+def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Product:
+    """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``, gathered along ``dim``.
+
+    The matrix has ``dim`` for its first index, so for other dims than 0 the view is permuted. ``dim`` may be
+    the last one: then every rank has all rows already.
+    """
+    lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
+    if dim == input.dim() - 1:
+        matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
+        return Product(matrix, matrix.view(*lengths, columns))
+    rows = input.shape[dim] * size
+    matrix = input.new_empty([rows * math.prod(lengths), columns], dtype=dtype)
+    return Product(matrix, matrix.view(rows, *lengths, columns).movedim(0, dim))
+
+
+def gathered_input(input: torch.Tensor, dim: int, size: int) -> Product:
+    """The gathered input itself, in memory with ``dim`` first."""
+    others = [n for i, n in enumerate(input.shape) if i != dim]
+    whole = input.new_empty([input.shape[dim] * size, *others])
+    flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
+    return Product(flat, whole.movedim(0, dim))
+
+
+def scattered_product(
+    input: torch.Tensor, columns: Any, dim: int, size: int, dtype: Any
+) -> Product:
+    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split."""
+    lengths = list(input.shape[:-1])
+    if dim == input.dim() - 1:
+        part = divided(columns, size, "the columns of weight")
+        matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
+        return Product(matrix, matrix.T.view(*lengths, part))
+    part = divided(lengths[dim], size, f"dimension {dim} of input")
+    others = [n for i, n in enumerate(lengths) if i != dim]
+    matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
+    return Product(matrix, matrix.view(part, *others, columns).movedim(0, dim))
+
+
+def product(input: torch.Tensor, columns: Any, dtype: Any) -> Product:
+    """``[.., columns]``, dense."""
+    lengths = list(input.shape[:-1])
+    matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
+    return Product(matrix, matrix.view(*lengths, columns))
+
+
+def permutation(src_dst: Sequence[int], size: int) -> None:
+    """Raise unless ``src_dst`` has every rank of the group once."""
+    if sorted(src_dst) != list(range(size)):
+        raise ValueError(
+            f"src_dst must have each of the ranks 0..{size - 1} once, got {list(src_dst)}"
+        )
+
+
+def permuted(input: torch.Tensor, src_dst: Sequence[int], size: int) -> torch.Tensor:
+    if isinstance(size, int):
+        permutation(src_dst, size)
+    return like(input)

@@ -1,0 +1,138 @@
+"""How large and in which order: grids, signal slots, workspaces and tables, from whole numbers alone.
+
+The host halves of the algorithms call these functions when they launch. A bundle that is built ahead of
+time carries their source text (``formula_text.py``), and its loader evaluates that, so a launch without
+Triton has the same numbers. Hence the plain style: only whole numbers, lists and tuples of them, and
+what ``interlace/aot.py`` allows.
+
+Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); ``tiles_n`` is the number
+of tiles side by side; ``resident`` is how many programs the device keeps resident at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from interlace.kernels.tiling import arrival_order, owner_order, send_order
+
+Line = list[int]
+
+
+def ceil_div(total: int, part: int) -> int:
+    """How many parts ``total`` makes, the last of which may be short."""
+    return -(-total // part)
+
+
+def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
+    """Programs of a persistent grid: no more than tiles, and than are resident.
+
+    ``reserved`` programs of the grid do something else.
+    """
+    return reserved + max(1, min(resident - reserved, tiles))
+
+
+def tiles_of(rows: Sequence[int], block_m: int, tiles_n: int) -> int:
+    """Tiles of all ranks' rows, where no tile holds rows of two ranks."""
+    return sum(ceil_div(count, block_m) for count in rows) * tiles_n
+
+
+# -- gathering ---------------------------------------------------------------------------------
+
+
+def chunk_rows(rows: Sequence[int], block_m: int, chunks: int) -> int:
+    """Rows per chunk: whole tiles, and the longest shard in about ``chunks`` chunks."""
+    return ceil_div(ceil_div(max(rows), block_m), chunks) * block_m
+
+
+def chunk_elements(rows: Sequence[int], block: int, chunks: int) -> int:
+    """As :func:`chunk_rows` for a flat tensor, whose chunks need not be whole blocks."""
+    return max(block, ceil_div(max(rows), chunks))
+
+
+def chunk_slots(rows: Sequence[int], chunk_size: int) -> int:
+    """Chunks of all ranks. Each has a slot, and is an arrival somewhere."""
+    return sum(ceil_div(count, chunk_size) for count in rows)
+
+
+def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> int:
+    """How many chunks a rank sends, one to each peer counted singly."""
+    return ceil_div(rows[rank], chunk_size) * (world_size - 1)
+
+
+def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
+    """Data region of a gather: everybody's rows."""
+    return sum(rows) * row_bytes
+
+
+def transfer_line(
+    peer: int, source: int, chunk: int, rows: Sequence[int], chunk_size: int
+) -> Line:
+    """A line of the tables that ``kernels/transfer.py`` describes, for one chunk of ``source``."""
+    first = chunk * chunk_size
+    count = min(chunk_size, rows[source] - first)
+    slot = chunk_slots(rows[:source], chunk_size) + chunk
+    return [peer, first, count, sum(rows[:source]) + first, slot]
+
+
+def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
+    """What a rank sends, in order."""
+    count = ceil_div(rows[rank], chunk_size)
+    return [
+        transfer_line(peer, rank, chunk, rows, chunk_size)
+        for chunk, peer in send_order(rank, world_size, count)
+    ]
+
+
+def arrival_lines(
+    rank: int, world_size: int, rows: Sequence[int], chunk_size: int, own: bool
+) -> list[Line]:
+    """What a rank takes, in order; ``own`` chunks are taken too or are in place."""
+    counts = [ceil_div(count, chunk_size) for count in rows]
+    return [
+        transfer_line(source, source, chunk, rows, chunk_size)
+        for source, chunk in arrival_order(rank, world_size, counts)
+        if own or source != rank
+    ]
+
+
+def chunk_lines(
+    rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
+) -> list[Line]:
+    """Lines of ``all_gather_matmul_kernel``'s ``chunks``: arrivals, with the number of the first tile."""
+    lines = []
+    start = 0
+    for line in arrival_lines(rank, world_size, rows, chunk_size, True):
+        lines.append([*line, start])
+        start += ceil_div(line[2], block_m) * tiles_n
+    return lines
+
+
+# -- reducing ----------------------------------------------------------------------------------
+
+
+def reduce_slots(world_size: int, rows: Sequence[int], block_m: int, tiles_n: int) -> int:
+    """A slot per source and tile of the part that an owner collects; of the longest, on all ranks."""
+    return world_size * ceil_div(max(rows), block_m) * tiles_n
+
+
+def contributed_bytes(world_size: int, rows: Sequence[int], row_bytes: int) -> int:
+    """Data region of a reduction: a contribution to the longest part from every rank."""
+    return world_size * max(rows) * row_bytes
+
+
+def segments_of(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """(first row, rows) by owner, one after another."""
+    return [(sum(rows[:owner]), rows[owner]) for owner in range(len(rows))]
+
+
+def segment_lines(
+    rank: int, world_size: int, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
+) -> list[Line]:
+    """Lines (owner, first row, rows, number of the first tile) in the order of production."""
+    lines = []
+    start = 0
+    for owner in owner_order(rank, world_size):
+        first, count = segments[owner]
+        lines.append([owner, first, count, start])
+        start += ceil_div(count, block_m) * tiles_n
+    return lines
