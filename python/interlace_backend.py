@@ -1,4 +1,4 @@
-"""Makes ``torch.distributed`` know the backend "interlace". Loads nothing until a group is made.
+"""Makes torch know interlace's backends, of torch.distributed and torch.compile. Loads nothing before use.
 
 torch calls :func:`register` at the end of its own import (entry point of the group ``torch.backends``),
 which is why this is a module of its own: ``import interlace`` takes longer than torch should wait for.
@@ -26,3 +26,10 @@ def _create(options: Any, backend_options: Any) -> Any:
     from interlace.process_group import create
 
     return create(options, backend_options)
+
+
+def compile_graph(graph_module: Any, inputs: Any, **options: Any) -> Any:
+    """What ``torch.compile(backend="interlace")`` calls where nothing of interlace was imported."""
+    from interlace.compile.backend import backend
+
+    return backend(graph_module, inputs, **options)

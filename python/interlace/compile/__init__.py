@@ -1,1 +1,26 @@
-"""torch.compile with interlace: the backend, the fusion pass, and what it did and why."""
+"""torch.compile with interlace: the backend, the fusion pass, and what it did and why.
+
+>>> import torch, interlace.compile
+>>> "interlace" in torch._dynamo.list_backends()
+True
+"""
+
+from interlace.compile.backend import FusionPass, register
+from interlace.compile.cost import CPU, GPU, Machine
+from interlace.compile.explain import Explanation, explain
+from interlace.compile.fusion import fuse
+from interlace.compile.report import Candidate, Report
+
+__all__ = [
+    "CPU",
+    "GPU",
+    "Candidate",
+    "Explanation",
+    "FusionPass",
+    "Machine",
+    "Report",
+    "explain",
+    "fuse",
+]
+
+register()

@@ -1,0 +1,152 @@
+"""``torch.compile(..., backend="interlace")``: Inductor, or eager aten, with the fusion pass."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from interlace.compile.cost import Machine
+from interlace.compile.fusion import POLICIES, fuse
+from interlace.compile.report import Report
+
+log = logging.getLogger("interlace.compile")
+CODEGENS = ("inductor", "aot_eager")
+VERSION = "1"
+
+
+class FusionPass(CustomGraphPass):
+    """Fuses collectives with matmuls; for Inductor, ``options={"post_grad_custom_post_pass": ...}``.
+
+    ``policy``: "auto" fuses what is predicted to be faster so, "always" whatever can be, "never" nothing.
+    ``machine`` replaces the cost model's numbers. ``on_report`` is called with the Report of every graph;
+    every graph also gets one line in the log of "interlace.compile".
+    """
+
+    def __init__(
+        self,
+        policy: str = "auto",
+        machine: Machine | None = None,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        self.policy, self.machine, self.on_report = policy, machine, on_report
+
+    def __call__(self, graph: fx.Graph) -> None:
+        report = fuse(graph, policy=self.policy, machine=self.machine, name=graph_kind(graph))
+        log.info("interlace: %s", report.summary())
+        if self.on_report is not None:
+            self.on_report(report)
+
+    def uuid(self) -> Any:
+        """Of what the pass does to a graph, for Inductor's cache; none while someone wants reports."""
+        if self.on_report is not None:
+            return None
+        return f"interlace {VERSION} {self.policy} {self.machine!r}"
+
+
+def graph_kind(graph: fx.Graph) -> str:
+    """ "backward" for graphs that take gradients, "forward" for those that save something for one."""
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if any(name.startswith("tangents") for name in names):
+        return "backward"
+    return "forward" if any(name.startswith("primals") for name in names) else "inference"
+
+
+def backend(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """What ``torch.compile(backend="interlace")`` calls. ``options``:
+
+    ``codegen``: "inductor" (default), or "aot_eager", which runs the ops one by one. ``policy``,
+    ``machine``, ``on_report``: of :class:`FusionPass`. All others are Inductor's.
+    """
+    settings = dict(options or {})
+    codegen = settings.pop("codegen", "inductor")
+    own = {key: settings.pop(key) for key in ("policy", "machine", "on_report") if key in settings}
+    if codegen not in CODEGENS:
+        raise ValueError(f"codegen must be one of {', '.join(CODEGENS)}, got {codegen!r}")
+    fusion = FusionPass(**own)
+    if codegen == "inductor":
+        return _inductor(graph_module, inputs, fusion, mode, settings)
+    if settings or mode:
+        raise ValueError(
+            f'codegen="aot_eager" takes no options of Inductor, got {settings or mode}'
+        )
+    return _aot_eager(graph_module, inputs, fusion)
+
+
+def _inductor(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    fusion: FusionPass,
+    mode: str | None,
+    settings: dict[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(list_mode_options(mode)) if mode not in (None, "default") else {}
+    patches.update(settings)
+    theirs = patches.get("post_grad_custom_post_pass")
+    passes = [] if theirs is None else theirs if isinstance(theirs, list) else [theirs]
+    patches["post_grad_custom_post_pass"] = _InTurn([*passes, fusion]) if passes else fusion
+    compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
+
+
+class _InTurn(CustomGraphPass):
+    """Several passes as one."""
+
+    def __init__(self, passes: list[Any]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        made = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
+        return None if any(each is None for each in made) else str(made)
+
+
+def _aot_eager(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], fusion: Callable[[fx.Graph], None]
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(traced: fx.GraphModule, _: Sequence[Any]) -> Any:
+        traced = copy.deepcopy(traced)
+        fusion(traced.graph)
+        traced.recompile()
+        return make_boxed_func(traced.forward)
+
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    made = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=select_decomp_table,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return made(graph_module, inputs)
+
+
+def register() -> None:
+    """Give torch.compile the backend "interlace"; an entry point does, where there was no import."""
+    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+
+    if "interlace" not in _COMPILER_FNS:
+        register_backend(compiler_fn=backend, name="interlace")

@@ -1,0 +1,149 @@
+"""Finds the matmuls that read a gathered tensor, and those that make what is reduced.
+
+A :class:`Product` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
+
+    mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
+    addmm(bias, reshape(x), w)   a Linear
+    bmm(x, expand(w))            matmul of a batch with one weight
+    add(product, product)        of several matmuls what is reduced: q, k and v in a backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from interlace.compile.nodes import (
+    RESHAPES,
+    arguments,
+    aten,
+    chain_of_reshapes,
+    is_call,
+    shape,
+    static,
+    through_reshapes,
+    value,
+)
+
+
+class Unfit(Exception):
+    """Why a matmul cannot be fused."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """``node`` = ``left @ right + bias + added``: rows of ``k``, ``(k, n)``, ``(n,)``, any shape."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
+
+    @property
+    def inner(self) -> int:
+        return int(shape(self.right)[0])
+
+    @property
+    def columns(self) -> int:
+        return int(shape(self.right)[1])
+
+
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
+
+
+def product_at(node: fx.Node) -> Product:
+    """The product that ``node`` is; raises :class:`Unfit`."""
+    bias: Any = None
+    added: Any = None
+    if is_call(node, aten.mm.default):
+        left, right = arguments(node)
+    elif is_call(node, aten.addmm.default):
+        bias, left, right = arguments(node)
+        if node.kwargs:
+            raise Unfit("addmm with a scaled bias")
+        if shape(bias) != shape(right)[1:]:
+            bias, added = None, bias
+    elif is_call(node, aten.bmm.default):
+        left, right = arguments(node)[0], _expanded_weight(arguments(node)[1])
+    else:
+        raise Unfit(f"{node.target} is no matmul")
+    if not static(*shape(right)):
+        raise Unfit("the weight has a symbolic shape")
+    dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
+    if len(dtypes) != 1:
+        raise Unfit("input, weight and bias differ in dtype")
+    return Product(node, left, right, bias, added)
+
+
+def _expanded_weight(node: Any) -> Any:
+    """The (k, n) weight that ``node`` repeats for every entry of a batch."""
+    wanted = shape(node)
+    while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
+        node = arguments(node)[0]
+    if not is_call(node, aten.expand.default):
+        raise Unfit("a batch of weights, one for every entry")
+    source = arguments(node)[0]
+    if is_call(source, aten.unsqueeze.default, *RESHAPES) and shape(source)[:-2] == [1]:
+        source = arguments(source)[0]
+    if shape(source) != wanted[1:]:
+        raise Unfit("a batch of weights, one for every entry")
+    return source
+
+
+def readers(gathered: fx.Node) -> tuple[list[Product], list[tuple[fx.Node, str]]]:
+    """The products that have ``gathered`` for their rows; and matmuls that read it otherwise, with why
+    they are not among these."""
+    products, others = [], []
+    for source in chain_of_reshapes(gathered):
+        for user in source.users:
+            if not is_call(user, *MATMULS):
+                if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
+                    others += [
+                        (each, "the gathered dimension is summed over")
+                        for each in user.users
+                        if is_call(each, *MATMULS)
+                    ]
+                continue
+            try:
+                product = product_at(user)
+                if product.left is not source:
+                    raise Unfit("the gathered tensor is the weight")
+                if product.right is source:
+                    raise Unfit("the gathered tensor is multiplied with itself")
+                products.append(product)
+            except Unfit as error:
+                others.append((user, str(error)))
+    return products, others
+
+
+def terms(reduced: fx.Node) -> list[Product]:
+    """The products whose sum ``reduced`` is, which nothing else reads; raises :class:`Unfit`.
+
+    Who reads ``reduced`` itself is for the caller to see.
+    """
+    inside, passed = through_reshapes(reduced)
+    for each in (*passed, inside):
+        if each is not reduced and len(each.users) != 1:
+            raise Unfit("the product is read by others too")
+    if is_call(inside, aten.add.Tensor) and not inside.kwargs:
+        found: list[Product] = []
+        for side in arguments(inside):
+            if not isinstance(side, fx.Node) or value(side) is None:
+                raise Unfit("what is reduced is no matmul: add")
+            if shape(side) != shape(inside):
+                raise Unfit("a term of the sum is broadcast")
+            if len(side.users) != 1:
+                raise Unfit("a term of the sum is read by others too")
+            found += terms(side)
+        return found
+    if not is_call(inside, *MATMULS):
+        raise Unfit(
+            f"what is reduced is no matmul: {getattr(inside.target, '__name__', inside.target)}"
+        )
+    product = product_at(inside)
+    if product.added is not None:
+        raise Unfit("addmm with a two-dimensional bias")
+    return [product]

@@ -1,0 +1,137 @@
+"""Small questions to the nodes of an aten graph, and new nodes that know their shapes as old ones do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+import interlace
+import interlace.ops as _defined  # noqa: F401  torch.ops.interlace
+
+aten: Any = torch.ops.aten
+c10d: Any = torch.ops._c10d_functional
+wait_tensor: Any = c10d.wait_tensor.default
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (torch, interlace)
+)
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def arguments(node: Any) -> Any:
+    """What the node calls its target with, of types that only its target knows."""
+    return node.args
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor that the node was traced with; None if it is no tensor."""
+    made = node.meta.get("val")
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def shape(node: fx.Node) -> list[Any]:
+    return list(value(node).shape)
+
+
+def static(*numbers: Any) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """A new node at the graph's insertion point, with its value, and the origin of ``like``."""
+    node = graph.call_function(target, args)
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    values = torch.utils._pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
+    mode = detect_fake_mode([each for each in torch.utils._pytree.tree_leaves(values)])
+    if mode is None:
+        node.meta["val"] = target(*values)
+    else:
+        with mode:
+            node.meta["val"] = target(*values)
+    return node
+
+
+def chain_of_reshapes(node: fx.Node) -> Iterable[fx.Node]:
+    """``node`` and all reshapes of it, of these and so on, that leave the last dimension as it is."""
+    yield node
+    for user in node.users:
+        if is_call(user, *RESHAPES) and user.args[0] is node and keeps_columns(user):
+            yield from chain_of_reshapes(user)
+
+
+def keeps_columns(reshaped: fx.Node) -> bool:
+    """Whether a reshape leaves the last dimension alone, so that rows stay rows."""
+    source, target = shape(reshaped.args[0]), shape(reshaped)  # type: ignore[arg-type]
+    return bool(source and target and static(source[-1], target[-1]) and source[-1] == target[-1])
+
+
+def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What ``node`` is a reshape of, back over those that keep the last dimension, and these."""
+    passed = []
+    while is_call(node, *RESHAPES) and keeps_columns(node):
+        passed.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return node, passed
+
+
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """All that ``nodes`` are computed from, and themselves."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def in_order(graph: fx.Graph) -> None:
+    """Put every node behind what it needs, and otherwise where it was."""
+    order: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [each for each in top.all_input_nodes if each not in placed]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if top not in placed:
+                placed.add(top)
+                order.append(top)
+    for before, node in pairwise(order):
+        before.append(node)
+
+
+def source_line(node: fx.Node) -> str:
+    """Where the user's code made ``node``: "file.py:12"; in torch or here if that is all that is known."""
+    frames = []
+    for line in str(node.meta.get("stack_trace") or "").splitlines():
+        text = line.strip()
+        if text.startswith("File "):
+            path, _, rest = text.removeprefix("File ").partition(", line ")
+            frames.append((path.strip('"'), rest.split(",")[0]))
+    if not frames:
+        return node.name
+    users = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    path, number = (users or frames)[-1]
+    return f"{os.path.basename(path)}:{number}"

@@ -1,0 +1,65 @@
+"""What a fusion pass saw and did: one candidate per collective, and a table of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One collective of a graph and its matmuls.
+
+    ``op`` is what it became, or would have; ``matmuls`` how many of them; ``reason`` why it was left as it
+    is, empty if it was fused. Times are predictions, in seconds, None where there was nothing to predict.
+    ``notes`` are matmuls that were left out of a fused one, with why.
+    """
+
+    collective: str
+    where: str
+    op: str
+    shape: str
+    matmuls: int
+    fused: bool
+    reason: str = ""
+    unfused_seconds: float | None = None
+    fused_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{self.collective} {self.shape} at {self.where}"
+        times = ""
+        if self.unfused_seconds is not None and self.fused_seconds is not None:
+            times = (
+                f" (predicted {1e6 * self.unfused_seconds:.0f} us unfused, "
+                f"{1e6 * self.fused_seconds:.0f} us fused)"
+            )
+        told = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
+        return "; ".join([f"{what}: {told}{times}", *self.notes])
+
+
+@dataclass
+class Report:
+    """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference"."""
+
+    graph: str
+    candidates: list[Candidate] = field(default_factory=list)
+
+    @property
+    def fused(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate.fused]
+
+    def summary(self) -> str:
+        """One line."""
+        line = f"{self.graph} graph: fused {len(self.fused)} of {len(self.candidates)} collectives"
+        counts: dict[str, int] = {}
+        for candidate in self.fused:
+            counts[candidate.op] = counts.get(candidate.op, 0) + 1
+        if counts:
+            line += " (" + ", ".join(f"{op} {count}" for op, count in sorted(counts.items())) + ")"
+        left = {c.reason for c in self.candidates if not c.fused}
+        if left:
+            line += "; left: " + ", ".join(sorted(left))
+        return line
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *(f"  {candidate}" for candidate in self.candidates)])

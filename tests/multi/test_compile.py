@@ -1,0 +1,124 @@
+"""The fusion pass: what it finds and leaves, that results stay, and what ``explain`` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+import interlace.compile
+from interlace import functional
+from multi import compile_ranks
+from multi.compile_ranks import GATHER, PATTERNS, SCATTER
+
+TOLERANCE = 1e-4
+
+
+def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
+    path = str(tmp_path / "store")
+    return interlace.run(function, world_size, path, *args, place="shm", timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("codegen", "world_size", "blocks"),
+    [("aot_eager", 2, 2), ("aot_eager", 4, 2), ("inductor", 2, 2), ("inductor", 4, 1)],
+)
+def test_transformer_fuses_4_of_4_per_block(
+    tmp_path: Path, codegen: str, world_size: int, blocks: int
+) -> None:
+    for result in on_ranks(compile_ranks.transformer, world_size, tmp_path, blocks, codegen):
+        assert result["worst"] < TOLERANCE
+        forward, backward = result["reports"]
+        pairs = [(GATHER, 3, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 1, "")]
+        assert forward == ("forward", pairs * blocks)
+        pairs = [(GATHER, 1, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 3, "")]
+        assert backward == ("backward", pairs * blocks)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_patterns(tmp_path: Path, world_size: int) -> None:
+    names = list(PATTERNS)
+    for results in on_ranks(compile_ranks.patterns, world_size, tmp_path, names, "aot_eager"):
+        for name, (became, worst, alike, said) in results.items():
+            assert became == PATTERNS[name][1], (name, said)
+            assert worst < TOLERANCE, name
+            assert alike, name
+        assert "a batch of weights" in results["batch of weights"][3][0]
+        assert "reduce op 'max'" in results["scatter max"][3][0]
+        assert "read by others too" in results["product kept"][3][0]
+        assert "no matmul reads" in results["gather alone"][3][0]
+        assert "the gathered tensor is the weight" in results["gathered weight"][3][0]
+        assert "its weight comes from the gathered" in results["weight from the gathered"][3][0]
+
+
+def test_patterns_through_inductor(tmp_path: Path) -> None:
+    names = [
+        "3-D, dim 1",
+        "linear with bias, dim 1",
+        "three readers",
+        "scatter dim 1",
+        "waits later",
+    ]
+    for results in on_ranks(compile_ranks.patterns, 2, tmp_path, names, "inductor"):
+        for name, (became, worst, alike, said) in results.items():
+            assert became == PATTERNS[name][1], (name, said)
+            assert worst < TOLERANCE, name
+            assert alike, name
+
+
+def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
+    for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
+        assert lines == [
+            "interlace: inference graph: fused 2 of 2 collectives (all_gather_matmul 1, "
+            "matmul_reduce_scatter 1)"
+        ]
+        assert worst < TOLERANCE
+        assert ops == [GATHER, SCATTER]
+
+
+# -- explain and the cost model: no process group -----------------------------------------------------
+
+GROUP = interlace.GroupSpec("tp", 4)
+
+
+def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    hidden = functional.all_gather(x, 0, group=GROUP) @ up
+    return functional.reduce_scatter(torch.relu(hidden) @ down, "sum", 0, group=GROUP) * 1
+
+
+def test_explain_without_a_process_group() -> None:
+    small = interlace.compile.explain(
+        mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3))
+    )
+    assert [report.graph for report in small.reports] == ["forward", "backward"]
+    assert [c.reason for c in small.candidates] == ["predicted to be slower fused"] * 4
+    for candidate in small.candidates:
+        assert candidate.fused_seconds > candidate.unfused_seconds > 0
+        assert candidate.where.startswith("test_compile.py:")
+    always = interlace.compile.explain(
+        mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3)), policy="always"
+    )
+    assert [c.op for c in always.fused] == [GATHER, SCATTER, GATHER, SCATTER]
+    never = interlace.compile.explain(mlp, *(torch.ones(8, 8) for _ in range(3)), policy="never")
+    assert [c.reason for c in never.candidates] == ['policy is "never"'] * 2
+    assert "not fused: predicted to be slower fused" in str(small)
+
+
+def test_the_machine_decides() -> None:
+    slow_links = interlace.compile.Machine("slow links", 1e-3, 1e6, 1e12, 1e-6, 1e9, 0.5)
+    arguments = [torch.ones(8, 8) for _ in range(3)]
+    fused = interlace.compile.explain(mlp, *arguments, machine=slow_links).candidates
+    assert [c.fused for c in fused] == [True, True]
+    free_links = interlace.compile.Machine("free links", 1e-9, 1e15, 1e12, 1e-3, 1e15, 0.5)
+    left = interlace.compile.explain(mlp, *arguments, machine=free_links).candidates
+    assert [c.fused for c in left] == [False, False]
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ValueError, match="policy must be one of auto, always, never, got 'often'"):
+        interlace.compile.FusionPass("often")
+    with pytest.raises(Exception, match="codegen must be one of inductor, aot_eager, got 'c'"):
+        torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
