@@ -7,7 +7,7 @@ variants are defaults, and which kernels load by descriptor what peers have writ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.runtime.catalogue import Entry
 from interlace.runtime.compile_pool import compile_all
@@ -54,15 +54,18 @@ class Report:
 def build(
     entries: Sequence[Entry],
     *,
+    artifacts: Sequence[str] = (),
     workers: int | None = None,
     on_report: Callable[[Report], None] = lambda report: None,
 ) -> list[Report]:
     """Compile and measure ``entries`` in worker processes; reports in the same order.
 
-    ``workers`` is one per core by default. ``on_report`` is called as each entry is done.
+    ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
+    ``artifacts``, one path per entry, what is compiled is kept there (``compile_artifacts.py``).
     """
+    stems = artifacts or [""] * len(entries)
     measured = compile_all(
-        [request(entry) for entry in entries],
+        [replace(request(e), artifacts=stem) for e, stem in zip(entries, stems, strict=True)],
         workers=workers,
         on_result=lambda index, result: on_report(_report(entries[index], result)),
     )

@@ -19,7 +19,7 @@ Variants of a fused kernel, named in this order::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -65,10 +65,11 @@ class Entry:
 
 def entries(arch: int) -> list[Entry]:
     """Everything that is built for ``arch``."""
-    return [*_signals(arch), *_collectives(arch), *_fused(arch)]
+    return [*signals(arch), *_collectives(arch), *_fused(arch)]
 
 
-def _signals(arch: int) -> Iterator[Entry]:
+def signals(arch: int) -> Iterator[Entry]:
+    """The kernels of ``kernels/signal.py``."""
     kernels = {
         "publish_kernel": ("rank", "peer", "slot_byte"),
         "wait_kernel": ("rank", "world_size", "source", "slot_byte"),
@@ -104,58 +105,74 @@ _WORKSPACE_DIVISIBLE = ("peers_ptr", "data_offset")
 def _collectives(arch: int) -> Iterator[Entry]:
     for dtype in DTYPES:
         configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
-        types = {**_WORKSPACE, "input_ptr": f"*{dtype}", "output_ptr": f"*{dtype}"}
-        divisible = (*_WORKSPACE_DIVISIBLE, "input_ptr", "output_ptr")
-        yield Entry(
-            "interlace.kernels.transfer",
-            "all_gather_kernel",
-            dtype,
-            arch,
-            {
-                **types,
-                "sends_ptr": "*i64",
-                "num_sends": "i32",
-                "arrivals_ptr": "*i64",
-                "num_arrivals": "i32",
-            },
-            {
-                "COPIERS": configuration.copiers,
-                "BLOCK": configuration.block_elements,
-            },
-            (*divisible, "sends_ptr", "arrivals_ptr"),
-            configuration.num_warps,
-        )
+        yield all_gather(arch, dtype, configuration)
         for average in (False, True):
-            variant = f"{dtype} average" if average else dtype
-            constants: dict[str, Constant] = {
-                "BLOCK": configuration.block_elements,
-                "AVERAGE": average,
-            }
-            yield Entry(
-                "interlace.kernels.reduction",
-                "reduce_scatter_kernel",
-                variant,
-                arch,
-                {**types, "segments_ptr": "*i64", "own_elements": "i32"},
-                constants,
-                (*divisible, "segments_ptr"),
-                configuration.num_warps,
-            )
-            yield Entry(
-                "interlace.kernels.reduction",
-                "all_reduce_kernel",
-                variant,
-                arch,
-                {**types, "elements": "i32"},
-                constants,
-                divisible,
-                configuration.num_warps,
-            )
+            yield reduce_scatter(arch, dtype, configuration, average=average)
+            yield all_reduce(arch, dtype, configuration, average=average)
+
+
+def _flat(dtype: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Types and divisible arguments that the plain collectives share."""
+    types = {**_WORKSPACE, "input_ptr": f"*{dtype}", "output_ptr": f"*{dtype}"}
+    return types, (*_WORKSPACE_DIVISIBLE, "input_ptr", "output_ptr")
+
+
+def all_gather(arch: int, dtype: str, configuration: Configuration) -> Entry:
+    """The plain all-gather of ``dtype``, by Triton's name."""
+    types, divisible = _flat(dtype)
+    tables = {"sends_ptr": "*i64", "arrivals_ptr": "*i64"}
+    return Entry(
+        "interlace.kernels.transfer",
+        "all_gather_kernel",
+        dtype,
+        arch,
+        {**types, **tables, "num_sends": "i32", "num_arrivals": "i32"},
+        {"COPIERS": configuration.copiers, "BLOCK": configuration.block_elements},
+        (*divisible, *tables),
+        configuration.num_warps,
+    )
+
+
+def reduce_scatter(
+    arch: int, dtype: str, configuration: Configuration, *, average: bool = False
+) -> Entry:
+    """The plain reduce-scatter."""
+    types, divisible = _flat(dtype)
+    return Entry(
+        "interlace.kernels.reduction",
+        "reduce_scatter_kernel",
+        f"{dtype} average" if average else dtype,
+        arch,
+        {**types, "segments_ptr": "*i64", "own_elements": "i32"},
+        {"BLOCK": configuration.block_elements, "AVERAGE": average},
+        (*divisible, "segments_ptr"),
+        configuration.num_warps,
+    )
+
+
+def all_reduce(
+    arch: int, dtype: str, configuration: Configuration, *, average: bool = False
+) -> Entry:
+    """The plain one-shot all-reduce."""
+    types, divisible = _flat(dtype)
+    return Entry(
+        "interlace.kernels.reduction",
+        "all_reduce_kernel",
+        f"{dtype} average" if average else dtype,
+        arch,
+        {**types, "elements": "i32"},
+        {"BLOCK": configuration.block_elements, "AVERAGE": average},
+        divisible,
+        configuration.num_warps,
+    )
 
 
 @dataclass(frozen=True)
-class _Operands:
-    """A variant of the matmul that the fused kernels share."""
+class Operands:
+    """A variant of the matmul that the fused kernels share.
+
+    ``overrides`` are values of the configuration other than the default ones.
+    """
 
     dtype: str = "bf16"
     layout: str = "kn"
@@ -164,6 +181,12 @@ class _Operands:
     inner: int = 4096
     bias: str = ""
     rows: int = MANY_ROWS
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    def configuration(self, arch: int) -> Configuration:
+        """What is launched for these operands."""
+        default = gpu_default(arch, DTYPES[self.dtype], self.rows, self.columns, self.inner)
+        return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def describe(self) -> str:
         words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
@@ -176,40 +199,36 @@ class _Operands:
 
 def _fused(arch: int) -> Iterator[Entry]:
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
-    plain = _Operands(tma=tma)
+    plain = Operands(tma=tma)
     shared = [
         plain,
-        _Operands(tma=tma, layout="nk"),
-        *([_Operands(tma=False), _Operands(tma=False, layout="nk")] if tma else []),
-        _Operands(tma=False, columns=4095, inner=4095),
-        _Operands(tma=False, inner=4095),
-        _Operands(tma=False, layout="nk", columns=4095),
-        _Operands(tma=tma, bias="n"),
-        _Operands(tma=tma, bias="m"),
-        _Operands(tma=tma, rows=64),
-        _Operands(tma=tma, dtype="fp16"),
-        _Operands(tma=False, dtype="fp32"),
-        _Operands(tma=False, dtype="fp32", layout="nk", bias="n"),
+        Operands(tma=tma, layout="nk"),
+        *([Operands(tma=False), Operands(tma=False, layout="nk")] if tma else []),
+        Operands(tma=False, columns=4095, inner=4095),
+        Operands(tma=False, inner=4095),
+        Operands(tma=False, layout="nk", columns=4095),
+        Operands(tma=tma, bias="n"),
+        Operands(tma=tma, bias="m"),
+        Operands(tma=tma, rows=64),
+        Operands(tma=tma, dtype="fp16"),
+        Operands(tma=False, dtype="fp32"),
+        Operands(tma=False, dtype="fp32", layout="nk", bias="n"),
     ]
     for operands in shared:
-        yield _all_gather_matmul(arch, operands, copiers=True)
-    for operands in (plain, _Operands(tma=tma, layout="nk"), _Operands(tma=False, dtype="fp32")):
-        yield _all_gather_matmul(arch, operands, copiers=False)
+        yield all_gather_matmul(arch, operands, copiers=True)
+    for operands in (plain, Operands(tma=tma, layout="nk"), Operands(tma=False, dtype="fp32")):
+        yield all_gather_matmul(arch, operands, copiers=False)
     for operands in shared:
-        yield _reduction(
-            arch, operands, "matmul_reduce_scatter", {"segments_ptr": "*i64", "own_rows": "i32"}
-        )
+        yield matmul_reduce_scatter(arch, operands)
     for operands in shared:
-        yield _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"})
+        yield matmul_all_reduce(arch, operands)
 
 
 def _matmul(
-    arch: int, operands: _Operands
+    arch: int, operands: Operands
 ) -> tuple[Configuration, dict[str, str], dict[str, Constant], tuple[str, ...]]:
     """Configuration, types, constants and divisible arguments that all fused kernels share."""
-    configuration = gpu_default(
-        arch, DTYPES[operands.dtype], operands.rows, operands.columns, operands.inner
-    )
+    configuration = operands.configuration(arch)
     pointer = f"*{operands.dtype}"
     along, across = ("weight_stride_n", "weight_stride_k")
     if operands.layout == "nk":
@@ -246,13 +265,14 @@ def _matmul(
     return configuration, types, constants, divisible
 
 
-def _is_default(arch: int, operands: _Operands) -> bool:
+def _is_default(arch: int, operands: Operands) -> bool:
     allowed = gpu_default(arch, DTYPES[operands.dtype], operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
     return bool(operands.tma or odd or not allowed)
 
 
-def _all_gather_matmul(arch: int, operands: _Operands, *, copiers: bool) -> Entry:
+def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
+    """All-gather + matmul; without ``copiers`` the copy engine sends."""
     configuration, types, constants, divisible = _matmul(arch, operands)
     tables = {"sends_ptr": "*i64", "chunks_ptr": "*i64"}
     return Entry(
@@ -276,16 +296,29 @@ def _all_gather_matmul(arch: int, operands: _Operands, *, copiers: bool) -> Entr
     )
 
 
-def _reduction(arch: int, operands: _Operands, op: str, types: dict[str, str]) -> Entry:
-    """``matmul_reduce_scatter`` or ``matmul_all_reduce``, with what they have of their own."""
+def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
+    """Matmul + reduce-scatter."""
+    types = {"segments_ptr": "*i64", "own_rows": "i32"}
+    return _reduction(arch, operands, "matmul_reduce_scatter", types, average)
+
+
+def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
+    """Matmul + all-reduce."""
+    return _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"}, average)
+
+
+def _reduction(
+    arch: int, operands: Operands, op: str, types: dict[str, str], average: bool
+) -> Entry:
+    """A fused reduction, with the ``types`` that it has of its own."""
     configuration, shared, constants, divisible = _matmul(arch, operands)
     return Entry(
         f"interlace.kernels.{op}",
         f"{op}_kernel",
-        operands.describe(),
+        operands.describe() + (" average" if average else ""),
         arch,
         {**shared, **types},
-        {**constants, "AVERAGE": False},
+        {**constants, "AVERAGE": average},
         (*divisible, *(name for name in types if name == "segments_ptr")),
         configuration.num_warps,
         configuration.num_stages,

@@ -33,6 +33,8 @@ from interlace.runtime.work import Work
 CHANNELS = 2
 MESSAGE_LENGTH = 2000
 
+modes_active = torch._C._len_torch_dispatch_stack
+
 
 class Communicator:
     """One rank's view of a group.
@@ -178,6 +180,8 @@ class Communicator:
             with self._numbered():
                 return function()
 
+        if modes_active():
+            _refuse_other_tensors(op)
         self.place.check()
         future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
         work = Work(op, self.place, future)
@@ -207,6 +211,8 @@ class Communicator:
         place = self.place
         if self._closed:
             raise self._was_closed(call.op)
+        if modes_active():
+            _refuse_other_tensors(call.op)
         place.check()
         if not async_op and place.idle:
             try:
@@ -266,3 +272,13 @@ class Communicator:
             self._closed = True
             self._arena.close()
             self.place.close()
+
+
+def _refuse_other_tensors(op: str) -> None:
+    """TypeError under a mode of torch that makes tensors of its own of those that an op works with."""
+    made = type(torch.empty(0))
+    if made is not torch.Tensor:
+        raise TypeError(
+            f"{op}: under this dispatch mode new tensors are {made.__name__}s, which have no memory to "
+            "communicate; use interlace.functional"
+        )

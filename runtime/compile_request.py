@@ -31,7 +31,8 @@ class Request:
     cannot be imported in a new process, or is another one there. ``types`` are Triton's names by
     argument ("*bf16", "i32") and ``constants`` the arguments fixed at compile time: together all
     arguments. ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
-    ``ignore`` names rules that do not apply.
+    ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
+    left in files of that name (``compile_artifacts.py``).
     """
 
     module: str
@@ -44,6 +45,7 @@ class Request:
     num_warps: int = 4
     num_stages: int = 3
     ignore: tuple[str, ...] = ()
+    artifacts: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import IO, Any
 
-from interlace.runtime import machine_code
+from interlace.runtime import compile_artifacts, machine_code
 from interlace.runtime.compile_request import Measurement, Request, decode_request, encode
 from interlace.runtime.compiled_lines import Frame, describe
 from interlace.runtime.triton_ir import TritonIR
@@ -124,7 +124,11 @@ def measure(request: Request) -> Measurement:
     arch = request.arch
     ir = TritonIR(compiled.asm["source"])
     counts = machine_code.instruction_counts(sass)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    if request.artifacts:
+        compile_artifacts.write(
+            compiled, request.artifacts, usage=used, spills=machine_code.spills(counts)
+        )
     return Measurement(
         registers=used["REG"],
         stack=used["STACK"],

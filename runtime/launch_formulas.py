@@ -64,10 +64,8 @@ def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
     return sum(rows) * row_bytes
 
 
-def transfer_line(
-    peer: int, source: int, chunk: int, rows: Sequence[int], chunk_size: int
-) -> Line:
-    """A line of the tables that ``kernels/transfer.py`` describes, for one chunk of ``source``."""
+def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk_size: int) -> Line:
+    """[peer, first row in the shard, rows, first row in the whole, slot], for one chunk of ``source``."""
     first = chunk * chunk_size
     count = min(chunk_size, rows[source] - first)
     slot = chunk_slots(rows[:source], chunk_size) + chunk

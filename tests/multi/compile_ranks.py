@@ -171,6 +171,51 @@ def batched(x: Tensor) -> Tensor:
     return torch.bmm(whole, weight(16, 6).view(2, 8, 6))
 
 
+def batch_gathered(x: Tensor) -> Tensor:
+    """The weights belong to the entries that are gathered: they cannot be told apart before."""
+    whole = gathered(x.view(2, 2, 8), 0)
+    return torch.bmm(whole, weight(8, 6 * whole.shape[0]).view(whole.shape[0], 8, 6))
+
+
+def batch_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = gathered(x.view(2, 2, 8), 1)
+    return torch.bmm(whole, weight(16, 6).view(2, 8, 6)), whole * 2
+
+
+def batch_scattered(x: Tensor) -> Tensor:
+    product = torch.bmm(x.view(1, 4, 8).expand(2, 4, 8), weight(16, 6).view(2, 8, 6))
+    return scattered(product, 1)
+
+
+FLOAT8 = torch.float8_e4m3fn
+ONE = torch.ones(())
+
+
+def scaled_mm(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> Tensor:
+    return torch._scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.bfloat16).float()
+
+
+def scaled_gather(x: Tensor) -> Tensor:
+    shard = torch.cat([x, x], 1).to(FLOAT8)
+    w = weight(16, 16).to(FLOAT8).t().contiguous().t()
+    return scaled_mm(gathered(shard, 0), w, ONE * 0.5, ONE * 2.0)
+
+
+def scaled_rows(x: Tensor) -> Tensor:
+    shard = torch.cat([x, x], 1)
+    scale = shard.abs().amax(1, keepdim=True)
+    whole = gathered((shard / scale).to(FLOAT8), 0)
+    w = weight(16, 16).to(FLOAT8).t().contiguous().t()
+    return scaled_mm(whole, w, gathered(scale, 0), torch.ones(1, 16) * 0.25)
+
+
+def scaled_scatter(x: Tensor) -> Tensor:
+    left = torch.cat([x, x], 1).to(FLOAT8)
+    w = weight(16, 16).to(FLOAT8).t().contiguous().t()
+    product = torch._scaled_mm(left, w, ONE * 0.5, ONE, out_dtype=torch.bfloat16)
+    return scattered(product, 0).float()
+
+
 def kept(x: Tensor) -> tuple[Tensor, Tensor]:
     product = x @ weight(8, 6)
     return scattered(product, 0), product * 2
@@ -201,7 +246,13 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     ),
     "three readers": (three, [(GATHER, 2)]),
     "bmm of one weight": (expanded, [(GATHER, 1)]),
-    "batch of weights": (batched, [("-", 0)]),
+    "batch of weights": (batched, [(GATHER, 1)]),
+    "batch of weights, gathered kept": (batch_kept, [(GATHER, 1)]),
+    "batch of weights, scattered": (batch_scattered, [(SCATTER, 1)]),
+    "batch gathered": (batch_gathered, [("-", 1)]),
+    "scaled": (scaled_gather, [(GATHER, 1)]),
+    "scaled by row": (scaled_rows, [(GATHER, 1), ("-", 0)]),
+    "scaled scatter": (scaled_scatter, [(SCATTER, 1)]),
     "interlace gather": (
         lambda x: functional.all_gather(x.view(2, 2, 8), 1, group="0") @ weight(8, 6),
         [(GATHER, 1)],
@@ -239,9 +290,21 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     "legacy": (legacy, [(GATHER, 1), (SCATTER, 1)]),
     "legacy all_reduce": (legacy_all_reduce, [(REDUCE, 1)]),
     "gather alone": (lambda x: gathered(x, 0) + 1, [("-", 0)]),
-    "gathered weight": (lambda x: weight(6, 8).t()[:, :0] @ gathered(x, 0)[:0] + 1, [("-", 0)]),
+    "gathered weight": (
+        lambda x: weight(6, 4 * dist.get_world_size()) @ gathered(x, 0),
+        [("-", 0)],
+    ),
     "weight from the gathered": (chained, [(GATHER, 1)]),
 }
+
+
+MOVING = (
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "interlace.all_gather.default",
+    "interlace.reduce_scatter.default",
+)
 
 
 def patterns(path: str, names: list[str], codegen: str) -> dict[str, Any]:
@@ -263,6 +326,14 @@ def patterns(path: str, names: list[str], codegen: str) -> dict[str, Any]:
             pairs = zip(_leaves(expected), _leaves(actual), strict=True)
             worst = max([float((a - b).abs().max()) for a, b in pairs if a.numel()], default=0.0)
             candidates = [c for report in reports for c in report.candidates]
+            explanation = interlace.compile.explain(function, x, policy="always")
+            left = sum(
+                report.after.count(each) for report in explanation.reports for each in MOVING
+            )
+            assert left == sum(not c.fused for c in candidates), (
+                name,
+                explanation.reports[0].after,
+            )
             became = [(c.op if c.fused else "-", c.matmuls) for c in candidates]
             found[name] = (became, worst, alike, [str(c) for c in candidates])
     return found
@@ -304,4 +375,11 @@ def through_inductor(path: str) -> tuple[list[str], float, list[str]]:
             worst = float((result - legacy(x)).abs().max())
         finally:
             log.removeHandler(handler)
-        return lines, worst, [op for op in FUSED if f"interlace.{op}." in code[0]]
+        others = (
+            "_c10d_functional.all_gather_into_tensor",
+            "_c10d_functional.reduce_scatter_tensor",
+        )
+        found = [
+            op for op in (*(f"interlace.{op}" for op in FUSED), *others) if f"{op}." in code[0]
+        ]
+        return lines, worst, found

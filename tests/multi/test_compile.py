@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +41,39 @@ def test_transformer_fuses_4_of_4_per_block(
         assert backward == ("backward", pairs * blocks)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_patterns(tmp_path: Path, world_size: int) -> None:
-    names = list(PATTERNS)
-    for results in on_ranks(compile_ranks.patterns, world_size, tmp_path, names, "aot_eager"):
+def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: str) -> Any:
+    every = on_ranks(compile_ranks.patterns, world_size, tmp_path, names, codegen)
+    for results in every:
         for name, (became, worst, alike, said) in results.items():
             assert became == PATTERNS[name][1], (name, said)
             assert worst < TOLERANCE, name
             assert alike, name
-        assert "a batch of weights" in results["batch of weights"][3][0]
-        assert "reduce op 'max'" in results["scatter max"][3][0]
-        assert "read by others too" in results["product kept"][3][0]
-        assert "no matmul reads" in results["gather alone"][3][0]
-        assert "the gathered tensor is the weight" in results["gathered weight"][3][0]
-        assert "its weight comes from the gathered" in results["weight from the gathered"][3][0]
+    return every[0]
+
+
+def test_patterns(tmp_path: Path) -> None:
+    results = check_patterns(tmp_path, 2, list(PATTERNS), "aot_eager")
+    for name, reason in (
+        ("batch gathered", "the batch is what is gathered"),
+        ("scatter max", "reduce op 'max'"),
+        ("product kept", "read by others too"),
+        ("gather alone", "no matmul reads"),
+        ("gathered weight", "the gathered tensor is the weight"),
+        ("weight from the gathered", "its weight comes from the gathered"),
+    ):
+        assert reason in results[name][3][0]
+
+
+def test_patterns_on_4_ranks(tmp_path: Path) -> None:
+    names = [
+        "3-D, dim 1",
+        "last dim",
+        "scatter dim 1",
+        "scatter with bias",
+        "scaled by row",
+        "legacy",
+    ]
+    check_patterns(tmp_path, 4, names, "aot_eager")
 
 
 def test_patterns_through_inductor(tmp_path: Path) -> None:
@@ -62,11 +84,7 @@ def test_patterns_through_inductor(tmp_path: Path) -> None:
         "scatter dim 1",
         "waits later",
     ]
-    for results in on_ranks(compile_ranks.patterns, 2, tmp_path, names, "inductor"):
-        for name, (became, worst, alike, said) in results.items():
-            assert became == PATTERNS[name][1], (name, said)
-            assert worst < TOLERANCE, name
-            assert alike, name
+    check_patterns(tmp_path, 2, names, "inductor")
 
 
 def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
@@ -76,7 +94,7 @@ def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
             "matmul_reduce_scatter 1)"
         ]
         assert worst < TOLERANCE
-        assert ops == [GATHER, SCATTER]
+        assert ops == [f"interlace.{GATHER}", f"interlace.{SCATTER}"]
 
 
 # -- explain and the cost model: no process group -----------------------------------------------------
@@ -102,6 +120,10 @@ def test_explain_without_a_process_group() -> None:
         mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3)), policy="always"
     )
     assert [c.op for c in always.fused] == [GATHER, SCATTER, GATHER, SCATTER]
+    for report in always.reports:
+        assert "interlace.all_gather.default" in report.before
+        for left in ("all_gather.default", "reduce_scatter.default"):
+            assert f"interlace.{left}" not in report.after
     never = interlace.compile.explain(mlp, *(torch.ones(8, 8) for _ in range(3)), policy="never")
     assert [c.reason for c in never.candidates] == ['policy is "never"'] * 2
     assert "not fused: predicted to be slower fused" in str(small)
@@ -122,3 +144,19 @@ def test_wrong_options() -> None:
         interlace.compile.FusionPass("often")
     with pytest.raises(Exception, match="codegen must be one of inductor, aot_eager, got 'c'"):
         torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
+
+
+def test_the_graphs_in_the_docs() -> None:
+    """docs/compile.md shows what docs/examples/fusion.py prints."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "docs/examples/fusion.py")]
+    environment = {**os.environ, "PYTHONPATH": str(root / "python")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    shown = [
+        block for block in (root / "docs/compile.md").read_text().split("```") if "arg0_1" in block
+    ]
+    assert len(shown) == 2
+    for graph, block in zip(done.stdout.split("def forward")[1:], shown, strict=True):
+        lines = [line.strip() for line in graph.splitlines()[1:] if line.startswith("    ")]
+        assert block.strip().splitlines() == lines

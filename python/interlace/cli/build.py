@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,19 +23,31 @@ def build(console: Console, arches: list[int], as_json: bool) -> int:
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
     9.0 and 10.0, is a default that spills; else 0. With ``as_json`` a list goes to stdout instead.
     """
+    wanted = [entry for arch in arches for entry in entries(arch)]
+    with compiling(len(wanted)) as on_report:
+        reports = build_entries(wanted, on_report=on_report)
+    show(console, reports, as_json)
+    return 1 if any(report.problems() for report in reports) else 0
+
+
+@contextlib.contextmanager
+def compiling(total: int) -> Iterator[Callable[[Report], None]]:
+    """Show progress on stderr; the function is to be called with each report."""
     from rich.console import Console
     from rich.progress import Progress
 
-    wanted = [entry for arch in arches for entry in entries(arch)]
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling", total=len(wanted))
-        reports = build_entries(wanted, on_report=lambda report: progress.advance(task))
+        task = progress.add_task("compiling", total=total)
+        yield lambda report: progress.advance(task)
+
+
+def show(console: Console, reports: list[Report], as_json: bool) -> None:
+    """A line per report, or all of them as JSON."""
     if as_json:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
         console.out(json.dumps(facts, indent=2), highlight=False)
     else:
         _render(console, reports)
-    return 1 if any(report.problems() for report in reports) else 0
 
 
 def _render(console: Console, reports: list[Report]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from interlace import __version__
+from interlace.cli import bundle
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile every kernel offline and show its resources")
     build.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
     build.add_argument("--json", action="store_true")
+    bundle.add_options(build)
 
     verify = commands.add_parser(
         "verify",
@@ -137,8 +139,11 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
 
         return doctor(console, as_json=options.json)
     if options.command == "build":
+        if options.op is not None:
+            return bundle.bundle(console, options, as_json=options.json)
         from interlace.cli.build import build
 
+        bundle.refuse_without_op(options)
         return build(console, options.arch, as_json=options.json)
     if options.command == "verify":
         from interlace.cli.verify import VerifyOptions, verify

@@ -165,8 +165,9 @@ def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
         return None
     found = {}
     for each in slices:
-        rest: list[Any] = list(arguments(each)[1:])
-        along, start, end, step = (*rest, *(0, 0, length, 1)[len(rest) :])
+        given: list[Any] = list(arguments(each)[1:])
+        defaults: list[Any] = [0, 0, length, 1]
+        along, start, end, step = given + defaults[len(given) :]
         if along != dim or step != 1 or start % part or min(end, length) != start + part:
             return None
         found[start // part] = each

@@ -37,7 +37,7 @@ class Machine:
 @dataclass(frozen=True)
 class Problem:
     """One candidate. ``rows``, ``inner`` and ``columns`` are those of the whole matmul on one rank,
-    ``nbytes`` what a rank receives; ``extra_nbytes`` what fusing copies beyond."""
+    ``nbytes`` what a rank receives; ``extra_nbytes`` what fusing copies beyond. ``calls`` of a fused op."""
 
     rows: int
     inner: int
@@ -46,6 +46,7 @@ class Problem:
     size: int
     extra_nbytes: int = 0
     extra_collectives: int = 0
+    calls: int = 1
 
     @property
     def flops(self) -> int:
@@ -57,8 +58,8 @@ CPU = Machine(
     latency=40e-6,
     bandwidth=2.5e9,
     flops=1.0e11,
-    fused_host=300e-6,
-    fused_bandwidth=6e9,
+    fused_host=400e-6,
+    fused_bandwidth=3e9,
     overlap=0.0,
 )
 GPU = Machine(
@@ -82,6 +83,6 @@ def predict(machine: Machine, problem: Problem) -> tuple[float, float]:
     unfused = machine.latency + problem.nbytes / machine.bandwidth + multiplying
     moving = problem.nbytes / machine.fused_bandwidth
     hidden = machine.overlap * min(moving, multiplying)
-    fused = machine.fused_host + moving + multiplying - hidden
+    fused = machine.fused_host * problem.calls + moving + multiplying - hidden
     fused += problem.extra_nbytes / machine.bandwidth + problem.extra_collectives * machine.latency
     return unfused, fused

@@ -35,6 +35,12 @@ class Explanation:
     __repr__ = __str__
 
 
+def code_of(graph: fx.Graph) -> str:
+    """The graph as Python, one op to a line."""
+    code = graph.python_code("self").src.strip()
+    return "\n".join(line.split(";")[0].rstrip() for line in code.splitlines())
+
+
 class _Enough(Exception):
     """Ends the run of a function that was only to be traced."""
 
@@ -55,9 +61,10 @@ def explain(
     FusionPass(policy, machine)  # raises for a wrong policy
 
     def record(graph: fx.Graph) -> None:
-        reports.append(
-            fuse(graph, policy=policy, machine=machine, name=graph_kind(graph), rewrite=False)
-        )
+        before = code_of(graph)
+        report = fuse(graph, policy=policy, machine=machine, name=graph_kind(graph))
+        report.before, report.after = before, code_of(graph)
+        reports.append(report)
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _aot_eager(graph_module, inputs, record)

@@ -12,10 +12,10 @@ silently: every collective is a :class:`Candidate` in the :class:`Report`.
 
 from __future__ import annotations
 
+import functools
 import math
-import operator
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -25,20 +25,18 @@ from interlace.compile.cost import Machine, Problem, machine_for, predict
 from interlace.compile.matmuls import Product, Unfit, readers, terms
 from interlace.compile.nodes import (
     ancestors,
-    aten,
-    call,
     in_order,
     shape,
     source_line,
     static,
+    through_reshapes,
     value,
-    wait_tensor,
+    without_copies,
 )
 from interlace.compile.report import Candidate, Report
+from interlace.compile.rewrite import fuse_gather, fuse_reduction
 from interlace.runtime.cost import FUSED_DTYPES
 
-_ops: Any = torch.ops.interlace
-ALGORITHM = "auto"
 POLICIES = ("auto", "always", "never")
 OPS = {
     "all_gather": "all_gather_matmul",
@@ -62,24 +60,29 @@ def fuse(
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     report = Report(name)
-    changed = False
-    for collective in find(graph):
-        candidate, apply = _consider(collective, policy, machine)
+    replaced: set[fx.Node] = set()
+    without_copies(graph)
+    collectives = find(graph)
+    gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
+    for collective in collectives:
+        candidate, apply = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused and rewrite:
+            replaced |= {collective.start, *collective.start.users}
             apply(graph)
-            changed = True
-    if changed:
+    if replaced:
         in_order(graph)
-        _erase_dead(graph)
+        _erase_dead(graph, replaced)
         graph.lint()
     return report
 
 
-def _erase_dead(graph: fx.Graph) -> None:
-    """Nodes that nobody reads any more; collectives too, which torch's own elimination may keep."""
+def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
+    """Nodes that nobody reads any more. torch takes waits for impure; those of ``replaced`` are not."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not node.is_impure():
+        if node.op != "call_function" or node.users:
+            continue
+        if node in replaced or not node.is_impure():
             graph.erase_node(node)
 
 
@@ -87,7 +90,10 @@ Apply = Callable[[fx.Graph], None]
 
 
 def _consider(
-    collective: Collective, policy: str, machine: Machine | None
+    collective: Collective,
+    gathers: dict[fx.Node, Collective],
+    policy: str,
+    machine: Machine | None,
 ) -> tuple[Candidate, Apply]:
     """Whether and why; and the function that does it."""
     notes: tuple[str, ...] = ()
@@ -101,7 +107,7 @@ def _consider(
     reason = ""
     try:
         if collective.kind == "all_gather":
-            products, notes = _gather_products(collective)
+            products, notes = _gather_products(collective, gathers)
         else:
             products = _reduced_products(collective)
         _check(collective, products)
@@ -111,9 +117,9 @@ def _consider(
         if policy == "auto" and times is not None and times[1] >= times[0]:
             raise Unfit("predicted to be slower fused")
         if collective.kind == "all_gather":
-            apply = lambda graph: _fuse_gather(graph, collective, products)  # noqa: E731
+            apply = functools.partial(fuse_gather, collective=collective, products=products)
         else:
-            apply = lambda graph: _fuse_reduction(graph, collective, products)  # noqa: E731
+            apply = functools.partial(fuse_reduction, collective=collective, products=products)
     except Unfit as error:
         reason = str(error)
     made = Candidate(
@@ -142,7 +148,9 @@ def _shown(collective: Collective, products: list[Product]) -> str:
 # -- what can be fused ---------------------------------------------------------------------------------
 
 
-def _gather_products(collective: Collective) -> tuple[list[Product], tuple[str, ...]]:
+def _gather_products(
+    collective: Collective, gathers: dict[fx.Node, Collective]
+) -> tuple[list[Product], tuple[str, ...]]:
     products, others = readers(collective.result)
     later = {product.node for product in products}
     kept: list[Product] = []
@@ -153,11 +161,37 @@ def _gather_products(collective: Collective) -> tuple[list[Product], tuple[str, 
             notes.append(f"left out {product.node.name}: its weight comes from the gathered tensor")
         else:
             kept.append(product)
+    if kept:
+        for product in kept[:]:
+            if product.kind != kept[0].kind:
+                kept.remove(product)
+                notes.append(
+                    f"left out {product.node.name}: of another kind than {kept[0].node.name}"
+                )
+        kept = [_with_own_scale(product, collective, gathers) for product in kept]
     if not kept:
         if others:
             raise Unfit("; ".join(sorted({why for _, why in others})))
         raise Unfit("no matmul reads the gathered tensor")
     return kept, tuple(notes)
+
+
+def _with_own_scale(
+    product: Product, collective: Collective, gathers: dict[fx.Node, Collective]
+) -> Product:
+    """Of a matmul with a scale per row: with the scales of the own shard's rows."""
+    scales = product.scales
+    if scales is None or value(scales.left).numel() == 1:
+        return product
+    source, _ = through_reshapes(scales.left)
+    gather = gathers.get(source)
+    if (
+        gather is None
+        or (gather.dim, gather.name) != (collective.dim, collective.name)
+        or shape(gather.input) != [*shape(collective.input)[:-1], 1]
+    ):
+        raise Unfit("its scale by row is not gathered as the rows are")
+    return replace(product, scales=replace(scales, left=gather.input))
 
 
 def _reduced_products(collective: Collective) -> list[Product]:
@@ -172,9 +206,19 @@ def _check(collective: Collective, products: list[Product]) -> None:
     whole = collective.input
     if value(whole).dim() < 2:
         raise Unfit("the tensor has fewer than 2 dimensions")
-    for node in (whole, *(p.right for p in products)):
-        if value(node).dtype not in (*FUSED_DTYPES, torch.float64):
-            raise Unfit(f"dtype {value(node).dtype}")
+    for product in products:
+        for node in (whole, product.right) if product.scales is None else ():
+            if value(node).dtype not in (*FUSED_DTYPES, torch.float64):
+                raise Unfit(f"dtype {value(node).dtype}")
+        if product.batch and (value(whole).dim() != 3 or collective.dim == 0):
+            raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
+        if product.batch and collective.kind == "all_reduce":
+            raise Unfit("a batch of weights")
+        along_inner = collective.kind == "all_gather" and collective.dim == value(whole).dim() - 1
+        if product.scales is not None and along_inner:
+            raise Unfit("scaled, and the contracted dimension is gathered")
+        if product.scales is not None and collective.kind == "all_reduce":
+            raise Unfit("scaled")
     if sum(not static(length) for length in shape(whole)) > 1:
         raise Unfit("more than one symbolic dimension")
     if collective.kind != "all_gather" and not static(shape(whole)[-1]):
@@ -209,138 +253,6 @@ def _times(
         size=size,
         extra_nbytes=rows * sum(product.inner for product in products) * itemsize if several else 0,
         extra_collectives=int(biased and not gathers),
+        calls=max(1, products[0].batch),
     )
     return predict(machine or machine_for(value(whole).device), problem)
-
-
-# -- how -----------------------------------------------------------------------------------------------
-
-
-def _fuse_gather(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
-    result = collective.result
-    matmuls = {product.node for product in products}
-    kept = _read_beside(result, matmuls)
-    biases = [product.bias for product in products]
-    with graph.inserting_before(products[0].node):
-        started = call(
-            graph,
-            _ops.all_gather_matmul.default,
-            (
-                collective.input,
-                [product.right for product in products],
-                biases if any(bias is not None for bias in biases) else [],
-                collective.dim,
-                kept,
-                ALGORITHM,
-                None,
-                collective.size,
-                collective.name,
-            ),
-            products[0].node,
-        )
-        for index, product in enumerate(products):
-            item = call(graph, operator.getitem, (started, index), product.node)
-            waited = call(graph, wait_tensor, (item,), product.node)
-            made = _as_before(graph, waited, product.node)
-            if product.added is not None:
-                made = call(graph, aten.add.Tensor, (made, product.added), product.node)
-            product.node.replace_all_uses_with(made)
-        if kept:
-            item = call(graph, operator.getitem, (started, len(products)), result)
-            waited = call(graph, wait_tensor, (item,), result)
-            made = _as_before(graph, waited, result)
-            result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
-
-
-def _read_beside(result: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Whether anything but ``matmuls`` reads a gathered tensor, itself or reshaped."""
-    for user in result.users:
-        if user in matmuls:
-            continue
-        if user.op != "output" and user.users and _only_for(user, matmuls):
-            continue
-        return True
-    return False
-
-
-def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    from interlace.compile.nodes import RESHAPES, is_call
-
-    if not is_call(node, *RESHAPES):
-        return False
-    return all(user in matmuls or _only_for(user, matmuls) for user in node.users)
-
-
-def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
-    """``made`` in the shape and strides of ``old``."""
-    if shape(made) != shape(old):
-        lengths = shape(old)
-        symbolic = [index for index, length in enumerate(lengths) if not static(length)]
-        for index in symbolic:
-            lengths[index] = -1
-        made = call(graph, aten.reshape.default, (made, lengths), old)
-    if list(value(made).stride()) != list(value(old).stride()):
-        made = _restrided(graph, made, old)
-    return made
-
-
-def _restrided(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
-    clone = graph.call_function(
-        aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
-    )
-    clone.meta.update({key: old.meta[key] for key in ("stack_trace",) if key in old.meta})
-    clone.meta["val"] = torch.empty_like(value(old), memory_format=torch.contiguous_format)
-    if list(clone.meta["val"].stride()) != list(value(old).stride()):
-        clone.meta["val"] = value(old)  # a permuted result: torch's passes keep what the tracer saw
-    return clone
-
-
-def _fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
-    result, size, name = collective.result, collective.size, collective.name
-    lengths = shape(collective.input)[:-1]
-    with graph.inserting_before(result):
-        left = _rows(graph, products, lengths)
-        right = products[0].right
-        if len(products) > 1:
-            right = call(graph, aten.cat.default, ([p.right for p in products], 0), right)
-        bias = _reduced_bias(graph, collective, products)
-        arguments: tuple[Any, ...] = (left, right, bias, collective.reduce_op)
-        op = _ops.matmul_all_reduce.default
-        if collective.kind == "reduce_scatter":
-            op = _ops.matmul_reduce_scatter.default
-            arguments += (collective.dim,)
-        started = call(graph, op, (*arguments, ALGORITHM, None, size, name), result)
-        waited = call(graph, wait_tensor, (started,), result)
-        made = _as_before(graph, waited, result)
-    result.replace_all_uses_with(made)
-
-
-def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.Node:
-    """The left operands side by side, with the leading dimensions of the whole product."""
-    left = products[0].left
-    if len(products) > 1:
-        flat = [_reshaped(graph, p.left, [-1, p.inner]) for p in products]
-        left = call(graph, aten.cat.default, (flat, 1), left)
-    wanted = [length if static(length) else -1 for length in lengths]
-    return _reshaped(graph, left, [*wanted, sum(product.inner for product in products)])
-
-
-def _reshaped(graph: fx.Graph, node: fx.Node, lengths: list[int]) -> fx.Node:
-    if shape(node) == lengths or (len(lengths) == value(node).dim() == 2):
-        return node
-    return call(graph, aten.reshape.default, (node, lengths), node)
-
-
-def _reduced_bias(
-    graph: fx.Graph, collective: Collective, products: list[Product]
-) -> fx.Node | None:
-    """The bias to add once, after the reduction, for those that each rank adds before it."""
-    biases = [product.bias for product in products if product.bias is not None]
-    if not biases:
-        return None
-    total = biases[0]
-    for bias in biases[1:]:
-        total = call(graph, aten.add.Tensor, (total, bias), bias)
-    arguments = (total, collective.reduce_op, collective.size, collective.name)
-    started = call(graph, _ops.all_reduce.default, arguments, total)
-    return call(graph, wait_tensor, (started,), total)

@@ -5,6 +5,8 @@ A :class:`Product` is ``rows @ weight (+ bias)`` with rows of any number of dime
     mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
     addmm(bias, reshape(x), w)   a Linear
     bmm(x, expand(w))            matmul of a batch with one weight
+    bmm(x, w)                    of a batch with a weight for every entry
+    _scaled_mm(reshape(x), w)    of fp8 matrices with scales
     add(product, product)        of several matmuls what is reduced: q, k and v in a backward
 """
 
@@ -33,22 +35,44 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Of the operands of ``aten._scaled_mm``, and its options."""
+
+    left: fx.Node
+    right: fx.Node
+    out_dtype: Any
+    fast: bool
+
+
+@dataclass(frozen=True)
 class Product:
-    """``node`` = ``left @ right + bias + added``: rows of ``k``, ``(k, n)``, ``(n,)``, any shape."""
+    """``node`` = ``left @ right + bias + added``: rows of ``k``, ``(k, n)``, ``(n,)``, any shape.
+
+    ``batch``: how many entries ``left`` and ``right`` have in a dimension before these, 0 for none.
+    """
 
     node: fx.Node
     left: fx.Node
     right: fx.Node
     bias: fx.Node | None = None
     added: fx.Node | None = None
+    scales: Scales | None = None
+    batch: int = 0
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What products that share a fused op have in common."""
+        if self.scales is None:
+            return (self.batch,)
+        return self.scales.left, self.scales.out_dtype, self.scales.fast
 
     @property
     def inner(self) -> int:
-        return int(shape(self.right)[0])
+        return int(shape(self.right)[-2])
 
     @property
     def columns(self) -> int:
-        return int(shape(self.right)[1])
+        return int(shape(self.right)[-1])
 
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
@@ -67,7 +91,10 @@ def product_at(node: fx.Node) -> Product:
         if shape(bias) != shape(right)[1:]:
             bias, added = None, bias
     elif is_call(node, aten.bmm.default):
-        left, right = arguments(node)[0], _expanded_weight(arguments(node)[1])
+        left, right = arguments(node)
+        right = _expanded_weight(right) or right
+    elif is_call(node, aten._scaled_mm.default):
+        return _scaled(node)
     else:
         raise Unfit(f"{node.target} is no matmul")
     if not static(*shape(right)):
@@ -75,22 +102,36 @@ def product_at(node: fx.Node) -> Product:
     dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
     if len(dtypes) != 1:
         raise Unfit("input, weight and bias differ in dtype")
-    return Product(node, left, right, bias, added)
+    batch = shape(right)[0] if value(right).dim() == 3 else 0
+    return Product(node, left, right, bias, added, batch=batch)
+
+
+_SCALED_DEFAULTS = {"bias": None, "scale_result": None, "out_dtype": None, "use_fast_accum": False}
+
+
+def _scaled(node: fx.Node) -> Product:
+    left, right, left_scale, right_scale, *rest = arguments(node)
+    given = {**_SCALED_DEFAULTS, **dict(zip(_SCALED_DEFAULTS, rest, strict=False)), **node.kwargs}
+    if given["scale_result"] is not None:
+        raise Unfit("_scaled_mm with a scale of its result")
+    if not static(*shape(right)):
+        raise Unfit("the weight has a symbolic shape")
+    dtype = given["out_dtype"] or value(node).dtype
+    scales = Scales(left_scale, right_scale, dtype, bool(given["use_fast_accum"]))
+    return Product(node, left, right, given["bias"], scales=scales)
 
 
 def _expanded_weight(node: Any) -> Any:
-    """The (k, n) weight that ``node`` repeats for every entry of a batch."""
+    """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
     wanted = shape(node)
     while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
         node = arguments(node)[0]
     if not is_call(node, aten.expand.default):
-        raise Unfit("a batch of weights, one for every entry")
+        return None
     source = arguments(node)[0]
     if is_call(source, aten.unsqueeze.default, *RESHAPES) and shape(source)[:-2] == [1]:
         source = arguments(source)[0]
-    if shape(source) != wanted[1:]:
-        raise Unfit("a batch of weights, one for every entry")
-    return source
+    return source if shape(source) == wanted[1:] else None
 
 
 def readers(gathered: fx.Node) -> tuple[list[Product], list[tuple[fx.Node, str]]]:
@@ -138,6 +179,8 @@ def terms(reduced: fx.Node) -> list[Product]:
             if len(side.users) != 1:
                 raise Unfit("a term of the sum is read by others too")
             found += terms(side)
+        if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
+            raise Unfit("a sum of scaled or batched matmuls")
         return found
     if not is_call(inside, *MATMULS):
         raise Unfit(

@@ -53,7 +53,8 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
     """A new node at the graph's insertion point, with its value, and the origin of ``like``."""
-    node = graph.call_function(target, args)
+    name = target._schema.name.split("::")[1] if hasattr(target, "_schema") else None
+    node = graph.create_node("call_function", target, args, name=name)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -88,6 +89,21 @@ def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         passed.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return node, passed
+
+
+def without_copies(graph: fx.Graph) -> None:
+    """``copy(empty, x)``, into which an in-place copy is traced, is x wherever they are alike."""
+    for node in list(graph.nodes):
+        if is_call(node, aten.copy.default):
+            _, source = arguments(node)[:2]
+            new, old = (
+                value(each) if isinstance(each, fx.Node) else None for each in (node, source)
+            )
+            if new is None or old is None or (new.dtype, new.device) != (old.dtype, old.device):
+                continue
+            if list(new.shape) == list(old.shape) and list(new.stride()) == list(old.stride()):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
 
 
 def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

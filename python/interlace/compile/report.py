@@ -39,10 +39,15 @@ class Candidate:
 
 @dataclass
 class Report:
-    """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference"."""
+    """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference".
+
+    ``before`` and ``after`` are the graph's code, from ``explain`` only.
+    """
 
     graph: str
     candidates: list[Candidate] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
 
     @property
     def fused(self) -> list[Candidate]:

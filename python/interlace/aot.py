@@ -1,0 +1,462 @@
+"""Load a bundle that ``python -m interlace build --op`` has made, and launch it, without Triton.
+
+This file needs the standard library alone, and CuPy (with its NumPy) from the first launch on. A copy of
+it is in every bundle, as ``load.py``, and that is why it is one file: whoever launches needs neither
+interlace nor Triton nor torch.
+
+>>> from interlace import aot
+>>> bundle = aot.load("all_gather_matmul_bundle")           # doctest: +SKIP
+>>> bundle.run(values, arguments, stream=stream)            # doctest: +SKIP
+
+docs/aot.md has a whole program. Formulas of a manifest are checked before they are evaluated: they are
+arithmetic on whole numbers and lists of them, and can reach nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import operator
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+FORMAT = "interlace bundle"
+VERSION = 1
+CUPY_MISSING = (
+    "interlace.aot launches kernels through CuPy, which cannot be imported: install cupy-cuda12x or "
+    "cupy-cuda13x, whichever is for the CUDA version that nvidia-smi shows"
+)
+
+_BUILTINS = {"len": len, "max": max, "min": min, "range": range, "sum": sum}
+_NODES = """
+Module Expression FunctionDef arguments arg Return Assign AugAssign For If Expr Name Load Store Constant
+List Tuple Starred ListComp GeneratorExp comprehension Subscript Slice Call keyword BinOp UnaryOp BoolOp
+Compare IfExp Add Sub Mult FloorDiv Mod USub Not And Or Eq NotEq Lt LtE Gt GtE
+"""
+_ALLOWED = frozenset(_NODES.split())
+_RANGES = {
+    f"{sign}{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1)
+    if sign == "i"
+    else (0, (1 << bits) - 1)
+    for sign in "iu"
+    for bits in (8, 16, 32, 64)
+}
+_ELEMENTS = {
+    "bf16": ("bfloat16", "uint16"),  # CuPy has no bfloat16: 16 bits that are one
+    "fp16": ("float16",),
+    "fp32": ("float32",),
+    "fp64": ("float64",),
+    **{name: (("u" if name[0] == "u" else "") + f"int{name[1:]}",) for name in _RANGES},
+}
+_DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
+
+
+class BundleError(ValueError):
+    """A directory is no bundle, or not as it was built."""
+
+
+def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
+    """The bundle in directory ``path``, for the current device or for ``arch`` (90 is 9.0).
+
+    With ``arch`` nothing of CUDA is touched before the first launch. Raises BundleError if the directory
+    is not as it was built, ValueError if it has nothing for the architecture, ImportError without CuPy.
+    """
+    folder = pathlib.Path(path)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except FileNotFoundError:
+        raise BundleError(
+            f"{folder} has no manifest.json: it is no bundle, or unfinished"
+        ) from None
+    except ValueError as error:
+        raise BundleError(f"{folder / 'manifest.json'} is damaged: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise BundleError(f"{folder / 'manifest.json'} is not the manifest of a bundle")
+    if manifest.get("version") != VERSION:
+        raise BundleError(
+            f"{folder} has format version {manifest.get('version')}, this loader reads {VERSION}; "
+            "use the load.py that is in the bundle"
+        )
+    if arch is None:
+        arch = _cupy().cuda.Device().compute_capability
+    wanted = str(arch).removeprefix("sm_")
+    try:
+        if wanted not in manifest["arches"]:
+            raise ValueError(
+                f"arch is {wanted}; {folder} was built for {', '.join(manifest['arches'])}"
+            )
+        return Bundle(folder, manifest, wanted)
+    except (KeyError, TypeError, AttributeError, SyntaxError) as error:
+        raise BundleError(
+            f"{folder / 'manifest.json'} is damaged: {type(error).__name__}: {error}"
+        ) from error
+
+
+class Bundle:
+    """One op for one architecture: ``kernels`` by name, to be launched in the order of ``sequence``.
+
+    ``manifest`` is all that the build has written down; docs/aot.md explains its fields.
+    """
+
+    def __init__(self, path: pathlib.Path, manifest: dict[str, Any], arch: str) -> None:
+        self.path, self.manifest, self.arch = path, manifest, arch
+        self.op: str = manifest["op"]
+        self.sequence: tuple[str, ...] = tuple(manifest["sequence"])
+        facts = manifest["arches"][arch]
+        self._workspace: dict[str, str] = manifest["workspace"]["formulas"]
+        self._formulas = Formulas(manifest["functions"], manifest["quantities"], facts["constants"])
+        self.kernels = {
+            name: Kernel(path, name, kernel, self._formulas)
+            for name, kernel in facts["kernels"].items()
+        }
+
+    def evaluate(self, name: str, values: Mapping[str, Any]) -> Any:
+        """A quantity of the manifest ("slots", "sends") at launch ``values``.
+
+        Tables come as lists of lines; a kernel wants them as int64 in device memory.
+        """
+        return self._formulas.value(name, values)
+
+    def workspace(self, values: Mapping[str, Any]) -> dict[str, int]:
+        """Where signal slots and data lie in the symmetric buffer, and its size, in bytes.
+
+        Take the ``values`` of the largest launch: for all launches on one buffer the offsets stay.
+        """
+        known = dict(values)
+        for name, formula in self._workspace.items():  # each may use those before it
+            known[name] = self._formulas.value(formula, known)
+        return {name: known[name] for name in self._workspace}
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | Sequence[int] | Mapping[str, Any],
+        arguments: Mapping[str, Any] | Sequence[Any],
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Launch one kernel; see :meth:`Kernel.launch`."""
+        if kernel not in self.kernels:
+            raise ValueError(f"kernel is {kernel!r}; the bundle has {', '.join(self.kernels)}")
+        self.kernels[kernel].launch(grid, arguments, stream=stream)
+
+    def run(
+        self, values: Mapping[str, Any], arguments: Mapping[str, Any], *, stream: Any = None
+    ) -> None:
+        """Launch all of ``sequence`` on one stream; each kernel takes its own of ``arguments``."""
+        kernels = [self.kernels[name] for name in self.sequence]
+        for name in arguments:
+            if not any(name in kernel.arguments for kernel in kernels):
+                raise TypeError(f"no kernel of {self.op} has an argument {name!r}")
+        for kernel in kernels:
+            own = {name: arguments[name] for name in kernel.arguments if name in arguments}
+            kernel.launch(values, own, stream=stream)
+
+
+class Kernel:
+    """One kernel of a bundle. ``arguments`` are the names of what a caller passes, in order."""
+
+    def __init__(
+        self, path: pathlib.Path, name: str, facts: dict[str, Any], formulas: Formulas
+    ) -> None:
+        self.name, self.facts, self._formulas = name, facts, formulas
+        self._parameters: list[dict[str, Any]] = facts["arguments"]
+        self.arguments = tuple(p["name"] for p in self._parameters if p["from"] == "caller")
+        self.cubin = _verified(path, facts["cubin"])
+        self._functions: dict[int, Any] = {}  # by device
+        self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
+
+    def grid(self, values: Mapping[str, Any]) -> int:
+        """Programs to launch at ``values``."""
+        return int(self._formulas.value(self.facts["grid"], values))
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError if a condition of the kernel does not hold at ``values``."""
+        for condition in self.facts["conditions"]:
+            if not self._formulas.value(condition, values):
+                over = sorted(self._formulas.inputs(condition))
+                found = [f"{name} = {self._formulas.value(name, values)}" for name in over]
+                raise ValueError(f"{self.name} needs {condition}; {', '.join(found)}")
+
+    def launch(
+        self,
+        grid: int | Sequence[int] | Mapping[str, Any],
+        arguments: Mapping[str, Any] | Sequence[Any],
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Launch on ``stream``: CuPy's, torch's, an address; by default CuPy's current one.
+
+        ``grid`` is a number of programs, or the launch values for the formula of the manifest. From these
+        come integer arguments that are not given, and "resident" is by default one program for each
+        multiprocessor. ``arguments``, by name or all in order: integers; for pointers arrays of CuPy or
+        torch, or addresses. Their memory has to live until the kernel has ended.
+
+        Raises TypeError or ValueError naming the argument.
+        """
+        given = self._numbers(arguments)
+        if isinstance(grid, Mapping):
+            cupy = _cupy()
+            known = {"resident": _multiprocessors(cupy), **self._merged(grid, given)}
+            self.check(known)
+            extents = (self.grid(known), 1, 1)
+            given = {**self._derived(known, given), **given}
+        else:
+            extents = _extents(grid)
+        packed = self._packed(given)
+        cupy = _cupy()
+        with _entered(cupy, stream):
+            scratch = self._scratch_pointer(cupy, extents)
+            self._function(cupy)(
+                extents,
+                (self.facts["threads"], 1, 1),
+                tuple(_scalars(packed, scratch)),
+                shared_mem=self.facts["shared_memory"]["dynamic"],
+            )
+
+    # -- arguments -----------------------------------------------------------------------------
+
+    def _numbers(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, int]:
+        """What is given, by name, as numbers: pointers as addresses."""
+        if not isinstance(arguments, Mapping):
+            if len(arguments) != len(self.arguments):
+                raise TypeError(
+                    f"{self.name} takes {len(self.arguments)} arguments, got {len(arguments)}: "
+                    f"{', '.join(self.arguments)}"
+                )
+            arguments = dict(zip(self.arguments, arguments, strict=True))
+        for name in arguments:
+            if name not in self.arguments:
+                raise TypeError(
+                    f"{self.name} has no argument {name!r}; it has {', '.join(self.arguments)}"
+                )
+        return {
+            p["name"]: _number(p["name"], p["type"], value)
+            for p in self._parameters
+            if (value := arguments.get(p["name"])) is not None
+        }
+
+    def _merged(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
+        """Launch values and integer arguments, which formulas may both name."""
+        integers = {
+            p["name"]: given[p["name"]]
+            for p in self._parameters
+            if p["type"] in _RANGES and p["name"] in given
+        }
+        for name, value in integers.items():
+            if name in values and values[name] != value:
+                raise ValueError(f"{name} is {value} as an argument, {values[name]} as a value")
+        return {**values, **integers}
+
+    def _derived(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, int]:
+        """Integer arguments that are not given and that the launch values determine."""
+        return {
+            p["name"]: _number(p["name"], p["type"], self._formulas.value(p["name"], values))
+            for p in self._parameters
+            if p["type"] in _RANGES
+            and p["name"] not in given
+            and self._formulas.knows(p["name"], values)
+        }
+
+    def _packed(self, given: Mapping[str, int]) -> list[tuple[str, int | None]]:
+        """(type, value) of every parameter; None where the loader fills in."""
+        packed: list[tuple[str, int | None]] = []
+        for parameter in self._parameters:
+            name, kind = parameter["name"], parameter["type"]
+            if parameter["from"] == "loader":
+                packed.append((kind, None))
+                continue
+            if name not in given and parameter["used"]:
+                raise TypeError(f"{self.name} lacks argument {name!r}, a {kind}")
+            number = given.get(name, 0)
+            if number % parameter["divisible_by"]:
+                what = f"at address {number:#x}" if kind[0] == "*" else str(number)
+                raise ValueError(
+                    f"{name} is {what}; {self.name} was compiled for multiples of "
+                    f"{parameter['divisible_by']}"
+                )
+            packed.append((kind, number))
+        return packed
+
+    # -- the device ----------------------------------------------------------------------------
+
+    def _function(self, cupy: Any) -> Any:
+        """The kernel on the current device, loaded on first use."""
+        device = cupy.cuda.runtime.getDevice()
+        if device not in self._functions:
+            module = cupy.RawModule(
+                path=str(self.cubin), enable_cooperative_groups=self.facts["cooperative"]
+            )
+            function = module.get_function(self.facts["symbol"])
+            shared = self.facts["shared_memory"]
+            if shared["static"] + shared["dynamic"] > _DEFAULT_SHARED_MEMORY:
+                function.max_dynamic_shared_size_bytes = shared["dynamic"]
+            self._functions[device] = function
+        return self._functions[device]
+
+    def _scratch_pointer(self, cupy: Any, extents: tuple[int, int, int]) -> int:
+        """Memory in which programs make descriptors; 0 if they make none.
+
+        Launches on one stream follow each other, so they share it.
+        """
+        x, y, z = extents
+        size = self.facts["scratch"]["bytes_per_program"] * x * y * z
+        if not size:
+            return 0
+        key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+        held, memory = self._scratch.get(key, (0, None))
+        if held < size:
+            memory = cupy.cuda.alloc(size)
+            self._scratch[key] = (size, memory)
+        address = int(memory.ptr)
+        assert address % self.facts["scratch"]["alignment"] == 0, hex(address)
+        return address
+
+
+class Formulas:
+    """Named expressions over whole numbers, and the functions that they call, from a manifest."""
+
+    def __init__(
+        self, functions: Mapping[str, str], expressions: Mapping[str, str], constants: Any
+    ) -> None:
+        self._expressions, self._constants = dict(expressions), dict(constants)
+        self._scope: dict[str, Any] = {"__builtins__": {}, **_BUILTINS}
+        for text in functions.values():
+            exec(compile(_checked(ast.parse(text)), "<manifest>", "exec"), self._scope)
+
+    def inputs(self, text: str) -> set[str]:
+        """Names of the numbers and lists that an expression is over."""
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+        stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        return {node.id for node in nodes} - stored - self._scope.keys()
+
+    def knows(self, name: str, values: Mapping[str, Any]) -> bool:
+        """Whether ``name`` is given, a constant or an expression of the manifest."""
+        return name in values or name in self._constants or name in self._expressions
+
+    def value(self, text: str, values: Mapping[str, Any]) -> Any:
+        """A named expression, or any, at ``values``. Raises ValueError for a value that is missing."""
+        if text in values:
+            return _whole(text, values[text])
+        if text in self._constants:
+            return self._constants[text]
+        text = self._expressions.get(text, text)
+        tree = _checked(ast.parse(text, mode="eval"))
+        scope = dict(self._scope)
+        for name in self.inputs(text):
+            if not self.knows(name, values):
+                raise ValueError(f"values lack {name!r}, which {text!r} needs")
+            scope[name] = self.value(name, values)
+        return eval(compile(tree, "<manifest>", "eval"), scope)
+
+
+def _checked(tree: Any) -> Any:
+    """``tree`` if it is arithmetic, loops and calls by name; the only method is append of a list."""
+    for node in ast.walk(tree):
+        kind = type(node).__name__
+        appends = isinstance(node, ast.Attribute) and node.attr == "append"
+        hidden = isinstance(node, ast.Name) and node.id.startswith("_")
+        if (kind not in _ALLOWED and not appends) or hidden:
+            raise BundleError(f"a formula of the manifest has {kind}: {ast.unparse(node)}")
+    return tree
+
+
+def _whole(name: str, value: Any) -> Any:
+    """A whole number or a list of them."""
+    try:
+        if isinstance(value, Iterable):
+            return [operator.index(one) for one in value]
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, not a whole number or a list of them") from None
+
+
+def _number(name: str, kind: str, value: Any) -> int:
+    """``value`` of an argument as a number: of a pointer its address."""
+    if kind.startswith("*"):
+        return _address(name, kind[1:], value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}, not a whole number ({kind})")
+    low, high = _RANGES[kind]
+    if not low <= (number := operator.index(value)) <= high:
+        raise ValueError(f"{name} is {number}, which does not fit {kind}")
+    return number
+
+
+def _address(name: str, element: str, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hasattr(value, "data_ptr") and getattr(value, "is_cuda", True):
+        address = int(value.data_ptr())
+    elif hasattr(value, "__cuda_array_interface__"):
+        address = int(value.__cuda_array_interface__["data"][0])
+    else:
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, not an array on the GPU or an address"
+        )
+    kind = str(value.dtype).removeprefix("torch.")
+    if kind not in _ELEMENTS[element]:
+        raise TypeError(f"{name} has dtype {kind}; the kernel takes {_ELEMENTS[element][0]}")
+    return address
+
+
+def _extents(grid: int | Sequence[int]) -> tuple[int, int, int]:
+    extents = (grid,) if isinstance(grid, int) else tuple(grid)
+    if not 1 <= len(extents) <= 3 or any(operator.index(extent) < 1 for extent in extents):
+        raise ValueError(f"grid is {grid}; it must be one to three positive numbers")
+    x, y, z = (*extents, 1, 1)[:3]
+    return x, y, z
+
+
+def _verified(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
+    """The path of a file of the bundle that is as it was built."""
+    name = file["file"]
+    if pathlib.PurePath(name).name != name:
+        raise BundleError(f"the manifest names a file outside of the bundle: {name}")
+    try:
+        found = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise BundleError(f"{path / name} is missing") from None
+    if found != file["sha256"]:
+        raise BundleError(f"{path / name} is not the file that the manifest was written for")
+    return path / name
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(f"{CUPY_MISSING} ({error})") from error
+    return cupy
+
+
+def _multiprocessors(cupy: Any) -> int:
+    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+
+
+def _entered(cupy: Any, stream: Any) -> Any:
+    """``stream`` as a context in which CuPy launches on it."""
+    if stream is None:
+        return contextlib.nullcontext()
+    if isinstance(stream, int):
+        return cupy.cuda.ExternalStream(stream)
+    if hasattr(stream, "cuda_stream"):  # torch's
+        return cupy.cuda.ExternalStream(stream.cuda_stream)
+    return stream
+
+
+def _scalars(packed: Iterable[tuple[str, int | None]], scratch: int) -> Iterable[Any]:
+    """What CuPy passes bit by bit: NumPy scalars. The first that the loader fills in is scratch."""
+    import numpy as np
+
+    fill = [scratch]
+    for kind, number in packed:
+        if number is None:
+            number = fill.pop() if fill else 0
+        if kind.startswith("*"):
+            yield np.uint64(number)
+        else:
+            yield getattr(np, _ELEMENTS[kind][0])(number)

@@ -1,0 +1,228 @@
+"""The rewrites of the fusion pass: fused ops in the place of collectives and their matmuls.
+
+What read the matmuls gets tensors of the shapes and the strides that it had before.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from interlace.compile.collectives import Collective
+from interlace.compile.matmuls import Product
+from interlace.compile.nodes import (
+    RESHAPES,
+    aten,
+    call,
+    is_call,
+    shape,
+    static,
+    value,
+    wait_tensor,
+)
+
+_ops: Any = torch.ops.interlace
+ALGORITHM = "auto"
+
+
+def fuse_gather(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
+    result = collective.result
+    matmuls = {product.node for product in products}
+    kept = _read_beside(result, matmuls)
+    biases = [product.bias for product in products]
+    with graph.inserting_before(products[0].node):
+        if products[0].batch:
+            outputs = _in_batch(graph, collective, products, kept)
+        else:
+            outputs = _gathering(
+                graph, collective, products, biases, collective.input, [p.right for p in products],
+                collective.dim, kept,
+            )  # fmt: skip
+        for product, waited in zip(products, outputs, strict=False):
+            made = _as_before(graph, waited, product.node)
+            if product.added is not None:
+                made = call(graph, aten.add.Tensor, (made, product.added), product.node)
+            product.node.replace_all_uses_with(made)
+        if kept:
+            made = _as_before(graph, outputs[-1], result)
+            result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
+
+
+def _gathering(
+    graph: fx.Graph,
+    collective: Collective,
+    products: list[Product],
+    biases: list[fx.Node | None],
+    input: fx.Node,
+    weights: list[fx.Node],
+    dim: int,
+    kept: bool,
+) -> list[fx.Node]:
+    """The fused op, and its outputs: one per weight, then the gathered input if it is ``kept``."""
+    group, like = (collective.size, collective.name), products[0].node
+    biases = biases if any(bias is not None for bias in biases) else []
+    scales = products[0].scales
+    if scales is None:
+        op = _ops.all_gather_matmul.default
+        arguments: tuple[Any, ...] = (input, weights, biases, dim, kept, ALGORITHM, None, *group)
+    else:
+        op = _ops.all_gather_scaled_matmul.default
+        theirs = [product.scales.right for product in products if product.scales is not None]
+        arguments = (
+            input, weights, scales.left, theirs, biases, dim, kept, scales.out_dtype, scales.fast,
+            *group,
+        )  # fmt: skip
+    started = call(graph, op, arguments, like)
+    return [
+        call(graph, wait_tensor, (call(graph, operator.getitem, (started, index), like),), like)
+        for index in range(len(weights) + kept)
+    ]
+
+
+def _in_batch(
+    graph: fx.Graph, collective: Collective, products: list[Product], kept: bool
+) -> list[fx.Node]:
+    """As many ops as the batch has entries; every output is put together from theirs."""
+    rows: list[list[fx.Node]] = []
+    for entry in range(products[0].batch):
+        one = call(graph, aten.select.int, (collective.input, 0, entry), products[0].node)
+        weights = [call(graph, aten.select.int, (p.right, 0, entry), p.node) for p in products]
+        rows.append(
+            _gathering(graph, collective, products, [], one, weights, collective.dim - 1, kept)
+        )
+    columns = list(zip(*rows, strict=True))
+    likes = [product.node for product in products] + [collective.result] * kept
+    return [
+        call(graph, aten.stack.default, (list(column), 0), like)
+        for column, like in zip(columns, likes, strict=True)
+    ]
+
+
+def _read_beside(result: fx.Node, matmuls: set[fx.Node]) -> bool:
+    """Whether anything but ``matmuls`` reads a gathered tensor, itself or reshaped."""
+    for user in result.users:
+        if user in matmuls:
+            continue
+        if user.op != "output" and user.users and _only_for(user, matmuls):
+            continue
+        return True
+    return False
+
+
+def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
+    if not is_call(node, *RESHAPES):
+        return False
+    return all(user in matmuls or _only_for(user, matmuls) for user in node.users)
+
+
+def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
+    """``made`` in the shape and strides of ``old``."""
+    if shape(made) != shape(old):
+        lengths = shape(old)
+        symbolic = [index for index, length in enumerate(lengths) if not static(length)]
+        for index in symbolic:
+            lengths[index] = -1
+        made = call(graph, aten.reshape.default, (made, lengths), old)
+    if list(value(made).stride()) != list(value(old).stride()):
+        made = _restrided(graph, made, old)
+    return made
+
+
+def _restrided(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
+    clone = graph.call_function(
+        aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
+    )
+    clone.meta.update({key: old.meta[key] for key in ("stack_trace",) if key in old.meta})
+    clone.meta["val"] = torch.empty_like(value(old), memory_format=torch.contiguous_format)
+    if list(clone.meta["val"].stride()) != list(value(old).stride()):
+        clone.meta["val"] = value(old)  # a permuted result: torch's passes keep what the tracer saw
+    return clone
+
+
+def fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
+    result, size, name = collective.result, collective.size, collective.name
+    lengths = shape(collective.input)[:-1]
+    with graph.inserting_before(result):
+        if products[0].batch:
+            made = _as_before(graph, _scattering_batch(graph, collective, products[0]), result)
+            result.replace_all_uses_with(made)
+            return
+        left = _rows(graph, products, lengths)
+        right = products[0].right
+        if len(products) > 1:
+            right = call(graph, aten.cat.default, ([p.right for p in products], 0), right)
+        bias = _reduced_bias(graph, collective, products)
+        reduce_op, dim, scales = collective.reduce_op, collective.dim, products[0].scales
+        options: tuple[Any, ...] = (ALGORITHM, None, size, name)
+        if scales is not None:
+            op = _ops.scaled_matmul_reduce_scatter.default
+            left_scale = scales.left
+            if value(left_scale).numel() != 1:
+                left_scale = _reshaped(graph, left_scale, [*shape(left)[:-1], 1])
+            arguments: tuple[Any, ...] = (
+                left,
+                right,
+                left_scale,
+                scales.right,
+                bias,
+                reduce_op,
+                dim,
+            )
+            options = (scales.out_dtype, scales.fast, size, name)
+        elif collective.kind == "reduce_scatter":
+            op = _ops.matmul_reduce_scatter.default
+            arguments = (left, right, bias, reduce_op, dim)
+        else:
+            op = _ops.matmul_all_reduce.default
+            arguments = (left, right, bias, reduce_op)
+        started = call(graph, op, (*arguments, *options), result)
+        waited = call(graph, wait_tensor, (started,), result)
+        made = _as_before(graph, waited, result)
+    result.replace_all_uses_with(made)
+
+
+def _scattering_batch(graph: fx.Graph, collective: Collective, product: Product) -> fx.Node:
+    """An op for every entry of the batch, and their outputs together."""
+    like, parts = collective.result, []
+    for entry in range(product.batch):
+        left = call(graph, aten.select.int, (product.left, 0, entry), like)
+        right = call(graph, aten.select.int, (product.right, 0, entry), like)
+        arguments = (left, right, None, collective.reduce_op, collective.dim - 1)
+        options = (ALGORITHM, None, collective.size, collective.name)
+        parts.append(call(graph, _ops.matmul_reduce_scatter.default, (*arguments, *options), like))
+    waited = [call(graph, wait_tensor, (part,), like) for part in parts]
+    return call(graph, aten.stack.default, (waited, 0), like)
+
+
+def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.Node:
+    """The left operands side by side, with the leading dimensions of the whole product."""
+    left = products[0].left
+    if len(products) > 1:
+        flat = [_reshaped(graph, p.left, [-1, p.inner]) for p in products]
+        left = call(graph, aten.cat.default, (flat, 1), left)
+    wanted = [length if static(length) else -1 for length in lengths]
+    return _reshaped(graph, left, [*wanted, sum(product.inner for product in products)])
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, lengths: list[int]) -> fx.Node:
+    if shape(node) == lengths or (len(lengths) == value(node).dim() == 2):
+        return node
+    return call(graph, aten.reshape.default, (node, lengths), node)
+
+
+def _reduced_bias(
+    graph: fx.Graph, collective: Collective, products: list[Product]
+) -> fx.Node | None:
+    """The bias to add once, after the reduction, for those that each rank adds before it."""
+    biases = [product.bias for product in products if product.bias is not None]
+    if not biases:
+        return None
+    total = biases[0]
+    for bias in biases[1:]:
+        total = call(graph, aten.add.Tensor, (total, bias), bias)
+    arguments = (total, collective.reduce_op, collective.size, collective.name)
+    started = call(graph, _ops.all_reduce.default, arguments, total)
+    return call(graph, wait_tensor, (started,), total)

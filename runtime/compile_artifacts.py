@@ -1,0 +1,122 @@
+"""What a compiled kernel leaves behind for launches without Triton: machine code, PTX, and how to call it.
+
+A compiling process writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The facts in the last one
+are of this very compilation: Triton's signature and metadata, and what the PTX declares. A cubin takes
+the arguments that are no constants, in order, and after them what Triton's own launcher would add:
+pointers to scratch memory. How many those are is counted, and anything else that a launch would have to
+do (clusters, profiling, tensor maps) is refused here and not found out on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+# What Triton's launcher passes after the arguments of the signature, in this order.
+SCRATCH = ("global_scratch", "profile_scratch")
+_SCALARS = {"i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
+_PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+
+
+class ArtifactError(RuntimeError):
+    """A compiled kernel needs more of a launch than arguments, shared memory and scratch."""
+
+
+def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> None:
+    """The three files of one compilation. ``usage`` is named as ``cuobjdump -res-usage`` does."""
+    path = pathlib.Path(stem)
+    found = facts(compiled, usage=usage, spills=spills)
+    path.with_name(path.name + ".cubin").write_bytes(compiled.asm["cubin"])
+    path.with_name(path.name + ".ptx").write_text(compiled.asm["ptx"])
+    path.with_name(path.name + ".json").write_text(json.dumps(found))
+
+
+def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any]:
+    """How to launch ``compiled``, and what a program of it takes of a multiprocessor."""
+    metadata, source, ptx = compiled.metadata, compiled.src, compiled.asm["ptx"]
+    for name, allowed in (("num_ctas", 1), ("profile_scratch_size", 0), ("launch_pdl", False)):
+        if (value := getattr(metadata, name)) != allowed:
+            raise ArtifactError(f"{metadata.name}: {name} is {value}; a bundle has {allowed}")
+    if metadata.tensordesc_meta:
+        raise ArtifactError(f"{metadata.name} takes tensor maps, which a bundle cannot make")
+    names = list(source.fn.arg_names)
+    return {
+        "symbol": metadata.name,
+        "target": _only(r"^\.target (\w+)", ptx),
+        "threads": int(_only(r"\.reqntid (\d+)", ptx)),
+        "arguments": _arguments(source, metadata.name, ptx),
+        "constants": {names[path[0]]: value for path, value in sorted(source.constants.items())},
+        "shared_memory": {"static": usage["SHARED"], "dynamic": metadata.shared},
+        "scratch": {
+            "bytes_per_program": metadata.global_scratch_size,
+            "alignment": metadata.global_scratch_align,
+        },
+        "registers": usage["REG"],
+        "stack_bytes": usage["STACK"],
+        "spill_instructions": spills,
+        "tensor_memory_columns": metadata.tmem_size or 0,
+    }
+
+
+def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
+    """Every parameter of the cubin, in order: of the signature, then scratch."""
+    declared = _parameters(symbol, ptx)
+    divisible = {path[0] for path, attributes in source.attrs.items() if _by_16(attributes)}
+    arguments: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "from": "caller",
+            "type": kind,
+            "divisible_by": 16 if index in divisible else 1,
+        }
+        for index, (name, kind) in enumerate(source.signature.items())
+        if kind != "constexpr"
+    ]
+    hidden = len(declared) - len(arguments)
+    if hidden != len(SCRATCH):
+        raise ArtifactError(
+            f"{symbol} has {hidden} parameters after those of its signature; known are {SCRATCH}"
+        )
+    arguments += [
+        {"name": name, "from": "loader", "type": "*u8", "divisible_by": 1} for name in SCRATCH
+    ]
+    offset = 0
+    for argument, (size, used) in zip(arguments, declared, strict=True):
+        if size != (expected := _size(argument["type"])):
+            raise ArtifactError(
+                f"{symbol} takes {size} bytes for {argument['name']}, a {argument['type']} "
+                f"has {expected}"
+            )
+        offset = -(-offset // size) * size
+        argument |= {"bytes": size, "offset": offset, "used": used}
+        offset += size
+    return arguments
+
+
+def _size(kind: str) -> int:
+    if kind.startswith("*"):
+        return 8
+    if kind not in _SCALARS:
+        raise ArtifactError(f"arguments of type {kind} are not supported in a bundle")
+    return _SCALARS[kind]
+
+
+def _by_16(attributes: Any) -> bool:
+    return any(name == "tt.divisibility" and value % 16 == 0 for name, value in attributes)
+
+
+def _parameters(symbol: str, ptx: str) -> list[tuple[int, bool]]:
+    """(bytes, whether the kernel reads it) of every parameter that the PTX declares."""
+    found = re.findall(rf"\.param \.[usbf](\d+)[^\n]*? {symbol}_param_(\d+)", ptx)
+    assert [int(index) for _, index in found] == list(range(len(found))), found
+    return [
+        (_PTX_BYTES[bits], len(re.findall(rf"\b{symbol}_param_{index}\b", ptx)) > 1)
+        for bits, index in found
+    ]
+
+
+def _only(pattern: str, ptx: str) -> str:
+    (found,) = re.findall(pattern, ptx, re.MULTILINE)
+    return str(found)

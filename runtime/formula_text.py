@@ -1,0 +1,53 @@
+"""The source text of the functions that formulas call, to be evaluated where this package is not.
+
+A *formula* is an expression over named whole numbers and lists of them, such as
+``"persistent_grid(COPIERS, tiles, resident)"``. What it calls are functions of ``launch_formulas.py`` and
+``kernels/tiling.py``: the very ones that the host calls. They travel as text, without annotations.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable
+
+from interlace.kernels import tiling
+from interlace.runtime import launch_formulas
+
+# What the evaluator in interlace/aot.py offers by itself.
+BUILTINS = ("len", "max", "min", "range", "sum")
+
+
+def called(text: str) -> list[str]:
+    """Names of the functions that a formula, or the text of a function, calls."""
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return list(dict.fromkeys(func.id for func in calls if isinstance(func, ast.Name)))
+
+
+def names(formula: str) -> set[str]:
+    """Names of the numbers and lists that a formula is over."""
+    nodes = [node for node in ast.walk(ast.parse(formula)) if isinstance(node, ast.Name)]
+    return {node.id for node in nodes} - set(called(formula))
+
+
+def functions(formulas: Iterable[str]) -> dict[str, str]:
+    """Text of every function that ``formulas`` need, and that those functions need."""
+    found: dict[str, str] = {}
+    missing = [name for text in formulas for name in called(text)]
+    while missing:
+        name = missing.pop()
+        if name not in found and name not in BUILTINS:
+            found[name] = _text(name)
+            missing += called(found[name])
+    return dict(sorted(found.items()))
+
+
+def _text(name: str) -> str:
+    function = vars(launch_formulas).get(name) or vars(tiling)[name]
+    tree = ast.parse(inspect.getsource(function))
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef) and not definition.decorator_list, name
+    definition.returns = None
+    for argument in definition.args.args:
+        argument.annotation = None
+    return ast.unparse(tree)

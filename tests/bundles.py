@@ -1,0 +1,34 @@
+"""The bundles that tests build: every op, three architectures, and options that change the manifest."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from interlace.cli.bundle import write
+from interlace.runtime.bundle import Target
+from interlace.runtime.bundle_ops import OPS, Options
+
+ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
+OPTIONS = {
+    "all_gather_matmul": Options(),
+    "matmul_reduce_scatter": Options("fp16", weight="nk", bias="n"),
+    "matmul_all_reduce": Options("fp32", inner=4095, average=True),
+    "all_gather": Options(),
+    "reduce_scatter": Options(average=True),
+    "all_reduce": Options(overrides={"block_elements": 1024}),
+}
+
+
+def build_all(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """All of them below ``folder``; the directory of each by op."""
+    targets = [Target(op, OPTIONS[op], ARCHES[op], folder / op) for op in OPS]
+    problems = {report.name: report.problems() for report in write(targets)}
+    assert not any(problems.values()), problems
+    return {target.op: target.out for target in targets}
+
+
+def manifest_of(path: pathlib.Path) -> dict[str, Any]:
+    """The manifest of the bundle in ``path``."""
+    return json.loads((path / "manifest.json").read_text())  # type: ignore[no-any-return]
