@@ -96,14 +96,3 @@ def kernel_operands(
 
 def launch_options(configuration: Configuration) -> dict[str, int]:
     return {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-
-
-def persistent_programs(
-    communicator: Communicator, configuration: Configuration, tiles: int, reserved: int = 0
-) -> int:
-    """Programs of a persistent grid: no more than tiles, and than the place keeps resident.
-
-    ``reserved`` programs of the grid do something else.
-    """
-    resident = communicator.place.program_limit() - reserved
-    return max(1, min(configuration.programs or resident, resident, tiles))
