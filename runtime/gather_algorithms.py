@@ -17,6 +17,7 @@ import torch
 from interlace.kernels import all_gather_matmul as all_gather_matmul_kernels
 from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
 from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import (
     all_gather_copy,
     resident_programs,
@@ -34,6 +35,10 @@ from interlace.runtime.operands import (
     multiply,
 )
 from interlace.runtime.stream import Event
+
+SMALL_BYTES = (
+    1 << 20
+)  # gathered; from there on, staging for peers to read is no slower than an engine
 
 
 def _chunk_table(
@@ -217,6 +222,16 @@ def all_gather_matmul_pipelined(
     return communicator.enqueue("all_gather_matmul", layout, body)
 
 
+def _small_gather(communicator: Communicator, rows: Sequence[int], input: torch.Tensor) -> Call:
+    """What the ranks have agreed on already, as the engine wants it."""
+    key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = tuple((str(index), each) for index, each in enumerate(key))
+        call = communicator.remember(key, Call("all_gather_matmul", terms))
+    return call
+
+
 def all_gather_matmul_unfused(
     communicator: Communicator,
     input: torch.Tensor,
@@ -229,7 +244,11 @@ def all_gather_matmul_unfused(
     parts = [
         gathered[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
     ]
-    all_gather_copy(communicator, input.contiguous().view(-1), parts)
+    flat = input.contiguous().view(-1)
+    if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:
+        communicator.engine.all_gather(_small_gather(communicator, rows, input), parts, flat)
+    else:
+        all_gather_copy(communicator, flat, parts)
     for linear in linears:
         communicator.compute.call(
             lambda linear=linear: multiply(  # type: ignore[misc]

@@ -19,6 +19,7 @@ from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
 from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import resident_programs, segment_table
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
@@ -32,6 +33,8 @@ from interlace.runtime.operands import (
 )
 from interlace.runtime.reductions import fold, fold_unrounded
 from interlace.runtime.stream import Event
+
+SMALL_BYTES = 1 << 20  # of a product
 
 
 def matmul_reduce_scatter_fused(
@@ -143,9 +146,16 @@ def matmul_reduce_scatter_unfused(
     """The whole product first, staged in the own workspace; then everyone sums its part of all."""
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
+    nbytes = input.shape[0] * columns * dtype.itemsize
+    exact = linear.bias is None and dtype in (
+        torch.float32,
+        torch.float64,
+    )  # one rounding either way
+    if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
+        return _small_reduce_scatter(communicator, input, linear, segments, average=average)
     layout = Layout(pulled=True)
     slots = layout.add_slots(world_size)
-    offset = layout.add_data(input.shape[0] * columns * dtype.itemsize)
+    offset = layout.add_data(nbytes)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
@@ -165,6 +175,28 @@ def matmul_reduce_scatter_unfused(
         stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
 
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def _small_reduce_scatter(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """The product in memory of its own, and the engine's reduce-scatter: the least work on the host."""
+    product = input.new_empty(input.shape[0], linear.weight.shape[1], dtype=linear.output.dtype)
+    multiply(product, input, linear.weight, None)
+    parts = [product[first : first + count].view(-1) for first, count in segments]
+    reduction = "avg" if average else "sum"
+    key = ("parts of matmul_reduce_scatter", tuple(segments), product.shape, product.dtype, average)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = tuple((str(index), each) for index, each in enumerate(key))
+        call = communicator.remember(key, Call("matmul_reduce_scatter", terms))
+    communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
+    return communicator.compute.record()
 
 
 def matmul_all_reduce_fused(

@@ -15,7 +15,6 @@ from interlace import checks
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.stream import Event
 
-MOST_CALLS = 1024
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -29,27 +28,16 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
         and not value.is_conj()
         and not value.is_neg()
         and not value.is_nested
-        and _has_memory(value)
+        and checks.has_memory(value)
     ):
         return value.detach() if value.requires_grad else value
     return _with_memory(name, checks.tensor(name, value, communicator), communicator.rank)
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    if type(tensor) is FakeTensor:
-        return False
-    try:
-        return bool(tensor.data_ptr()) or not tensor.numel()
-    except RuntimeError:  # wrappers of other tensors may have no address at all
-        return False
 
 
 def _with_memory(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """``tensor``, unless it is one of those of torch that stand for elements they do not store."""
     if tensor.is_nested:
         raise TypeError(f"{name} must be a strided tensor, got a nested one on rank {rank}")
-    if not _has_memory(tensor):
-        raise TypeError(f"{name} has no memory of its own on rank {rank}")
     return tensor
 
 
@@ -71,7 +59,7 @@ def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
         return False
     try:
         start, first = whole.data_ptr(), part.data_ptr()
-    except RuntimeError:  # see _has_memory
+    except RuntimeError:  # see checks.has_memory
         return False
     if not start or not first:
         return False
@@ -109,7 +97,7 @@ def uncut_list(parts: Any, own: Any, communicator: Communicator) -> list[torch.S
             if first < end and start < ends and not (first == start and rank == communicator.rank):
                 return None
             shapes.append(part.shape)
-    except RuntimeError:  # see _has_memory
+    except RuntimeError:  # see checks.has_memory
         return None
     return shapes
 
@@ -188,7 +176,4 @@ def remember(communicator: Communicator, key: Any, call: Any) -> Any:
                 f"{call.op}: {term} is {value} on rank {communicator.rank}; quantized tensors are not "
                 f"taken, give their int_repr()"
             )
-    if len(communicator.calls) >= MOST_CALLS:
-        communicator.calls.clear()
-    communicator.calls[key] = call
-    return call
+    return communicator.remember(key, call)
