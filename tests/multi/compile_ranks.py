@@ -383,3 +383,23 @@ def through_inductor(path: str) -> tuple[list[str], float, list[str]]:
             op for op in (*(f"interlace.{op}" for op in FUSED), *others) if f"{op}." in code[0]
         ]
         return lines, worst, found
+
+
+def dynamic(path: str) -> tuple[int, list[float], list[Any]]:
+    """One compilation for several lengths: how many there were, the errors, what became of it."""
+    reports: list[interlace.compile.Report] = []
+
+    def function(x: Tensor) -> Tensor:
+        hidden = torch.relu(gathered(x, 1) @ weight(8, 6))
+        return scattered(hidden @ weight(6, 8), 1)
+
+    with world(path):
+        torch._dynamo.reset()
+        options = {"on_report": reports.append, **ALWAYS}
+        compiled = torch.compile(function, fullgraph=True, backend="interlace", options=options)
+        errors = []
+        for length in (4, 6, 10):
+            x = torch.randn(length, 2, 8)
+            torch._dynamo.mark_dynamic(x, 0)
+            errors.append(float((compiled(x) - function(x)).abs().max()))
+        return len(reports), errors, [summary(report) for report in reports]

@@ -87,6 +87,13 @@ def test_patterns_through_inductor(tmp_path: Path) -> None:
     check_patterns(tmp_path, 2, names, "inductor")
 
 
+def test_dynamic_shapes(tmp_path: Path) -> None:
+    for compilations, errors, reports in on_ranks(compile_ranks.dynamic, 2, tmp_path):
+        assert compilations == 1
+        assert max(errors) < TOLERANCE
+        assert reports == [("inference", [(GATHER, 1, ""), (SCATTER, 1, "")])]
+
+
 def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
     for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
         assert lines == [

@@ -25,6 +25,7 @@ from interlace.compile.nodes import (
     c10d,
     is_call,
     only_user,
+    same,
     shape,
     value,
     wait_tensor,
@@ -150,16 +151,18 @@ def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
 def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
     """The ``size`` equal parts of ``source`` along ``dim``, if it is used by nothing else."""
     length = shape(source)[dim]
+    user = only_user(source)
+    if user is not None and is_call(user, aten.split.Tensor):
+        _, part, along = (*arguments(user), 0)[:3]
+        part = part.meta["val"] if isinstance(part, fx.Node) else part
+        items = sorted(user.users, key=lambda item: int(arguments(item)[1]))
+        equal = same([part * size], [length])
+        if equal and along == dim and [arguments(each)[1] for each in items] == list(range(size)):
+            return items
+        return None
     if not isinstance(length, int) or length % size:
         return None
     part = length // size
-    user = only_user(source)
-    if is_call(user, aten.split.Tensor) and user is not None and arguments(user)[1] == part:
-        along = arguments(user)[2] if len(arguments(user)) > 2 else 0
-        items = sorted(user.users, key=lambda item: arguments(item)[1])
-        if along == dim and [arguments(item)[1] for item in items] == list(range(size)):
-            return items
-        return None
     slices = list(source.users)
     if len(slices) != size or not all(is_call(each, aten.slice.Tensor) for each in slices):
         return None

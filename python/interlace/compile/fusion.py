@@ -25,6 +25,7 @@ from interlace.compile.cost import Machine, Problem, machine_for, predict
 from interlace.compile.matmuls import Product, Unfit, readers, terms
 from interlace.compile.nodes import (
     ancestors,
+    hinted,
     in_order,
     shape,
     source_line,
@@ -221,6 +222,8 @@ def _check(collective: Collective, products: list[Product]) -> None:
             raise Unfit("scaled")
     if sum(not static(length) for length in shape(whole)) > 1:
         raise Unfit("more than one symbolic dimension")
+    if products[0].scales is not None and not static(*shape(whole)):
+        raise Unfit("scaled, of symbolic shape")
     if collective.kind != "all_gather" and not static(shape(whole)[-1]):
         raise Unfit("the columns are symbolic")
     length = shape(whole)[collective.dim]
@@ -231,10 +234,11 @@ def _check(collective: Collective, products: list[Product]) -> None:
 def _times(
     collective: Collective, products: list[Product], machine: Machine | None
 ) -> tuple[float, float] | None:
-    """Predicted; None for shapes that are not known yet."""
+    """Predicted, for the shapes that were traced; None if these are not known."""
     whole = collective.input
-    lengths = shape(whole)
-    if not static(*lengths):
+    hints = [hinted(length) for length in shape(whole)]
+    lengths = [hint for hint in hints if hint is not None]
+    if len(lengths) != len(hints):
         return None
     gathers = collective.kind == "all_gather"
     rows = math.prod(lengths[:-1])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import interlace
 import interlace.ops as _defined  # noqa: F401  torch.ops.interlace
@@ -45,6 +46,21 @@ def shape(node: fx.Node) -> list[Any]:
 
 def static(*numbers: Any) -> bool:
     return all(isinstance(number, int) for number in numbers)
+
+
+def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two lists of lengths are equal, as far as that is known; asks for no guards."""
+    if len(one) != len(other):
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+
+
+def hinted(length: Any) -> int | None:
+    """A length, or what a symbolic one was when it was traced; None if that is not known."""
+    if isinstance(length, int):
+        return length
+    hint = length.node.hint
+    return None if hint is None else int(hint)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

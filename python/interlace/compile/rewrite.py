@@ -18,6 +18,7 @@ from interlace.compile.nodes import (
     aten,
     call,
     is_call,
+    same,
     shape,
     static,
     value,
@@ -120,13 +121,13 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
 
 def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
     """``made`` in the shape and strides of ``old``."""
-    if shape(made) != shape(old):
+    if not same(shape(made), shape(old)):
         lengths = shape(old)
         symbolic = [index for index, length in enumerate(lengths) if not static(length)]
         for index in symbolic:
             lengths[index] = -1
         made = call(graph, aten.reshape.default, (made, lengths), old)
-    if list(value(made).stride()) != list(value(old).stride()):
+    if not same(value(made).stride(), value(old).stride()):
         made = _restrided(graph, made, old)
     return made
 
@@ -137,7 +138,7 @@ def _restrided(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
     )
     clone.meta.update({key: old.meta[key] for key in ("stack_trace",) if key in old.meta})
     clone.meta["val"] = torch.empty_like(value(old), memory_format=torch.contiguous_format)
-    if list(clone.meta["val"].stride()) != list(value(old).stride()):
+    if not same(clone.meta["val"].stride(), value(old).stride()):
         clone.meta["val"] = value(old)  # a permuted result: torch's passes keep what the tracer saw
     return clone
 
@@ -208,7 +209,7 @@ def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.No
 
 
 def _reshaped(graph: fx.Graph, node: fx.Node, lengths: list[int]) -> fx.Node:
-    if shape(node) == lengths or (len(lengths) == value(node).dim() == 2):
+    if same(shape(node), lengths) or (len(lengths) == value(node).dim() == 2):
         return node
     return call(graph, aten.reshape.default, (node, lengths), node)
 
