@@ -27,6 +27,7 @@ functional_reduce_scatter_coalesced = _either(
     functional, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
 )
 
+NEWEST = hasattr(functional, "all_gather_single")  # torch 2.13
 NEW_GROUP_SORTS = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 

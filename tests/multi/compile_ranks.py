@@ -125,10 +125,15 @@ def weight(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int) -> Tensor:
+    if dim and not torch_names.NEWEST:
+        whole = funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+        return torch.cat(whole.chunk(dist.get_world_size()), dim)
     return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
 
 
 def scattered(x: Tensor, dim: int, op: str = "sum") -> Tensor:
+    if dim and not torch_names.NEWEST:
+        x, dim = torch.cat(x.chunk(dist.get_world_size(), dim)), 0
     return torch_names.functional_reduce_scatter(x, op, dim, dist.group.WORLD)
 
 
@@ -297,6 +302,9 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     "weight from the gathered": (chained, [(GATHER, 1)]),
 }
 
+
+if not torch_names.NEWEST:
+    del PATTERNS["scaled by row"]  # not on a CPU, before torch 2.13
 
 MOVING = (
     "_c10d_functional.all_gather_into_tensor.default",

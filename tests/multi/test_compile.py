@@ -73,7 +73,7 @@ def test_patterns_on_4_ranks(tmp_path: Path) -> None:
         "scaled by row",
         "legacy",
     ]
-    check_patterns(tmp_path, 4, names, "aot_eager")
+    check_patterns(tmp_path, 4, [name for name in names if name in PATTERNS], "aot_eager")
 
 
 def test_patterns_through_inductor(tmp_path: Path) -> None:
