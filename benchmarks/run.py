@@ -35,7 +35,11 @@ from rich.table import Table
 import interlace
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives")
-OWN_RANKS = ("torch_backend", "schedules")  # modules that start the ranks of their cases themselves
+OWN_RANKS = (
+    "torch_backend",
+    "functional",
+    "schedules",
+)  # modules that start their ranks themselves
 RESULTS = Path(__file__).parent / "results"
 
 

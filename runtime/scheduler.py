@@ -29,7 +29,7 @@ from typing import Any
 
 import greenlet
 
-from interlace.runtime import interpreter
+from interlace.runtime import interpreter, torch_state
 from interlace.runtime.errors import BlockedWait, CollectiveTimeoutError, DeadlockError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.observer import Observer
@@ -258,7 +258,10 @@ class Scheduler(ProgramHooks):
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position
         try:
-            task.greenlet.switch()
+            if task.program is None:
+                torch_state.switch(task)
+            else:
+                task.greenlet.switch()
         except greenlet.GreenletExit:
             raise
         except OverdueError:

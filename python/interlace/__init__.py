@@ -20,6 +20,7 @@ if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
 
 import interlace_backend as _interlace_backend
 from interlace import symmetric_memory
+from interlace import torch_kernels as _torch_kernels
 from interlace.all_to_all import all_to_all, all_to_all_single
 from interlace.coalesced import (
     all_gather_coalesced,
@@ -76,6 +77,7 @@ from interlace.uneven import all_gather_v, all_to_all_v, gather_v, reduce_scatte
 __version__ = "0.1.0"
 
 _interlace_backend.register()
+_torch_kernels.register()
 
 if _TYPE_CHECKING:
     from interlace.group_specs import GroupSpec

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _register_work
+from torch.utils._pytree import tree_map_only
 
+from interlace.process_group_rules import PLAIN_TYPES
 from interlace.runtime.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 _aten: Any = torch.ops.aten
-_VIEWS = frozenset((_aten.view.default, _aten.detach.default, _aten.alias.default))
+_pre_dispatch_modes: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_view, _detach, _alias = _aten.view.default, _aten.detach.default, _aten.alias.default
+_AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
+
+
+class _Failed:
+    """In place of the Work of an op that has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class AsyncTensor(torch.Tensor):
-    """A tensor whose op may still be running. ``size()``, ``stride()`` and views do not wait; all else does.
+    """A tensor whose op may still be running. ``size()``, ``stride()``, ``view()`` do not wait.
 
     :meth:`wait` gives the plain tensor. In a graph that is traced, the wait comes where the first use is.
     """
 
     _inner: torch.Tensor
-    _work: Work | None
+    _work: Work | _Failed | None
     _waited: bool
+    _of_graph: bool
+    _others: Sequence[torch.Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, work: Work | None = None) -> AsyncTensor:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -37,17 +57,36 @@ class AsyncTensor(torch.Tensor):
             device=inner.device,
         )
         self._inner, self._work, self._waited = inner, work, False
-        return self  # type: ignore[no-any-return]
+        self._of_graph = False
+        self._others = ()
+        return self
 
     def wait(self) -> torch.Tensor:
         """The plain tensor, complete. Raises what the op failed with. A second call waits for nothing."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Opened.apply(self)  # type: ignore[no-any-return,no-untyped-call]
+        return self._complete()
+
+    def _complete(self) -> torch.Tensor:
+        """The tensor under this one, once the op has ended; without the history that this one has."""
         if not self._waited:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
             else:
-                self._inner = _wait_tensor(self._inner)
+                try:
+                    self._inner = _wait_tensor(self._inner)
+                except Exception as error:
+                    self._work = _Failed(error)  # torch's registry forgets what it has waited for
+                    raise
+                for other in self._others:
+                    _wait_tensor(other.detach())  # else torch's registry would keep it
+                self._others = ()
             self._waited = True
+        if self._of_graph and self.requires_grad:
+            # its gradient goes to code that was compiled for an AsyncTensor
+            self._of_graph = False
+            self.register_hook(completed)  # type: ignore[no-untyped-call]
         return self._inner
 
     @property
@@ -56,15 +95,25 @@ class AsyncTensor(torch.Tensor):
         return self._waited or (self._work is not None and self._work.is_completed())
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _VIEWS and not args[0]._waited:
+        if func is _view or func is _detach or func is _alias:
             source = args[0]
-            return AsyncTensor(func(source._inner, *args[1:], **(kwargs or {})), source._work)
-        plain = [_opened(each) for each in args]
+            # a compiler is to find the wait beside the op: where it is, a view costs nothing
+            if not source._waited and (source._work is not None or func is not _view):
+                return AsyncTensor(func(source._inner, *args[1:], **(kwargs or {})), source._work)
+        plain = [
+            each._complete()
+            if (kind := type(each)) is AsyncTensor
+            else (each if kind in _AS_THEY_ARE else _opened(each))
+            for each in args
+        ]
         if kwargs:
             kwargs = {key: _opened(value) for key, value in kwargs.items()}
+            if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
+                # AOTAutograd makes tangents contiguous, and takes them for what they were before
+                return completed(func(*plain, **kwargs))
             return func(*plain, **kwargs)
         return func(*plain)
 
@@ -82,17 +131,22 @@ class AsyncTensor(torch.Tensor):
     ) -> AsyncTensor:
         made = AsyncTensor(inner["_inner"])
         made._waited = waited
+        made._of_graph = True
         return made
 
-    def __coerce_tangent_metadata__(self) -> torch.Tensor:
-        return self.wait()
+    def __coerce_tangent_metadata__(self) -> AsyncTensor:
+        return completed(self._complete())
 
     def __coerce_same_metadata_as_tangent__(
         self, expected_metadata: Any, expected_type: type | None = None
     ) -> torch.Tensor | None:
-        return self.wait() if expected_type is torch.Tensor else None
+        plain = self._complete()
+        return plain if expected_type is torch.Tensor else completed(plain)
 
     # -- what Tensor does without the dispatcher ---------------------------------------------------
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self.wait().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
         return self.wait().tolist()
@@ -103,11 +157,11 @@ class AsyncTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.wait().data_ptr()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AsyncTensor({self.wait()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.wait().__reduce_ex__(protocol)
+        return self.wait().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.wait().clone()
@@ -116,29 +170,111 @@ class AsyncTensor(torch.Tensor):
 def _opened(value: Any) -> Any:
     """``value`` with the plain tensor for every AsyncTensor in it."""
     if type(value) is AsyncTensor:
-        return value.wait()
+        return value._complete()
     if isinstance(value, (list, tuple)):
         return type(value)([_opened(each) for each in value])
     return value
 
 
+def completed(tensor: torch.Tensor) -> AsyncTensor:
+    """``tensor``, which nothing writes any more, as an AsyncTensor."""
+    if isinstance(tensor, AsyncTensor):
+        tensor = tensor._complete()
+    made = AsyncTensor(tensor)
+    made._waited = True
+    return made
+
+
 class _Tracked(torch.autograd.Function):
-    """Wraps a tensor with a history, which the wrapper keeps."""
+    """From a tensor with a history to an AsyncTensor that has it."""
 
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
         return AsyncTensor(inner)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return wait(grad)
+
+
+class _Opened(torch.autograd.Function):
+    """From an AsyncTensor with a history to the plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
+        return outer._complete().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _AboveAutograd(AsyncTensor):
+    """For ``torch.export``, which traces above autograd and takes no subclass there: waits before that.
+
+    Its history is that of the tensor under it.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _PEEKED:
+            args = tree_map_only(_AboveAutograd, lambda each: each._inner, args)
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(AsyncTensor, AsyncTensor._complete, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def wait(self) -> torch.Tensor:
+        return self._complete()
+
+
+def _peeked() -> frozenset[Any]:
+    """What does not look at a tensor's values."""
+    properties = (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+    )
+    methods = (
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "storage_offset",
+        "is_floating_point",
+        "element_size",
+    )
+    return frozenset(
+        [getattr(torch.Tensor, name).__get__ for name in properties]
+        + [getattr(torch.Tensor, name) for name in methods]
+    )
+
+
+_PEEKED = _peeked()
 
 
 def wrapped(inner: torch.Tensor) -> torch.Tensor:
     """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
+    if _pre_dispatch_modes():
+        return _AboveAutograd(inner)
     if inner.requires_grad:
         return _Tracked.apply(inner)  # type: ignore[no-any-return,no-untyped-call]
     return AsyncTensor(inner)
+
+
+def wrapped_together(inners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of one op: the wait for one of them is a wait for all, whoever keeps them."""
+    made = [wrapped(inner) for inner in inners]
+    for each in made:
+        if isinstance(each, AsyncTensor) and type(each._inner) in PLAIN_TYPES:
+            each._others = inners
+    return made
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import FUSED_DTYPES
@@ -37,7 +38,22 @@ def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
             f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'} on rank {rank}; pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
+    if not (value.is_nested or has_memory(value)):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, which has no memory of its own, on rank {rank}; "
+            "interlace.functional takes tensors that stand for others"
+        )
     return value.detach()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie where ``tensor`` says; a LocalTensor's or FakeTensor's do not."""
+    if type(tensor) is FakeTensor:
+        return False
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:  # wrappers of other tensors may have no address at all
+        return False
 
 
 def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
@@ -57,8 +73,8 @@ def warn_without_gradients(op: str, *tensors: Any) -> None:
     wanted = any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat)
     if wanted and torch.is_grad_enabled():
         warnings.warn(
-            f"interlace.{op} does not record gradients: its output is detached from inputs that "
-            "require them; call it under torch.no_grad() if that is meant",
+            f"interlace.{op} does not record gradients of unequal parts, nor in sim: its output is "
+            "detached from inputs that require them; call it under torch.no_grad() if that is meant",
             UserWarning,
             stacklevel=3,
         )

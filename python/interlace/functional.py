@@ -1,14 +1,15 @@
 """Functional collectives: ``f(input, ..., group=...) -> AsyncTensor``, eager and traced alike.
 
-An op starts and returns at once; its result waits by itself on first use, or in :func:`wait`. The input must
-not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``, ``make_fx``,
-``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace`` where the call is,
-and a ``wait_tensor`` where the first use is. All are differentiable, see ``ops/gradients.py``.
+An op starts and returns at once; its result waits by itself on first use, or in :func:`wait`. The input
+must not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``,
+``make_fx``, ``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace``
+where the call is, and a ``wait_tensor`` where the first use is. All are differentiable, see
+``ops/gradients.py``.
 
 ``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
 needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks
-(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError: of shapes, dtypes and options
-that differ between ranks on every rank, before any data moves.
+(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError, on every rank of the
+group, before any data moves.
 
 >>> import interlace, torch
 >>> from interlace import functional
@@ -22,13 +23,13 @@ that differ between ranks on every rank, before any data moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from interlace import ops as ops
 from interlace import reduce_ops
-from interlace.async_tensor import AsyncTensor, wait, wrapped
+from interlace.async_tensor import AsyncTensor, wait, wrapped, wrapped_together
 from interlace.group_specs import GroupSpec, bound, describe
 from interlace.ops import fused, plain
 from interlace.ops.pending import Started
@@ -39,6 +40,7 @@ __all__ = [
     "GroupSpec",
     "all_gather",
     "all_gather_matmul",
+    "all_gather_scaled_matmul",
     "all_reduce",
     "all_to_all",
     "broadcast",
@@ -48,12 +50,14 @@ __all__ = [
     "permute",
     "reduce",
     "reduce_scatter",
+    "scaled_matmul_reduce_scatter",
     "scatter",
     "wait",
 ]
 
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-torch._dynamo.allow_in_graph(wait)
+_allow_in_graph: Any = torch._dynamo.allow_in_graph
+_allow_in_graph(wait)
 
 
 def _traceable(name: str) -> Callable[..., Any]:
@@ -64,10 +68,10 @@ def _traceable(name: str) -> Callable[..., Any]:
         result = op(*args)
         if isinstance(result, torch.Tensor):
             return wrapped(result)
-        return [wrapped(each) for each in result]
+        return wrapped_together(result)
 
     start.__name__ = start.__qualname__ = name
-    torch._dynamo.allow_in_graph(start)
+    _allow_in_graph(start)
     return start
 
 
@@ -80,7 +84,7 @@ def _traceable_out(name: str) -> Callable[..., Any]:
         return out
 
     start.__name__ = start.__qualname__ = f"{name}_out"
-    torch._dynamo.allow_in_graph(start)
+    _allow_in_graph(start)
     return start
 
 
@@ -120,21 +124,54 @@ def _direct(*tensors: Any) -> bool:
     return True
 
 
-def _tensor(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+def _refuse(op: str, group: Any, tag: str, error: Exception) -> NoReturn:
+    """Raise ``error``; where the op would run now, on all ranks of the group."""
+    if not torch.compiler.is_compiling() and not modes_active():
+        with bound(group, tag).accepting(op):
+            raise error
+    raise error
+
+
+def _check(
+    op: str, group: Any, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
+) -> None:
+    """Raise TypeError unless everything is what its name says."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            text = f"{name} must be a tensor, got {type(value).__name__}"
+            _refuse(op, group, tag, TypeError(text))
+    for name, value in (ints or {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            text = f"{name} must be an int, got {type(value).__name__}"
+            _refuse(op, group, tag, TypeError(text))
+
+
+def _without_gradient(op: str, *tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
 
 
 def _started(started: Started) -> AsyncTensor:
     return AsyncTensor(started.outputs[0], started.work)
 
 
-def _reduction(reduce_op: Any, input: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The op's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
+def _reduction(
+    op: str, group: Any, tag: str, reduce_op: Any, input: torch.Tensor
+) -> tuple[str, torch.Tensor]:
+    """The reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
     if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
         return reduce_op, input
-    name, factor = reduce_ops.parse(reduce_op, 0)
+    try:
+        name, factor = reduce_ops.parse(reduce_op, 0)
+    except (TypeError, ValueError):
+        text = f"reduce_op must be one of {', '.join(reduce_ops.OPS)}, got {reduce_op!r}"
+        _refuse(op, group, tag, ValueError(text))
     return (name, input) if factor is None else ("sum", input * factor)
+
+
+def _name_of(reduce_op: Any) -> str:
+    """For the fused ops, whose kernels refuse what they cannot do."""
+    return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
 
 
 # -- reductions ----------------------------------------------------------------------------------------
@@ -153,12 +190,13 @@ def all_reduce(
     ``reduce_op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``.
     ``out`` gets the result; it may be ``input``.
     """
-    _tensor("input", input)
-    reduce_op, input = _reduction(reduce_op, input)
+    _check("all_reduce", group, tag, input=input)
+    reduce_op, input = _reduction("all_reduce", group, tag, reduce_op, input)
     if _direct(input, out):
         return _started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
     name, size = describe(group, tag)
     if out is not None:
+        _without_gradient("all_reduce", input, out)
         return _all_reduce_out(input, reduce_op, size, name, out)  # type: ignore[no-any-return]
     return _all_reduce(input, reduce_op, size, name)  # type: ignore[no-any-return]
 
@@ -174,14 +212,16 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
 
-    The size of the group must divide the length of ``scatter_dim``. ``reduce_op`` as for :func:`all_reduce`.
+    The size of the group must divide the length of ``scatter_dim``. ``reduce_op`` as for
+    :func:`all_reduce`.
     """
-    _tensor("input", input)
-    reduce_op, input = _reduction(reduce_op, input)
+    _check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input)
+    reduce_op, input = _reduction("reduce_scatter", group, tag, reduce_op, input)
     if _direct(input, out):
         return _started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
     name, size = describe(group, tag)
     if out is not None:
+        _without_gradient("reduce_scatter", input, out)
         return _reduce_scatter_out(input, reduce_op, scatter_dim, size, name, out)  # type: ignore[no-any-return]
     return _reduce_scatter(input, reduce_op, scatter_dim, size, name)  # type: ignore[no-any-return]
 
@@ -190,8 +230,8 @@ def reduce(
     input: torch.Tensor, reduce_op: Any, dst: int, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
     """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others."""
-    _tensor("input", input)
-    reduce_op, input = _reduction(reduce_op, input)
+    _check("reduce", group, tag, {"dst": dst}, input=input)
+    reduce_op, input = _reduction("reduce", group, tag, reduce_op, input)
     if _direct(input):
         return _started(plain.reduce(bound(group, tag), input, reduce_op, dst))
     name, size = describe(group, tag)
@@ -213,11 +253,12 @@ def all_gather(
 
     0-dim tensors give a tensor of the group's size.
     """
-    _tensor("input", input)
+    _check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input)
     if _direct(input, out):
         return _started(plain.all_gather(bound(group, tag), input, gather_dim, out))
     name, size = describe(group, tag)
     if out is not None:
+        _without_gradient("all_gather", input, out)
         return _all_gather_out(input, gather_dim, size, name, out)  # type: ignore[no-any-return]
     return _all_gather(input, gather_dim, size, name)  # type: ignore[no-any-return]
 
@@ -233,15 +274,17 @@ def all_to_all(
 ) -> torch.Tensor:
     """Rank r's part of dim 0 of every rank's ``input``, one behind the other.
 
-    Parts are of equal length, or of ``input_split_sizes[r]`` for rank r and ``output_split_sizes[s]`` from s.
+    Parts are of equal length, or of ``input_split_sizes[r]`` for rank r and ``output_split_sizes[s]``
+    from s.
     """
-    _tensor("input", input)
+    _check("all_to_all_single", group, tag, input=input)
     received = None if output_split_sizes is None else list(output_split_sizes)
     sent = None if input_split_sizes is None else list(input_split_sizes)
     if _direct(input, out):
         return _started(plain.all_to_all(bound(group, tag), input, received, sent, out))
     name, size = describe(group, tag)
     if out is not None:
+        _without_gradient("all_to_all", input, out)
         return _all_to_all_out(input, received, sent, size, name, out)  # type: ignore[no-any-return]
     return _all_to_all(input, received, sent, size, name)  # type: ignore[no-any-return]
 
@@ -255,11 +298,12 @@ def broadcast(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too."""
-    _tensor("input", input)
+    _check("broadcast", group, tag, {"src": src}, input=input)
     if _direct(input, out):
         return _started(plain.broadcast(bound(group, tag), input, src, out))
     name, size = describe(group, tag)
     if out is not None:
+        _without_gradient("broadcast", input, out)
         return _broadcast_out(input, src, size, name, out)  # type: ignore[no-any-return]
     return _broadcast(input, src, size, name)  # type: ignore[no-any-return]
 
@@ -268,7 +312,7 @@ def permute(
     input: torch.Tensor, src_dst: Sequence[int], *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
     """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal."""
-    _tensor("input", input)
+    _check("permute", group, tag, input=input)
     targets = list(src_dst)
     if _direct(input):
         return _started(plain.permute(bound(group, tag), input, targets))
@@ -280,7 +324,7 @@ def gather(
     input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
     """As :func:`all_gather` on rank ``dst`` of the group; zeros of the same shape on the others."""
-    _tensor("input", input)
+    _check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
     if _direct(input):
         return _started(plain.gather(bound(group, tag), input, dst, gather_dim))
     name, size = describe(group, tag)
@@ -294,7 +338,7 @@ def scatter(
 
     Other ranks' inputs say the shape and dtype, and are not read.
     """
-    _tensor("input", input)
+    _check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
     if _direct(input):
         return _started(plain.scatter(bound(group, tag), input, src, scatter_dim))
     name, size = describe(group, tag)
@@ -322,16 +366,23 @@ def all_gather_matmul(
     Shards must be equal. ``save_gathered``: keep the gathered input for the weights' gradients; without, it
     is gathered again in backward, while the gradient of the input is computed.
     """
-    _tensor("input", input)
+    _check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
     several = not isinstance(weight, torch.Tensor)
-    weights = list(weight) if several else [weight]
-    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    weights: list[Any] = list(weight) if several else [weight]
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if len(biases) != len(weights):
-        raise ValueError(f"bias has {len(biases)} entries, weight has {len(weights)}")
+        text = f"bias has {len(biases)} entries, weight has {len(weights)}"
+        _refuse("all_gather_matmul", group, tag, ValueError(text))
     for each in weights:
-        _tensor("weight", each)
+        _check("all_gather_matmul", group, tag, weight=each)
     if all(each is None for each in biases):
         biases = []
+    elif any(each is None for each in biases):
+        # a list of which some are None has no gradients in torch's custom ops
+        biases = [
+            w.new_zeros(w.shape[1:]) if b is None else b
+            for w, b in zip(weights, biases, strict=True)
+        ]
     if _direct(input, *weights, *biases):
         started = fused.all_gather_matmul(
             bound(group, tag),
@@ -347,7 +398,8 @@ def all_gather_matmul(
     else:
         name, size = describe(group, tag)
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
-        kept = return_gathered or (save_gathered and wanted)
+        # nobody waits for what a program without a backward keeps
+        kept = return_gathered or (save_gathered and wanted and not torch.compiler.is_exporting())
         made = _all_gather_matmul(
             input, weights, biases, gather_dim, kept, algorithm, out_dtype, size, name
         )
@@ -369,8 +421,14 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``, as
     :func:`interlace.matmul_reduce_scatter`; the size of the group must divide what is scattered."""
-    _tensor("input", input)
-    _tensor("weight", weight)
+    _check(
+        "matmul_reduce_scatter",
+        group,
+        tag,
+        {"scatter_dim": scatter_dim},
+        input=input,
+        weight=weight,
+    )
     if _direct(input, weight, bias):
         return _started(
             fused.matmul_reduce_scatter(
@@ -379,7 +437,7 @@ def matmul_reduce_scatter(
         )
     name, size = describe(group, tag)
     return _matmul_reduce_scatter(  # type: ignore[no-any-return]
-        input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype, size, name
+        input, weight, bias, _name_of(reduce_op), scatter_dim, algorithm, out_dtype, size, name
     )
 
 
@@ -395,8 +453,7 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`."""
-    _tensor("input", input)
-    _tensor("weight", weight)
+    _check("matmul_all_reduce", group, tag, input=input, weight=weight)
     if _direct(input, weight, bias):
         return _started(
             fused.matmul_all_reduce(
@@ -405,5 +462,11 @@ def matmul_all_reduce(
         )
     name, size = describe(group, tag)
     return _matmul_all_reduce(  # type: ignore[no-any-return]
-        input, weight, bias, reduce_op, algorithm, out_dtype, size, name
+        input, weight, bias, _name_of(reduce_op), algorithm, out_dtype, size, name
     )
+
+
+from interlace.functional_scaled import (  # noqa: E402  (it needs what is above)
+    all_gather_scaled_matmul,
+    scaled_matmul_reduce_scatter,
+)

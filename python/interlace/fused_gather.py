@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import checks
+from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import prefix_sums
 from interlace.runtime import collective_algorithms, configuration
@@ -58,12 +58,34 @@ def all_gather_matmul(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
+    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike.
+
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
     >>> import interlace, torch
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
+    if (
+        recorded.wanted(group, input, weight, bias)
+        and isinstance(input, torch.Tensor)
+        and input.dim() > 1
+    ):
+        if recorded.equal_shards(group, input, gather_dim):
+            return recorded.run(
+                "all_gather_matmul",
+                async_op,
+                lambda functional: functional.all_gather_matmul(
+                    input,
+                    weight,
+                    gather_dim,
+                    bias=bias,
+                    group=group,
+                    return_gathered=return_gathered,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                ),
+            )
     checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
     return _all_gather_matmul(
         resolve(group),
@@ -146,6 +168,8 @@ def _all_gather_matmul(
             return_gathered,
             buffers,
         )
+        if buffers is not None:
+            return Outcome(None, event)
         result = outputs if several else outputs[0]
         return Outcome((gathered, result) if return_gathered else result, event)
 

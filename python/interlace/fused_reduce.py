@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from interlace import checks
+from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.runtime import collective_algorithms, configuration
@@ -55,6 +55,8 @@ def matmul_reduce_scatter(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
+    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike.
+
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
     >>> import interlace, torch
@@ -63,6 +65,22 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
+    if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
+        if recorded.equal_parts(group, input, weight, scatter_dim):
+            return recorded.run(
+                "matmul_reduce_scatter",
+                async_op,
+                lambda functional: functional.matmul_reduce_scatter(
+                    input,
+                    weight,
+                    reduce_op,
+                    scatter_dim,
+                    bias=bias,
+                    group=group,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                ),
+            )
     checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
     return _matmul_reduce_scatter(
         resolve(group),
@@ -74,6 +92,16 @@ def matmul_reduce_scatter(
         async_op=async_op,
         algorithm=algorithm,
         out_dtype=out_dtype,
+    )
+
+
+def _are_matrices(input: Any, weight: Any) -> bool:
+    """Whether there are shapes to go by; what is not is refused where there is a group to say it to."""
+    return (
+        isinstance(input, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and input.dim() > 1
+        and weight.dim() == 2
     )
 
 
@@ -130,6 +158,8 @@ def _matmul_reduce_scatter(
             own_bias = own_bias[first : first + count]
         linear = Linear(right, own_bias, output, "m" if along_n else "n")
         event = _reduce_scatter(communicator, left, linear, segments, request)
+        if buffer is not None:
+            return Outcome(None, event)
         if along_n:
             result = output.T.view(*request.input.shape[:-1], count)
         else:
@@ -255,6 +285,20 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
+    if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
+        return recorded.run(
+            "matmul_all_reduce",
+            async_op,
+            lambda functional: functional.matmul_all_reduce(
+                input,
+                weight,
+                reduce_op,
+                bias=bias,
+                group=group,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+        )
     checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
     return _matmul_all_reduce(
         resolve(group),
@@ -306,6 +350,8 @@ def _matmul_all_reduce(
             )
         else:
             event = _two_shot(communicator, left, output, request)
+        if buffer is not None:
+            return Outcome(None, event)
         return Outcome(unrows(output, request.input.shape[:-1], 0), event)
 
     return communicator.run(op, host, async_op=async_op)

@@ -12,20 +12,24 @@ finds the communicator when the op runs. Names are::
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from interlace import rank_lists
-from interlace.groups import default_group, resolve
+from interlace.groups import default_group, joined, resolve, simulated, world_size_of
+from interlace.process_group_collectives import Collectives
 from interlace.runtime.communicator import Communicator
 
 RANKS = "ranks:"
+_Result = TypeVar("_Result")
 
 _bound: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
     weakref.WeakKeyDictionary()
@@ -50,10 +54,12 @@ class GroupSpec:
     >>> graph = make_fx(double, tracing_mode="fake")(torch.ones(2)).graph
     >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
     ['interlace.all_gather.default', '_c10d_functional.wait_tensor.default', 'aten.mul.Tensor']
+
+    Without a size, what is traced or exported fits groups of any size: the graph asks for it.
     """
 
     name: str
-    size: int
+    size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -62,15 +68,17 @@ class GroupSpec:
             raise ValueError(
                 f"GroupSpec: names with {RANKS!r} are those of rank lists: {self.name!r}"
             )
+        if self.size is None:
+            return
         if isinstance(self.size, bool) or not isinstance(self.size, (int, torch.SymInt)):
-            raise TypeError(f"GroupSpec: size must be an int, got {self.size!r}")
+            raise TypeError(f"GroupSpec: size must be an int or None, got {self.size!r}")
         if isinstance(self.size, int) and self.size < 1:
             raise ValueError(f"GroupSpec: size must be at least 1, got {self.size}")
 
     def bind(self, group: Any) -> None:
         """From now on the name stands for ``group``, on the calling rank; ValueError for another size."""
         communicator = resolve(group)
-        if communicator.world_size != self.size:
+        if self.size is not None and communicator.world_size != self.size:
             raise ValueError(
                 f"GroupSpec {self.name!r} has size {self.size}, the group {communicator.world_size}, "
                 f"on rank {communicator.rank}"
@@ -87,19 +95,23 @@ def describe(group: Any, tag: str = "") -> tuple[str, int]:
     what it says of them is a constant of a compiled graph. Raises ValueError or TypeError for other forms.
     """
     if isinstance(group, GroupSpec):
-        named = group.name, group.size
-    elif isinstance(group, Communicator):
-        named = _of_communicator(group)
+        size = torch.ops.interlace.group_size(group.name) if group.size is None else group.size
+        named = group.name, size
+    elif isinstance(group, (Communicator, Collectives)):
+        named = _of_object(id(group))
     elif group is None:
         named = _of_default()
     elif isinstance(group, str):
         named = _of_name(group)
     elif isinstance(group, dist.ProcessGroup):
         named = group.group_name, group.size()
-    elif isinstance(group, dist.DeviceMesh):
+    elif isinstance(group, DeviceMesh):
         named = _of_mesh(group, None)
-    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], dist.DeviceMesh):
-        named = _of_mesh(group[0], group[1])
+    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        dim = group[1]  # which Dynamo may have made a symbol
+        named = _of_mesh(
+            group[0], dim if dim is None or isinstance(dim, str) else operator.index(dim)
+        )
     elif isinstance(group, (list, tuple)):
         return _of_ranks(group, tag)
     else:
@@ -119,8 +131,9 @@ def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
         if not isinstance(row, (list, tuple)) or not row:
             raise TypeError(f"group: {group!r} is neither ranks nor lists of ranks")
         for rank in row:
-            if isinstance(rank, bool) or not isinstance(rank, int):
+            if isinstance(rank, bool) or not isinstance(rank, (int, torch.SymInt)):
                 raise TypeError(f"group: ranks must be ints, got {rank!r}")
+            rank = operator.index(rank)  # Dynamo may have made it a symbol
             if rank < 0 or rank in seen:
                 raise ValueError(f"group: ranks must be distinct and not negative, got {group!r}")
             seen.append(rank)
@@ -129,38 +142,55 @@ def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
         raise ValueError(f"group: group sizes must be identical, got {sizes}")
     if not isinstance(tag, str) or "#" in tag:
         raise ValueError(f"tag must be a string without '#', got {tag!r}")
-    text = "|".join([",".join([str(rank) for rank in row]) for row in rows])
+    text = "|".join([",".join([str(operator.index(rank)) for rank in row]) for row in rows])
     return RANKS + text + ("#" + tag if tag else ""), sizes[0]
 
 
 # What Dynamo cannot trace is asked for once, while it traces.
 
 
-@torch._dynamo.assume_constant_result
+def _constant(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    return torch._dynamo.assume_constant_result(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@_constant
 def _of_default() -> tuple[str, int]:
-    return rank_lists.DEFAULT_NAME, default_group().world_size
+    return rank_lists.DEFAULT_NAME, world_size_of(rank_lists.DEFAULT_NAME)
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _of_name(name: str) -> tuple[str, int]:
-    return name, resolve(name).world_size
+    whole = joined()
+    found = None if whole is None else _bound.get(whole, {}).get(name)
+    return name, world_size_of(name) if found is None else found.world_size
 
 
-@torch._dynamo.assume_constant_result
-def _of_communicator(communicator: Communicator) -> tuple[str, int]:
-    return rank_lists.name_of(default_group(), communicator), communicator.world_size
+@_constant
+def _of_object(address: int) -> tuple[str, int]:
+    """Of the group at that address: Dynamo guards what ``id`` said, and passes on constants only."""
+    group = ctypes.cast(address, ctypes.py_object).value
+    if isinstance(group, Communicator):
+        return rank_lists.name_of(default_group(), group), group.world_size
+    return group.group_name, group.size()
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     index = rank_lists.mesh_dim(mesh, dim, "")
+    if simulated():
+        return _of_ranks(rank_lists.all_rows(mesh, index), "")
     if dist.is_initialized():
         torch_group = mesh.get_group(index)
         return torch_group.group_name, torch_group.size()
-    return _of_ranks(mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist(), "")
+    return _of_ranks(rank_lists.rows(mesh, index), "")
 
 
 # -- when an op runs -----------------------------------------------------------------------------------
+
+
+def size_of(name: str) -> int:
+    """How many ranks the group has that ``name`` stands for."""
+    return _find(default_group(), name).world_size
 
 
 def bind(name: str, size: int) -> Communicator:
@@ -168,6 +198,11 @@ def bind(name: str, size: int) -> Communicator:
 
     Raises ValueError if there is none, if the caller is no member, or if it has another size.
     """
+    if simulated():
+        raise TypeError(
+            f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it knows "
+            "LocalTensorMode itself, no class derived from it"
+        )
     whole = default_group()
     known = _found.get(whole)
     if known is None:
@@ -205,4 +240,6 @@ def bound(group: Any, tag: str = "") -> Communicator:
     """``bind(*describe(group, tag))``, for eager calls."""
     if isinstance(group, GroupSpec) or tag:
         return bind(*describe(group, tag))
+    if isinstance(group, str):
+        return _find(default_group(), group)
     return resolve(group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
+import sys
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -47,9 +49,7 @@ def install(place: Place, *, all_threads: bool = False) -> Communicator:
 
 def default_group() -> Communicator:
     """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
-    if _made_from is not None and (
-        not dist.is_initialized() or _made_from() is not dist.group.WORLD
-    ):
+    if _made_from is not None and _is_left_over():
         _forget("torch.distributed's default group, from which it came, was destroyed")
     communicator = _default.get() or _of_run or _of_process
     if communicator is None:
@@ -58,12 +58,42 @@ def default_group() -> Communicator:
                 "no group: call this inside a function run by interlace.run, or start the script "
                 "with torchrun, or call torch.distributed.init_process_group first"
             )
-        if dist.is_initialized():
-            own = getattr(dist.group.WORLD, "interlace_communicator", None)
-            if own is not None:  # the backend is interlace; not kept, for it ends with that group
-                return cast(Communicator, own)
-        communicator = init()
+        communicator = joined() or init()
     return communicator
+
+
+def _is_left_over() -> bool:
+    return _made_from is not None and (
+        not dist.is_initialized() or _made_from() is not dist.group.WORLD
+    )
+
+
+def joined() -> Communicator | None:
+    """The caller's default group, unless it would have to be made first."""
+    communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
+    if communicator is None and dist.is_initialized():
+        # the backend may be interlace; not kept, for it ends with that group
+        communicator = getattr(dist.group.WORLD, "interlace_communicator", None)
+    return communicator
+
+
+def simulated() -> int:
+    """How many ranks torch's ``LocalTensorMode`` plays in this process just now; 0 without it."""
+    module: Any = sys.modules.get("torch.distributed._local_tensor")
+    mode = module.enabled_local_tensor_mode() if module is not None else None
+    return 0 if mode is None else len(mode.ranks)
+
+
+def world_size_of(name: str) -> int:
+    """The size of the group of that name. One of torch need not be joined for it."""
+    if dist.is_initialized() and (simulated() or joined() is None):
+        if name == rank_lists.DEFAULT_NAME:
+            return dist.get_world_size()
+        with contextlib.suppress(RuntimeError, LookupError, ValueError):
+            return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[attr-defined,arg-type]
+    elif name == rank_lists.DEFAULT_NAME and simulated():
+        return simulated()
+    return resolve(name).world_size
 
 
 def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
@@ -82,6 +112,11 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
     if _of_process is not None:
         raise InterlaceError("interlace.init was called before in this process; shutdown() first")
     if dist.is_initialized():
+        if dist.get_backend() == "fake":
+            raise InterlaceError(
+                "torch's default group is a fake one, which nobody else is in; under LocalTensorMode use "
+                "interlace.functional, which needs no group"
+            )
         rank, world_size = dist.get_rank(), dist.get_world_size()
         store: Any = dist.distributed_c10d._get_default_store()
     else:

@@ -117,11 +117,33 @@ def mesh_dim(mesh: DeviceMesh, dim: int | str | None, where: str) -> int:
 def of_mesh(mesh: DeviceMesh, dim: int | str | None, rank: int) -> tuple[int, ...]:
     """The ranks of the caller's row of ``mesh`` along ``dim``, which may be None for one dimension."""
     index = mesh_dim(mesh, dim, f", on rank {rank}")
-    rows = mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist()
-    for row in rows:
+    for row in rows(mesh, index):
         if rank in row:
             return tuple(row)
     raise ValueError(f"group: rank {rank} is not a member of the mesh {mesh.mesh.tolist()}")
+
+
+def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
+    """The groups of ranks that ``mesh`` makes along one of its dimensions."""
+    lists: list[list[int]] = (
+        mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist()
+    )
+    return lists
+
+
+def all_rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
+    """As :func:`rows`, of the mesh from which ``mesh`` was cut: with the groups the caller is not in."""
+    whole = mesh._get_root_mesh()
+    if whole is mesh:
+        return rows(mesh, index)
+    name = (mesh.mesh_dim_names or ())[index]
+    names = whole.mesh_dim_names or ()
+    if name not in names:
+        raise ValueError(
+            f"group: dim {name!r} is not one of {list(names)}, those of the mesh from which it comes; "
+            "give the lists of ranks"
+        )
+    return rows(whole, names.index(name))
 
 
 def name(whole: Communicator, group_name: str, communicator: Communicator) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import interlace
-from multi import functional_ranks as ranks
+from multi import functional_ranks
+from multi import functional_ranks_compiled as ranks
 from multi import functional_ranks_groups as groups
 from multi.functional_ranks_cases import CASES
 
@@ -48,7 +49,9 @@ def test_every_op_in_one_graph_of_inductor() -> None:
 def test_results_that_leave_a_graph_unwaited(kind: str) -> None:
     """With gradients through them."""
     expected = [name for name in CASES if kind in name]
-    assert on_ranks(ranks.every_case, 2, kind, "aot_eager") == [expected] * 2 and expected
+    assert (
+        on_ranks(functional_ranks.every_case, 2, kind, "aot_eager") == [expected] * 2 and expected
+    )
 
 
 # -- graphs --------------------------------------------------------------------------------------------

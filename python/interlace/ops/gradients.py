@@ -65,12 +65,14 @@ def reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tensor:
     """From the gradient of the whole reduced tensor to that of the own one that went into it."""
     size, name = ctx.size, ctx.name
+    result: Tensor
     if ctx.reduce_op == "sum":
         return total
     if ctx.reduce_op == "avg":
-        return total / size
+        result = total / size
+        return result
     if ctx.reduce_op in ("max", "min"):
-        mine = (ctx.saved_tensors[0] == whole).to(total.dtype)
+        mine: Tensor = (ctx.saved_tensors[0] == whole).to(total.dtype)
         return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
     if ctx.reduce_op == "product":
         (own,) = ctx.saved_tensors
@@ -149,6 +151,7 @@ def setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.biased = [bias is not None and bias.requires_grad for bias in biases]
     ctx.weighed = [weight.requires_grad for weight in weights]
     ctx.shared = input.requires_grad
+    ctx.set_materialize_grads(False)  # zeros for the gathered input would keep the fused op away
     kept = output[-1] if ctx.with_gathered else input
     ctx.save_for_backward(kept, *weights)
 
@@ -249,7 +252,8 @@ def _of_bias(ctx: Any, grad: Tensor, along_columns: bool) -> Tensor | None:
     # this rank added its own part of the bias only
     rank = _ops.rank(sums, ctx.size, ctx.name)
     mine = torch.arange(ctx.size, device=sums.device) == rank
-    return (mine.unsqueeze(1) * sums).flatten()
+    result: Tensor = (mine.unsqueeze(1) * sums).flatten()
+    return result
 
 
 def matmul_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -1,17 +1,19 @@
 """How Inductor is to lower the ops: as torch's own collectives.
 
-An op in flight reads its inputs and writes its outputs until its wait. ``_CollectiveKernel`` says so; as
-what Inductor makes of an op that it does not know, their memory might be used again before.
+An op in flight reads its inputs and writes its outputs until its wait. ``_CollectiveKernel`` says so, of
+the first input; as what Inductor makes of an op that it does not know, memory might be used again before.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
 import torch
 
 _registered = False
+_wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
 def register_lowerings() -> None:
@@ -42,9 +44,15 @@ def _register(lowering: Any, op: Any, make: Any) -> None:
 
 def _out_of_place(op: Any) -> Any:
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
     def lower(*args: Any) -> Any:
-        made = ir._CollectiveKernel.create_out_of_place(op, *args)
+        _wait_late(V.graph.current_node)
+        made: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
+        kernel = made[0].inputs[0] if isinstance(made, list) else made
+        for each in kernel.inputs:
+            # the wait holds on to the first one only, and may not be in this graph
+            V.graph.never_reuse_buffers.add(each.get_name())
         return torch.utils._pytree.tree_map(ir.TensorBox.create, made)
 
     return lower
@@ -64,13 +72,45 @@ def _in_place(op: Any) -> Any:
 def _cloned(lowering: Any, in_place: Any) -> Any:
     """On a copy, which Inductor leaves out where the input is not needed any more."""
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
     def lower(input: Any, *args: Any) -> Any:
+        _wait_late(V.graph.current_node)
         copy = ir.ExternKernel.require_contiguous(lowering.clone(input))
         ir._CollectiveKernel.create_inplace(in_place, copy, *args)
         return copy
 
     return lower
+
+
+def _wait_late(start: torch.fx.Node) -> None:
+    """Put what does not need the results of ``start`` before the waits for them.
+
+    Inductor moves what makes a value to where it is used (``reorder_for_locality``): the work that was
+    between start and wait goes behind the wait. What is moved here comes later in a graph that is being
+    interpreted. Nothing passes a node that writes to memory, which might be an input of the op.
+    """
+    from torch._inductor.virtualized import V
+
+    for each in (start, *[user for user in start.users if user.target is operator.getitem]):
+        for wait in [user for user in each.users if user.target is _wait_tensor]:
+            behind, before = {wait}, []
+            node = wait.next
+            while node.op == "call_function" and not _writes(node):
+                if node.target is _wait_tensor or not behind.isdisjoint(node.all_input_nodes):
+                    behind.add(node)
+                else:
+                    before.append(node)
+                node = node.next
+            for node in before:
+                wait.prepend(node)
+    V.graph.user_to_last_uses.clear()  # the interpreter's, of the order that was
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 _MAKERS = (_out_of_place, _in_place)

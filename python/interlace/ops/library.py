@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace import group_specs
-from interlace.ops import fused, gradients, inductor, plain, shapes
+from interlace.ops import fused, gradients, inductor, plain, scaled, shapes
 from interlace.ops.pending import Started, finish
 from interlace.ops.pending import register as register_work
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.errors import InterlaceError
 
 NAMESPACE = "interlace"
 GROUP = "SymInt group_size, str group_name"
@@ -142,12 +144,32 @@ OPS = (
         ),
         (gradients.setup_reduced, gradients.matmul_all_reduce),
     ),
+    Op(
+        "all_gather_scaled_matmul",
+        "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
+        "int gather_dim, bool return_gathered, ScalarType? out_dtype, bool use_fast_accum",
+        scaled.all_gather_scaled_matmul,
+        lambda input, weights, s, ws, biases, dim, return_gathered, out_dtype, fast, size: _views(
+            scaled.gathered_products(input, weights, s, ws, biases, dim, out_dtype, size)
+        )[: None if return_gathered else -1],
+        (scaled.setup_no_gradient, scaled.no_gradient),
+        "Tensor[]",
+    ),
+    Op(
+        "scaled_matmul_reduce_scatter",
+        "Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias, "
+        "str reduce_op, int scatter_dim, ScalarType? out_dtype, bool use_fast_accum",
+        scaled.scaled_matmul_reduce_scatter,
+        lambda input, weight, *args: scaled.scattered(input, weight, args[4], args[5], args[7]),
+        (scaled.setup_no_gradient, scaled.no_gradient),
+    ),
 )
 
 WITH_OUT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")
 BY_NAME = {op.name: op for op in OPS}
 DEVICES = ("CPU", "CUDA")
+_ops: Any = torch.ops.interlace
 
 _Library: Any = torch.library.Library
 _library: Any = None
@@ -160,6 +182,9 @@ def register() -> None:
         return
     _library = _Library(NAMESPACE, "DEF")
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+    _library.define("group_size(str group_name) -> SymInt", tags=tags[1:])
+    _library.impl("group_size", group_specs.size_of, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
     for op in OPS:
         _library.define(op.schema, tags=tags)
         _implement(op.name, _kernel(op), _fake(op))
@@ -178,6 +203,12 @@ def register() -> None:
         arguments = op.arguments.replace("Tensor input", "Tensor(a!) input")
         _library.define(f"{name}_({arguments}, {GROUP}) -> Tensor(a!)", tags=tags)
         _implement(f"{name}_", _in_place_kernel(op), lambda input, *args: input)
+        getattr(_ops, f"{name}_").default.py_functionalize_impl(_functional_form(name))
+
+
+def _unknown_size(name: str) -> Any:
+    """Of a group that the tracer knows by name only: the graph is for any size."""
+    return torch.library.get_ctx().new_dynamic_size(min=1)
 
 
 def _implement(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -186,14 +217,31 @@ def _implement(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+def _bound(name: str, size: int) -> Communicator:
+    """The group, in whose place a rank may wait while torch's dispatcher is on its stack.
+
+    Simulated ranks share one stack of C++ frames, which must end in the order in which they began: one that
+    gave way in here would leave its own below the others', and end the process.
+    """
+    communicator = group_specs.bind(name, size)
+    if communicator.place.name == "sim" and communicator.world_size > 1:
+        raise InterlaceError(
+            f"rank {communicator.rank}: ops of torch.ops.interlace, gradients and compiled graphs need "
+            'ranks of their own: interlace.run(..., place="shm"). In "sim", call interlace.functional '
+            "with tensors that do not require gradients"
+        )
+    return communicator
+
+
 def _kernel(op: Op) -> Callable[..., Any]:
     start, single = op.start, op.returns == "Tensor"
 
     def kernel(*args: Any) -> Any:
         *own, size, name = args
-        started = start(group_specs.bind(name, size), *own)
+        started = start(_bound(name, size), *own)
         register_work(started)
-        return started.outputs[0] if single else list(started.outputs)
+        # what the op still writes must not count as a change of what autograd saves: own versions
+        return started.outputs[0].data if single else [each.data for each in started.outputs]
 
     return kernel
 
@@ -211,7 +259,7 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
 
     def kernel(*args: Any, out: torch.Tensor) -> None:
         *own, size, name = args
-        finish(op.start(group_specs.bind(name, size), *own, out=out))
+        finish(op.start(_bound(name, size), *own, out=out))
 
     return kernel
 
@@ -219,7 +267,22 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
 def _in_place_kernel(op: Op) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any) -> Any:
         *own, size, name = args
-        register_work(op.start(group_specs.bind(name, size), input, *own, out=input))
+        register_work(op.start(_bound(name, size), input, *own, out=input))
         return input
 
     return kernel
+
+
+def _functional_form(name: str) -> Callable[..., Any]:
+    """Of an op in place, for graphs that must not change tensors."""
+
+    def functional(ctx: Any, input: torch.Tensor, *args: Any) -> torch.Tensor:
+        unwrapped = ctx.unwrap_tensors(input)
+        with ctx.redispatch_to_next():
+            result = gradients.wait(getattr(_ops, name).default(unwrapped, *args))
+        ctx.replace(input, result)
+        ctx.commit_update(input)
+        ctx.sync(input)
+        return input
+
+    return functional

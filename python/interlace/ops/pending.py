@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +20,28 @@ class Started(NamedTuple):
     work: Work | None
 
 
+_watching: ContextVar[list[Work] | None] = ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Work]]:
+    """The Works of the ops that are called through the dispatcher within the block."""
+    works: list[Work] = []
+    token = _watching.set(works)
+    try:
+        yield works
+    finally:
+        _watching.reset(token)
+
+
 def register(started: Started) -> None:
     """Let torch's ``wait_tensor`` find the Work by each of the outputs."""
     work: Any = started.work
     if work is None:
         return
+    watching = _watching.get()
+    if watching is not None:
+        watching.append(work)
     if work.is_success():
         work.wait()
         return

@@ -26,7 +26,7 @@ def _output(
         return expected
     if out.shape != expected.shape or out.dtype != expected.dtype or out.device != expected.device:
         error = ValueError(
-            f"{op}: out must be {tuple(expected.shape)} of {expected.dtype} on {expected.device}, got "
+            f"out must be {tuple(expected.shape)} of {expected.dtype} on {expected.device}, got "
             f"{tuple(out.shape)} of {out.dtype} on {out.device}, on rank {communicator.rank}"
         )
         with communicator.accepting(op):
@@ -55,7 +55,10 @@ def all_gather(
     out: torch.Tensor | None = None,
 ) -> Started:
     size = communicator.world_size
-    output = _output(communicator, "all_gather", shapes.gathered(input, gather_dim, size), out)
+    expected = _checked(
+        communicator, "all_gather", lambda: shapes.gathered(input, gather_dim, size)
+    )
+    output = _output(communicator, "all_gather", expected, out)
     dim = gather_dim % max(input.dim(), 1)
     whole: Any = output
     if dim or not output.is_contiguous():

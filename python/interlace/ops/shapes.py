@@ -81,8 +81,8 @@ class Product(NamedTuple):
 def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Product:
     """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``, gathered along ``dim``.
 
-    The matrix has ``dim`` for its first index, so for other dims than 0 the view is permuted. ``dim`` may be
-    the last one: then every rank has all rows already.
+    The matrix has ``dim`` for its first index, so for other dims than 0 the view is permuted. ``dim`` may
+    be the last one: then every rank has all rows already.
     """
     lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
     if dim == input.dim() - 1:

@@ -1,0 +1,112 @@
+"""The functional forms of the fused ops on scaled (fp8) operands; part of ``interlace.functional``.
+
+See ``ops/scaled.py`` for what scales are. ``functional.py`` is loaded first, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import functional
+from interlace.group_specs import bound, describe
+from interlace.ops import scaled
+
+_all_gather_scaled_matmul = functional._traceable("all_gather_scaled_matmul")
+_scaled_matmul_reduce_scatter = functional._traceable("scaled_matmul_reduce_scatter")
+
+
+def all_gather_scaled_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor | Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_gathered: bool = False,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
+
+    ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
+    ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
+    is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
+    ``(1, n)`` for each. ``out_dtype`` is bfloat16 by default. ``return_gathered`` gives the gathered,
+    unscaled ``input`` first.
+
+    No gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+    """
+    op = "all_gather_scaled_matmul"
+    several = not isinstance(weight, torch.Tensor)
+    weights: list[Any] = list(weight) if several else [weight]
+    scales: list[Any] = (
+        list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
+    )
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if all(each is None for each in biases):
+        biases = []
+    for number, (each, scale) in enumerate(zip(weights, scales, strict=False)):
+        named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
+        dims = {"gather_dim": gather_dim}
+        functional._check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
+    own = (
+        input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
+        use_fast_accum,
+    )  # fmt: skip
+    if functional._direct(input, input_scale, *weights, *scales, *biases):
+        started = scaled.all_gather_scaled_matmul(bound(group, tag), *own)
+        made: Any = [functional.AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        made = _all_gather_scaled_matmul(*own, size, name)
+    outputs = list(made[: len(weights)]) if several else made[0]
+    return (made[len(weights)], outputs) if return_gathered else outputs
+
+
+def scaled_matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
+
+    Operands, scales and ``out_dtype``, in which products travel, as for :func:`all_gather_scaled_matmul`,
+    but every rank may have another scale; any dimension of the product may be scattered. ``reduce_op``:
+    "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is added once. The matmul is done when the
+    call returns, the reduction is in flight.
+
+    No gradients. ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`` adds the bias on every rank.
+    """
+    functional._check(
+        "scaled_matmul_reduce_scatter",
+        group,
+        tag,
+        {"scatter_dim": scatter_dim},
+        input=input,
+        weight=weight,
+        input_scale=input_scale,
+        weight_scale=weight_scale,
+    )
+    own = (
+        input, weight, input_scale, weight_scale, bias, reduce_op, scatter_dim, out_dtype,
+        use_fast_accum,
+    )  # fmt: skip
+    if functional._direct(input, weight, input_scale, weight_scale, bias):
+        return functional._started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))
+    name, size = describe(group, tag)
+    return _scaled_matmul_reduce_scatter(*own, size, name)  # type: ignore[no-any-return]

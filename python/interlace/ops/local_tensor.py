@@ -1,0 +1,279 @@
+"""The ops under torch's ``LocalTensorMode``, where one process holds the tensors of all ranks.
+
+Torch would run an op that it does not know once per rank, each alone: a wrong result without a word. So
+every op has a rule here, which finds the ranks of each group and lets ``simulated.py`` compute all of them.
+A rule needs no group that is alive; what a group's name stands for is found in this order::
+
+    a name given to define()          what was said there
+    "ranks:0,2|1,3#tag"               these lists
+    "0"                               all ranks, of torch's default group or of the mode
+    a bound GroupSpec, a name of      the ranks of that group, and, for ranks outside of it, the groups that
+    new_group, of a torch group       it gives when it is shifted, as torch assumes for LocalTensor too
+    any other                         all ranks of the mode, if there are as many as the group has
+
+Everything else is a ValueError: a rank that is in no group or in two, a group of which only some ranks are
+simulated, sizes that do not fit. A plain tensor beside a LocalTensor is the same on all ranks; without any
+LocalTensor an op raises TypeError, for then it would be computed for whom? Results are complete at once.
+
+In the mode ``LocalTensorMode`` itself, not in classes derived from it, for torch looks up exactly that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _local_tensor as simulation
+from torch.utils._pytree import tree_leaves
+
+from interlace import group_specs, groups, rank_lists
+from interlace.ops import simulated
+
+NAMESPACE = "interlace"
+PER_RANK = ("output_split_sizes", "input_split_sizes")
+ALLOWED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+_LocalTensor: Any = simulation.LocalTensor
+_Mode: Any = simulation.LocalTensorMode
+_Library: Any = torch.library.Library
+_library: Any = None
+_defined: dict[str, list[list[int]]] = {}
+
+Rows = list[list[int]]
+
+
+def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[str]) -> None:
+    """Give every op its rule, once per process. An op without a simulation refuses."""
+    global _library
+    if _library is not None:
+        return
+    _library = _Library(NAMESPACE, "FRAGMENT")
+    _rule("group_size", _group_size)
+    for name in names:
+        compute = getattr(simulated, name, None)
+        _rule(name, _refusal(name) if compute is None else _functional(compute))
+    for name in with_out:
+        _rule(f"{name}_out", _writing(getattr(simulated, name), "out"))
+    for name in in_place:
+        _rule(f"{name}_", _writing(getattr(simulated, name), "input"))
+
+
+def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
+    """What a group's name, as that of a ``GroupSpec``, stands for under LocalTensorMode: lists of ranks.
+
+    >>> define("dp", [[0, 2], [1, 3]])
+    """
+    _defined[name] = [list(row) for row in ranks]
+
+
+# -- rules ---------------------------------------------------------------------------------------------
+
+
+def _rule(name: str, rule: Callable[..., Any]) -> None:
+    torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", _Mode, rule, lib=_library)
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if mode._disable:
+            return func(*args, **(kwargs or {}))
+        raise NotImplementedError(f"interlace.{name} does not work under LocalTensorMode")
+
+    return rule
+
+
+def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if mode._disable:
+        return func(*args, **(kwargs or {}))
+    sizes = [len(row) for row in _known(mode, args[0], None)]
+    if min(sizes) != max(sizes):
+        raise ValueError(f"group {args[0]!r} is groups of different sizes, {sizes}")
+    return sizes[0]
+
+
+def _functional(compute: Callable[..., simulated.Outputs]) -> Callable[..., Any]:
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _foreign(args):
+            return NotImplemented
+        ranks = _ranks_of(mode, func, args)
+        if ranks is None:
+            return func(*args, **(kwargs or {}))
+        with _outside():
+            made = _computed(compute, mode, func, args, ranks)
+            count = len(next(iter(made.values())))
+            outputs = [_LocalTensor({rank: made[rank][i] for rank in made}) for i in range(count)]
+        return outputs if len(func._schema.returns) != 1 or _is_list(func) else outputs[0]
+
+    return rule
+
+
+def _writing(compute: Callable[..., simulated.Outputs], written: str) -> Callable[..., Any]:
+    """Into ``out``, or into the input itself."""
+
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if _foreign((args, named)):
+            return NotImplemented
+        ranks = _ranks_of(mode, func, (args, named))
+        if ranks is None:
+            return func(*args, **named)
+        target = named["out"] if written == "out" else args[0]
+        if not isinstance(target, _LocalTensor):
+            raise TypeError(
+                f"{written} must be a LocalTensor, as the others are, got {type(target).__name__}"
+            )
+        with _outside():
+            for rank, (made,) in _computed(compute, mode, func, args, ranks).items():
+                place = target._local_tensors[rank]
+                if isinstance(place, _LocalTensor):
+                    raise TypeError(
+                        f"{written} is a LocalTensor of LocalTensors: make its parts outside of the mode, "
+                        "or with its rank_map"
+                    )
+                if place.shape != made.shape or place.dtype != made.dtype:
+                    raise ValueError(
+                        f"{written} must be {tuple(made.shape)} of {made.dtype}, got "
+                        f"{tuple(place.shape)} of {place.dtype}, on rank {rank}"
+                    )
+                place.copy_(made)
+        return None if written == "out" else target
+
+    return rule
+
+
+def _is_list(func: Any) -> bool:
+    return isinstance(func._schema.returns[0].type, torch.ListType)
+
+
+def _foreign(args: Any) -> bool:
+    """Whether a subclass is among the tensors that has to unwrap itself first."""
+    return bool(simulation._check_for_subclass(tree_leaves(args)))
+
+
+def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
+    """The ranks that the LocalTensors hold; None where the mode is switched off."""
+    held = [leaf._ranks for leaf in tree_leaves(args) if isinstance(leaf, _LocalTensor)]
+    if not held:
+        if mode._disable:
+            return None
+        raise TypeError(
+            f"{func}: under LocalTensorMode an argument must be a LocalTensor, got plain tensors only"
+        )
+    if any(ranks != held[0] for ranks in held):
+        raise ValueError(f"{func}: LocalTensors of different ranks: {[sorted(r) for r in held]}")
+    return sorted(held[0])
+
+
+@contextlib.contextmanager
+def _outside() -> Any:
+    """What is made here are plain tensors, whatever modes are nested."""
+    with contextlib.ExitStack() as stack:
+        for mode in reversed(simulation.get_local_tensor_mode_list()):
+            stack.enter_context(mode.disable())
+        yield
+
+
+def _computed(
+    compute: Callable[..., simulated.Outputs], mode: Any, func: Any, args: Any, ranks: list[int]
+) -> dict[int, simulated.Tensors]:
+    """Outputs by rank."""
+    *own, size, name = args
+    outputs = {}
+    for row in _rows(mode, name, int(size), ranks):
+        columns = []
+        for argument, value in zip(func._schema.arguments, own, strict=False):
+            entries = [_on_rank(value, rank) for rank in row]
+            each = argument.name in PER_RANK or "Tensor" in str(argument.type)
+            columns.append(entries if each else entries[0])
+        for rank, made in zip(row, compute(*columns, len(row)), strict=True):
+            outputs[rank] = made
+    return {rank: outputs[rank] for rank in ranks}
+
+
+def _on_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_on_rank(each, rank) for each in value]
+    value = simulation._map_to_rank_local_val(value, rank)
+    # LocalTensor({r: torch.ones(2) ...}) written inside the mode holds LocalTensors
+    return _on_rank(value, rank) if isinstance(value, _LocalTensor) else value
+
+
+# -- groups --------------------------------------------------------------------------------------------
+
+
+def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> Rows:
+    """The groups, of all that ``name`` stands for, whose ranks are simulated."""
+    rows = _known(mode, name, size)
+    if any(len(row) != size for row in rows):
+        raise ValueError(f"group {name!r} is {rows}, the op was made for {size} ranks")
+    held = set(ranks)
+    chosen = [row for row in rows if held & set(row)]
+    for row in chosen:
+        if not held >= set(row):
+            raise ValueError(
+                f"group {name!r}: of {row} only {sorted(held & set(row))} are simulated"
+            )
+    members = sorted(rank for row in chosen for rank in row)
+    if members != ranks:
+        outside = sorted(held - set(members))
+        raise ValueError(
+            f"group {name!r}: rank {outside[0]} is not a member of any of {rows}"
+            if outside
+            else f"group {name!r}: a rank is in two of {rows}"
+        )
+    return chosen
+
+
+def _known(mode: Any, name: str, size: int | None) -> Rows:
+    """All groups that ``name`` stands for; ``size`` may be given as unknown."""
+    everyone = sorted(mode.ranks)
+    if name in _defined:
+        return _defined[name]
+    if name.startswith(group_specs.RANKS):
+        lists = name.removeprefix(group_specs.RANKS).partition("#")[0]
+        return [[int(rank) for rank in row.split(",")] for row in lists.split("|")]
+    world = dist.get_world_size() if dist.is_initialized() else len(everyone)
+    if name == rank_lists.DEFAULT_NAME:
+        return [list(range(world)) if dist.is_initialized() else everyone]
+    members = _alive(name)
+    if members is not None:
+        return _shifted(name, members, max(world, everyone[-1] + 1))
+    if size is not None and size != len(everyone):
+        raise ValueError(
+            f"group {name!r} has {size} ranks, {len(everyone)} are simulated: give the ranks of all "
+            "groups, as [[0, 2], [1, 3]], or name them with interlace.ops.local_tensor.define"
+        )
+    return [everyone]
+
+
+def _alive(name: str) -> Sequence[int] | None:
+    """The ranks of the group that has this name on the real rank of this process."""
+    whole = groups.joined()
+    if whole is not None:
+        found = group_specs._bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
+        if found is not None:
+            return found.ranks
+    if not dist.is_initialized():
+        return None
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    except (RuntimeError, LookupError, ValueError):
+        return None
+    return dist.get_process_group_ranks(group)
+
+
+def _shifted(name: str, members: Sequence[int], world: int) -> Rows:
+    """``members`` and the same pattern from every first rank that is left, as along a mesh."""
+    pattern = [rank - members[0] for rank in members]
+    if pattern != sorted(pattern):
+        raise ValueError(f"group {name!r}: ranks {list(members)} are not in ascending order")
+    left, rows = set(range(world)), []
+    for first in range(world):
+        row = [first + step for step in pattern]
+        if first in left and left.issuperset(row):
+            left.difference_update(row)
+            rows.append(row)
+    return rows if list(members) in rows else [list(members)]

@@ -1,0 +1,390 @@
+"""What the ops do to all ranks of a group at once: for one process that plays all of them.
+
+A function gets one list per tensor argument, with an entry per rank in the order of the group, and returns
+the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.
+Shapes, rounding and the order of sums are those of the ops themselves, whose parts these are made of.
+
+=========  ==============================================
+argument   what it is here
+=========  ==============================================
+inputs     ``[tensor of rank 0, tensor of rank 1, ...]``
+weights    ``[[tensor, ...] of rank 0, ...]``
+size       how many ranks, always last
+=========  ==============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from interlace import checks, reduce_ops
+from interlace.ops import fused, scaled, shapes
+from interlace.runtime import reductions
+from interlace.runtime.operands import Linear, multiply
+from interlace.runtime.reduce_algorithms import sum_with_bias
+from interlace.shapes import rows_of
+
+Tensors = list[torch.Tensor]
+Outputs = list[Tensors]
+
+
+# -- what ranks agree on -------------------------------------------------------------------------------
+
+
+def alike(op: str, name: str, tensors: Sequence[torch.Tensor], but: int | None = None) -> None:
+    """ValueError or TypeError unless dtypes are equal, and shapes, apart from dimension ``but``."""
+    for what, kind, values in (
+        ("dtype", TypeError, [tensor.dtype for tensor in tensors]),
+        ("shape", ValueError, [_lengths(tensor, but) for tensor in tensors]),
+    ):
+        checks.equal_on_all(op, f"{what} of {name}", values, 0, kind=kind)
+
+
+def _lengths(tensor: torch.Tensor, but: int | None) -> tuple[Any, ...]:
+    skipped = None if but is None else but % tensor.dim()
+    return tuple(n for i, n in enumerate(tensor.shape) if i != skipped)
+
+
+def _rooted(name: str, root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise ValueError(f"{name} must be within 0..{size - 1}, a rank of the group, got {root}")
+
+
+def _copies(tensor: torch.Tensor, size: int) -> Outputs:
+    return [[tensor]] + [[tensor.clone()] for _ in range(size - 1)]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+# -- reductions ----------------------------------------------------------------------------------------
+
+
+def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
+    alike(op, "input", inputs)
+    name, _ = reduce_ops.parse(reduce_op, 0)
+    reduce_ops.check_dtype(op, name, "input", inputs[0].dtype, 0)
+    total = shapes.like(inputs[0])
+    if _has_values(total):
+        reductions.fold(name, [each.contiguous() for each in inputs], total)
+    return total
+
+
+def all_reduce(inputs: Tensors, reduce_op: str, size: int) -> Outputs:
+    return _copies(_reduced("all_reduce", inputs, reduce_op), size)
+
+
+def reduce(inputs: Tensors, reduce_op: str, dst: int, size: int) -> Outputs:
+    _rooted("dst", dst, size)
+    total = _reduced("reduce", inputs, reduce_op)
+    return [[total if rank == dst else torch.zeros_like(total)] for rank in range(size)]
+
+
+def reduce_scatter(inputs: Tensors, reduce_op: str, scatter_dim: int, size: int) -> Outputs:
+    shapes.scattered(inputs[0], scatter_dim, size)  # which says what is wrong
+    return _slices(_reduced("reduce_scatter", inputs, reduce_op), scatter_dim, size)
+
+
+def _slices(tensor: torch.Tensor, dim: int, size: int) -> Outputs:
+    parts = tensor.chunk(size, dim) if tensor.shape[dim] else [tensor] * size
+    return [[shapes.like(part).copy_(part)] for part in parts]
+
+
+# -- moving --------------------------------------------------------------------------------------------
+
+
+def _gathered(op: str, inputs: Tensors, dim: int, size: int) -> torch.Tensor:
+    alike(op, "input", inputs)
+    whole = shapes.gathered(inputs[0], dim, size)
+    for part, input in zip(whole.chunk(size, dim), inputs, strict=False):  # fewer if it is empty
+        part.copy_(input)
+    return whole
+
+
+def all_gather(inputs: Tensors, gather_dim: int, size: int) -> Outputs:
+    return _copies(_gathered("all_gather", inputs, gather_dim, size), size)
+
+
+def gather(inputs: Tensors, dst: int, gather_dim: int, size: int) -> Outputs:
+    _rooted("dst", dst, size)
+    whole = _gathered("gather", inputs, gather_dim, size)
+    return [[whole if rank == dst else torch.zeros_like(whole)] for rank in range(size)]
+
+
+def scatter(inputs: Tensors, src: int, scatter_dim: int, size: int) -> Outputs:
+    _rooted("src", src, size)
+    alike("scatter", "input", inputs)
+    shapes.scattered(inputs[0], scatter_dim, size)
+    return _slices(inputs[src], scatter_dim, size)
+
+
+def broadcast(inputs: Tensors, src: int, size: int) -> Outputs:
+    _rooted("src", src, size)
+    alike("broadcast", "input", inputs)
+    return [[shapes.like(inputs[src]).copy_(inputs[src])] for _ in range(size)]
+
+
+def permute(inputs: Tensors, src_dst: Sequence[int], size: int) -> Outputs:
+    alike("permute", "input", inputs)
+    shapes.permutation(src_dst, size)
+    return [
+        [shapes.like(inputs[0]).copy_(inputs[list(src_dst).index(rank)])] for rank in range(size)
+    ]
+
+
+def all_to_all(
+    inputs: Tensors,
+    output_split_sizes: list[Sequence[int] | None],
+    input_split_sizes: list[Sequence[int] | None],
+    size: int,
+) -> Outputs:
+    outputs = [
+        shapes.exchanged(input, received, sent, size)
+        for input, received, sent in zip(inputs, output_split_sizes, input_split_sizes, strict=True)
+    ]
+    alike("all_to_all", "input", inputs, but=0)
+    sent = [
+        _sizes(input, split, size) for input, split in zip(inputs, input_split_sizes, strict=True)
+    ]
+    received = [
+        _sizes(output, split, size)
+        for output, split in zip(outputs, output_split_sizes, strict=True)
+    ]
+    for source in range(size):
+        if sum(sent[source]) != inputs[source].shape[0]:
+            raise ValueError(
+                f"all_to_all: input_split_sizes {sent[source]} of rank {source} do not add up to the "
+                f"{inputs[source].shape[0]} rows of its input"
+            )
+        for target in range(size):
+            if sent[source][target] != received[target][source]:
+                raise ValueError(
+                    f"all_to_all: rank {source} sends {sent[source][target]} rows to rank {target}, "
+                    f"which expects {received[target][source]}"
+                )
+    parts = [torch.split(input, lengths) for input, lengths in zip(inputs, sent, strict=True)]
+    for target, output in enumerate(outputs):
+        for source, place in enumerate(torch.split(output, received[target])):
+            place.copy_(parts[source][target])
+    return [[output] for output in outputs]
+
+
+def _sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
+    return [tensor.shape[0] // size] * size if sizes is None else list(sizes)
+
+
+def rank(inputs: Tensors, size: int) -> Outputs:
+    return [[torch.tensor(rank, device=inputs[0].device)] for rank in range(size)]
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+
+
+def _floats(inputs: Tensors, algorithm: str, out_dtype: torch.dtype | None) -> None:
+    dtype = inputs[0].dtype
+    checks.float_dtype("input", dtype, 0)
+    checks.one_of("algorithm", algorithm, checks.ALGORITHMS, 0)
+    wanted = checks.output_dtype(out_dtype, inputs[0], 0)
+    checks.fused_algorithm_allowed(algorithm, dtype, wanted, 0)
+
+
+def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> torch.Tensor | None:
+    if bias is not None:
+        if tuple(bias.shape) != (columns,):
+            raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
+        checks.same_dtype("bias", bias.dtype, "input", input.dtype, 0)
+    return bias
+
+
+def all_gather_matmul(
+    inputs: Tensors,
+    weights: list[Tensors],
+    biases: list[list[torch.Tensor | None]],
+    gather_dim: int,
+    return_gathered: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    size: int,
+) -> Outputs:
+    op = "all_gather_matmul"
+    _floats(inputs, algorithm, out_dtype)
+    rows = [[weight.shape[0] for weight in each] for each in weights]
+    checks.equal_on_all(op, "rows of weight", rows, 0)
+    whole = _gathered(op, inputs, gather_dim, size)
+    dim = gather_dim % whole.dim()
+    along_k = dim == whole.dim() - 1
+    if along_k and algorithm not in ("auto", "unfused"):
+        raise ValueError(f"algorithm={algorithm!r} cannot gather along the contracted dimension")
+    matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
+    results = []
+    for input, own, vectors in zip(inputs, weights, biases, strict=True):
+        products = fused.gather_products(input, own, dim, return_gathered, out_dtype, size)
+        for number, weight in enumerate(own):
+            checks.same_dtype("weight", weight.dtype, "input", input.dtype, 0)
+            bias = _vector(vectors[number] if vectors else None, weight.shape[1], input)
+            multiply(products[number].matrix, matrix, weight, bias)
+        if return_gathered:
+            products[-1].view.copy_(whole)
+        results.append([product.view for product in products])
+    return results
+
+
+def _partials(
+    op: str,
+    inputs: Tensors,
+    weights: Tensors,
+    reduce_op: str,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    operands: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[Tensors, bool]:
+    """Every rank's whole product as a matrix, and whether to average."""
+    _floats(inputs, algorithm, out_dtype)
+    alike(op, "input", inputs, but=-1)
+    alike(op, "weight", weights, but=0)
+    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)
+    average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, 0) == "avg"
+    partials = []
+    for input, weight in zip(inputs, weights, strict=True):
+        left, right = operands(input, weight)
+        shape = (left.shape[0], right.shape[1])
+        partials.append(input.new_empty(shape, dtype=out_dtype or input.dtype))
+        multiply(partials[-1], left, right, None)
+    return partials, average
+
+
+def _summed(parts: Tensors, linear: Linear, average: bool) -> None:
+    if _has_values(linear.output):
+        sum_with_bias(parts, linear, average=average)
+
+
+def _same_biases(op: str, biases: Sequence[torch.Tensor | None]) -> None:
+    given = [bias is not None for bias in biases]
+    checks.equal_on_all(op, "whether there is a bias", given, 0)
+
+
+def matmul_reduce_scatter(
+    inputs: Tensors,
+    weights: Tensors,
+    biases: list[torch.Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    size: int,
+) -> Outputs:
+    op = "matmul_reduce_scatter"
+    products = [
+        fused.reduce_product(input, weight, scatter_dim, out_dtype, size)
+        for input, weight in zip(inputs, weights, strict=True)
+    ]
+    dim = scatter_dim % inputs[0].dim()
+    along_n = dim == inputs[0].dim() - 1
+
+    def operands(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if along_n:  # rows of the transposed product, as in the op itself
+            return weight.T, input.flatten(0, -2).T
+        return rows_of(input, dim), weight
+
+    partials, average = _partials(op, inputs, weights, reduce_op, algorithm, out_dtype, operands)
+    _same_biases(op, biases)
+    columns = weights[0].shape[1]
+    for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
+        count = product.matrix.shape[0]
+        parts = [partial.narrow(0, rank * count, count) for partial in partials]
+        bias = _vector(given, columns, inputs[rank])
+        if along_n and bias is not None:
+            bias = bias.narrow(0, rank * count, count)
+        linear = Linear(weights[rank], bias, product.matrix, "m" if along_n else "n")
+        _summed(parts, linear, average)
+    return [[product.view] for product in products]
+
+
+def matmul_all_reduce(
+    inputs: Tensors,
+    weights: Tensors,
+    biases: list[torch.Tensor | None],
+    reduce_op: str,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    size: int,
+) -> Outputs:
+    op = "matmul_all_reduce"
+    products = [
+        fused.reduce_product(input, weight, None, out_dtype, size)
+        for input, weight in zip(inputs, weights, strict=True)
+    ]
+    partials, average = _partials(
+        op, inputs, weights, reduce_op, algorithm, out_dtype, lambda i, w: (rows_of(i, 0), w)
+    )
+    _same_biases(op, biases)
+    for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
+        bias = _vector(given, weights[0].shape[1], inputs[rank])
+        _summed(partials, Linear(weights[rank], bias, product.matrix), average)
+    return [[product.view] for product in products]
+
+
+# -- fused, scaled -------------------------------------------------------------------------------------
+
+
+def all_gather_scaled_matmul(
+    inputs: Tensors,
+    weights: list[Tensors],
+    input_scales: Tensors,
+    weight_scales: list[Tensors],
+    biases: list[list[torch.Tensor | None]],
+    gather_dim: int,
+    return_gathered: bool,
+    out_dtype: torch.dtype | None,
+    use_fast_accum: bool,
+    size: int,
+) -> Outputs:
+    op = "all_gather_scaled_matmul"
+    alike(op, "input_scale", input_scales)
+    results = []
+    for number, own in enumerate(weights):
+        products = scaled.gathered_products(
+            inputs[0], own, input_scales[0], weight_scales[number], biases[number],
+            gather_dim, out_dtype, size,
+        )  # fmt: skip
+        *outputs, gathered = products
+        gathered.view.copy_(_gathered(op, inputs, gather_dim, size))
+        scale = input_scales[number]
+        if scaled.is_by_row(inputs[0], scale):
+            scale = rows_of(_gathered(op, input_scales, gather_dim, size), gather_dim)
+        for index, (weight, output) in enumerate(zip(own, outputs, strict=True)):
+            bias = biases[number][index] if biases[number] else None
+            output.matrix.copy_(
+                scaled.multiply(
+                    gathered.matrix, weight, scale, weight_scales[number][index], bias,
+                    out_dtype, use_fast_accum,
+                )
+            )  # fmt: skip
+        results.append([p.view for p in (products if return_gathered else outputs)])
+    return results
+
+
+def scaled_matmul_reduce_scatter(
+    inputs: Tensors,
+    weights: Tensors,
+    input_scales: Tensors,
+    weight_scales: Tensors,
+    biases: list[torch.Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    out_dtype: torch.dtype | None,
+    use_fast_accum: bool,
+    size: int,
+) -> Outputs:
+    average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, 0) == "avg"
+    operands_by_rank = zip(inputs, weights, input_scales, weight_scales, strict=True)
+    partials = [
+        scaled.product(*operands, scaled.bias_of(bias, average, rank), out_dtype, use_fast_accum)
+        for rank, (operands, bias) in enumerate(zip(operands_by_rank, biases, strict=True))
+    ]
+    return reduce_scatter(partials, reduce_op, scatter_dim, size)

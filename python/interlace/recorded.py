@@ -1,0 +1,107 @@
+"""The fused ops on tensors that require gradients: through ``torch.ops.interlace``, which records them.
+
+A graph node is made for equal parts only, whose gradients the ops themselves compute. Ranks agree on that
+before they start, so all go the same way: a rank whose tensors require gradients must not be alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+from torch.utils._pytree import tree_map_only
+
+from interlace.groups import resolve
+from interlace.process_group_rules import modes_active
+from interlace.runtime.stream import Outcome
+
+
+def wanted(group: Any, *tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these arguments, tensors or lists of tensors, and can."""
+    if not torch.is_grad_enabled() or modes_active():
+        return False
+    flat = [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
+    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat):
+        return False
+    return resolve(group).place.name != "sim"  # see ops/library.py
+
+
+def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
+    """Whether all ranks' shards are of one length; one message on the host per rank."""
+    communicator = resolve(group)
+    if not isinstance(gather_dim, int) or not -input.dim() <= gather_dim < input.dim():
+        return False  # the op refuses it
+    length = input.shape[gather_dim]
+    op = "all_gather_matmul of tensors that require gradients"  # on all ranks, then
+    lengths = communicator.run(
+        op, lambda: Outcome(communicator.agree(op, length), None), async_op=False
+    )
+    return all(each == length for each in lengths)
+
+
+def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_dim: Any) -> bool:
+    """Whether what is scattered divides by the size of the group; the same on all ranks."""
+    shape = [*input.shape[:-1], weight.shape[-1] if weight.dim() else 0]
+    if not isinstance(scatter_dim, int) or not -len(shape) <= scatter_dim < len(shape):
+        return False
+    return not shape[scatter_dim] % resolve(group).world_size
+
+
+def run(op: str, async_op: bool, call: Callable[[Any], Any]) -> Any:
+    """What ``call`` makes with ``interlace.functional``: plain tensors, or a Work that returns them."""
+    from interlace import functional
+    from interlace.ops import pending
+
+    with pending.watched() as works:
+        result = call(functional)
+    work = RecordedWork(op, result, works)
+    return work if async_op else work.wait()
+
+
+class RecordedWork(TorchWork):
+    """The handle of an op whose result has a history."""
+
+    def __init__(self, op: str, result: Any, works: list[Any]) -> None:
+        super().__init__()
+        self._op, self._result, self._works = op, result, works
+        self._waited = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """The result, complete. Raises what the op failed with."""
+        from interlace.async_tensor import wait
+
+        if not self._waited:
+            for work in self._works:
+                work.wait(timeout)
+            self._result = tree_map_only(torch.Tensor, wait, self._result)
+            self._waited = True
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        found = [work.exception() for work in self._works]
+        return next((error for error in found if error is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if not self._works:
+            future.set_result(self._result)
+            return future
+        return self._works[-1].get_future().then(lambda _: self.wait())  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<Work {self._op}: {'completed' if self.is_completed() else 'in progress'}>"

@@ -1,0 +1,322 @@
+"""Every functional op as a call on one rank's inputs, and as what single-process torch makes of all ranks'.
+
+``reference`` takes the inputs of all ranks and gives the outputs of all: its gradients are those that the
+ranks must get. Modules of their own are imported by new processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace import functional
+
+Tensors = list[torch.Tensor]
+
+
+class Case(NamedTuple):
+    """``inputs`` are made for a rank and a world size; ``call`` gives a tensor or several."""
+
+    name: str
+    inputs: Callable[[int, int], Tensors]
+    call: Callable[..., Any]
+    reference: Callable[[list[Tensors]], list[Any]]
+
+
+def numbers(rank: int, *shape: int, seed: int = 0, dtype: Any = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def integers(rank: int, *shape: int) -> torch.Tensor:
+    """Small ones with ties between ranks and zeros, for max, min and product."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-1, 3, shape, generator=generator).double()
+
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stack: stack.sum(0),
+    "avg": lambda stack: stack.mean(0),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+    "product": lambda stack: stack.prod(0),
+}
+
+
+def reduced(op: str, xs: list[Tensors]) -> torch.Tensor:
+    return REDUCTIONS[op](torch.stack([x[0] for x in xs]))
+
+
+def split(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
+    return list(tensor.chunk(size, dim)) if tensor.shape[dim] else [tensor] * size
+
+
+def catted(xs: list[Tensors], dim: int) -> torch.Tensor:
+    return torch.cat([x[0] for x in xs], dim)
+
+
+def _reductions() -> list[Case]:
+    found = []
+    for op in REDUCTIONS:
+        found.append(
+            Case(
+                f"all_reduce {op}",
+                lambda rank, size: [integers(rank, 3, 4)],
+                lambda group, x, op=op: functional.all_reduce(x, op, group=group),
+                lambda xs, op=op: [reduced(op, xs)] * len(xs),
+            )
+        )
+    for op in REDUCTIONS:
+        for dim in (0, 1, -1):
+            found.append(
+                Case(
+                    f"reduce_scatter {op} {dim}",
+                    lambda rank, size: [integers(rank, 2 * size, size, 3 * size)],
+                    lambda group, x, op=op, dim=dim: functional.reduce_scatter(
+                        x, op, dim, group=group
+                    ),
+                    lambda xs, op=op, dim=dim: split(reduced(op, xs), len(xs), dim),
+                )
+            )
+    for op in ("sum", "avg"):
+        found.append(
+            Case(
+                f"reduce {op}",
+                lambda rank, size: [numbers(rank, 3, 4)],
+                lambda group, x, op=op: functional.reduce(x, op, 1, group=group),
+                lambda xs, op=op: [
+                    reduced(op, xs) if rank == 1 else xs[rank][0] * 0 for rank in range(len(xs))
+                ],
+            )
+        )
+    return found
+
+
+def _uneven(rank: int, size: int) -> list[int]:
+    """How many rows ``rank`` sends to each."""
+    return [(rank + 2 * other) % 3 for other in range(size)]
+
+
+def _exchanged(xs: list[Tensors]) -> Tensors:
+    size = len(xs)
+    parts = [x[0].split(_uneven(rank, size)) for rank, x in enumerate(xs)]
+    return [torch.cat([parts[other][rank] for other in range(size)]) for rank in range(size)]
+
+
+def _uneven_call(group: Any, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    received = [_uneven(other, size)[rank] for other in range(size)]
+    return functional.all_to_all(x, received, _uneven(rank, size), group=group)
+
+
+def _moves() -> list[Case]:
+    found = [
+        Case(
+            f"all_gather {dim}",
+            lambda rank, size: [numbers(rank, 2, 3, 4)],
+            lambda group, x, dim=dim: functional.all_gather(x, dim, group=group),
+            lambda xs, dim=dim: [catted(xs, dim)] * len(xs),
+        )
+        for dim in (0, 1, -1)
+    ]
+    found += [
+        Case(
+            f"gather {dim}",
+            lambda rank, size: [numbers(rank, 2, 3)],
+            lambda group, x, dim=dim: functional.gather(x, 1, dim, group=group),
+            lambda xs, dim=dim: [catted(xs, dim) * float(rank == 1) for rank in range(len(xs))],
+        )
+        for dim in (0, -1)
+    ]
+    found += [
+        Case(
+            f"scatter {dim}",
+            lambda rank, size: [numbers(rank, 2 * size, 3 * size)],
+            lambda group, x, dim=dim: functional.scatter(x, 1, dim, group=group),
+            lambda xs, dim=dim: split(xs[1][0], len(xs), dim),
+        )
+        for dim in (0, 1)
+    ]
+    return [
+        *found,
+        Case(
+            "all_gather 0-dim",
+            lambda rank, size: [numbers(rank)],
+            lambda group, x: functional.all_gather(x, group=group),
+            lambda xs: [torch.stack([x[0] for x in xs])] * len(xs),
+        ),
+        Case(
+            "gather 0-dim",
+            lambda rank, size: [numbers(rank)],
+            lambda group, x: functional.gather(x, 0, group=group),
+            lambda xs: [
+                torch.stack([x[0] for x in xs]) * float(rank == 0) for rank in range(len(xs))
+            ],
+        ),
+        Case(
+            "all_reduce 0-dim",
+            lambda rank, size: [numbers(rank)],
+            lambda group, x: functional.all_reduce(x, group=group),
+            lambda xs: [reduced("sum", xs)] * len(xs),
+        ),
+        Case(
+            "all_to_all",
+            lambda rank, size: [numbers(rank, 2 * size, 3)],
+            lambda group, x: functional.all_to_all(x, group=group),
+            lambda xs: [
+                torch.cat([x[0].chunk(len(xs))[rank] for x in xs]) for rank in range(len(xs))
+            ],
+        ),
+        Case(
+            "broadcast",
+            lambda rank, size: [numbers(rank, 3, 2)],
+            lambda group, x: functional.broadcast(x, 1, group=group),
+            lambda xs: [xs[1][0]] * len(xs),
+        ),
+        Case(
+            "permute",
+            lambda rank, size: [numbers(rank, 3, 2)],
+            lambda group, x: functional.permute(x, shifted(group), group=group),
+            lambda xs: [xs[(rank - 1) % len(xs)][0] for rank in range(len(xs))],
+        ),
+    ]
+
+
+def shifted(group: Any) -> list[int]:
+    """Every rank to the next."""
+    size = functional.describe(group)[1]
+    return [(rank + 1) % size for rank in range(size)]
+
+
+def _gather_matmuls() -> list[Case]:
+    found = []
+    for dim in (0, 1, -1):
+
+        def inputs(rank: int, size: int, dim: int = dim) -> Tensors:
+            k = 4 * size if dim == -1 else 4
+            return [numbers(rank, 2, 3, 4), numbers(rank, k, 5, seed=1), numbers(rank, 5, seed=2)]
+
+        found.append(
+            Case(
+                f"all_gather_matmul {dim}",
+                inputs,
+                lambda group, x, w, b, dim=dim: functional.all_gather_matmul(
+                    x, w, dim, bias=b, group=group
+                ),
+                lambda xs, dim=dim: [catted(xs, dim) @ w + b for _, w, b in xs],
+            )
+        )
+        for save in (False, True):
+            found.append(
+                Case(
+                    f"all_gather_matmul {dim} save_gathered={save}, no bias",
+                    lambda rank, size, inputs=inputs: inputs(rank, size)[:2],
+                    lambda group, x, w, dim=dim, save=save: functional.all_gather_matmul(
+                        x, w, dim, save_gathered=save, group=group
+                    ),
+                    lambda xs, dim=dim: [catted(xs, dim) @ w for _, w in xs],
+                )
+            )
+        found.append(
+            Case(
+                f"all_gather_matmul {dim} several",
+                lambda rank, size, inputs=inputs: [
+                    *inputs(rank, size),
+                    numbers(rank, 4 * size if inputs(rank, size)[1].shape[0] > 4 else 4, 2, seed=3),
+                ],
+                lambda group, x, w, b, v, dim=dim: functional.all_gather_matmul(
+                    x, [w, v], dim, bias=[b, None], return_gathered=True, group=group
+                ),
+                lambda xs, dim=dim: [
+                    (catted(xs, dim), [catted(xs, dim) @ w + b, catted(xs, dim) @ v])
+                    for _, w, b, v in xs
+                ],
+            )
+        )
+    return found
+
+
+def _matmul_reduces() -> list[Case]:
+    found = []
+    for op in ("sum", "avg"):
+        for dim in (0, 1, -1):
+
+            def summed(xs: list[Tensors], op: str = op, dim: int = dim) -> Tensors:
+                whole = REDUCTIONS[op](torch.stack([x @ w for x, w, _ in xs]))
+                parts = split(whole, len(xs), dim)
+                biases = [x[2] for x in xs]
+                if dim == -1:
+                    biases = [b.chunk(len(xs))[rank] for rank, b in enumerate(biases)]
+                return [part + b for part, b in zip(parts, biases, strict=True)]
+
+            found.append(
+                Case(
+                    f"matmul_reduce_scatter {op} {dim}",
+                    lambda rank, size: [
+                        numbers(rank, size, 2 * size, 3),
+                        numbers(rank, 3, 2 * size, seed=1),
+                        numbers(rank, 2 * size, seed=2),
+                    ],
+                    lambda group, x, w, b, op=op, dim=dim: functional.matmul_reduce_scatter(
+                        x, w, op, dim, bias=b, group=group
+                    ),
+                    summed,
+                )
+            )
+        found.append(
+            Case(
+                f"matmul_all_reduce {op}",
+                lambda rank, size: [
+                    numbers(rank, 2, 3, 4),
+                    numbers(rank, 4, 5, seed=1),
+                    numbers(0, 5, seed=2),  # the same everywhere
+                ],
+                lambda group, x, w, b, op=op: functional.matmul_all_reduce(
+                    x, w, op, bias=b, group=group
+                ),
+                lambda xs, op=op: [
+                    REDUCTIONS[op](torch.stack([x @ w for x, w, _ in xs])) + b for _, _, b in xs
+                ],
+            )
+        )
+    return found
+
+
+CASES = {
+    case.name: case for case in (*_reductions(), *_moves(), *_gather_matmuls(), *_matmul_reduces())
+}
+
+
+def flat(result: Any) -> Tensors:
+    """All tensors of a result."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for each in result for tensor in flat(each)]
+
+
+def expected(
+    case: Case, rank: int, size: int, wanted: Callable[[int], bool] = lambda index: True
+) -> tuple[Tensors, list[torch.Tensor | None], Tensors]:
+    """Outputs of ``rank``, the gradients of its inputs, and the output gradients that give them."""
+    xs = [
+        [each.requires_grad_(wanted(i)) for i, each in enumerate(case.inputs(r, size))]
+        for r in range(size)
+    ]
+    outputs = [flat(result) for result in case.reference(xs)]
+    weights = [cotangents(outs, r) for r, outs in enumerate(outputs)]
+    loss = sum(
+        (out * weight).sum()
+        for outs, ws in zip(outputs, weights, strict=True)
+        for out, weight in zip(outs, ws, strict=True)
+    )
+    assert isinstance(loss, torch.Tensor)
+    leaves = [each for x in xs for each in x if each.requires_grad]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+    own = [by_leaf.get(id(each)) for each in xs[rank]]
+    return [out.detach() for out in outputs[rank]], own, weights[rank]
+
+
+def cotangents(outputs: Tensors, rank: int) -> Tensors:
+    return [numbers(rank, *out.shape, seed=7 + i) for i, out in enumerate(outputs)]

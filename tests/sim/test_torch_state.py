@@ -1,0 +1,39 @@
+"""Ranks of a simulation share a thread, and keep what torch knows of a thread apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import interlace
+from interlace import functional
+
+
+def grad_mode_of_rank_0() -> list[bool]:
+    """Only rank 0 goes into a collective without gradients."""
+    seen = []
+    for _ in range(3):
+        with torch.set_grad_enabled(interlace.get_rank() > 0):
+            interlace.barrier()
+            seen.append(torch.is_grad_enabled())
+    return [*seen, torch.is_grad_enabled()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_grad_mode_is_each_ranks_own(seed: int) -> None:
+    first, *others = interlace.run(grad_mode_of_rank_0, 3, seed=seed)
+    assert first == [False] * 3 + [True]
+    assert others == [[True] * 4] * 2
+
+
+def doubled() -> torch.Tensor:
+    """Waits within torch's dispatcher."""
+    mine: torch.Tensor = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()])) * 2
+    return mine
+
+
+def test_dispatch_keys_are_left_as_they_were() -> None:
+    before = torch._C._dispatch_tls_local_exclude_set()
+    assert torch.equal(interlace.run(doubled, 2)[0], torch.tensor([2.0, 4.0]))
+    assert torch._C._dispatch_tls_local_exclude_set() == before
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
