@@ -70,22 +70,22 @@ def all_gather_matmul(
         recorded.wanted(group, input, weight, bias)
         and isinstance(input, torch.Tensor)
         and input.dim() > 1
+        and recorded.equal_shards(group, input, gather_dim)
     ):
-        if recorded.equal_shards(group, input, gather_dim):
-            return recorded.run(
-                "all_gather_matmul",
-                async_op,
-                lambda functional: functional.all_gather_matmul(
-                    input,
-                    weight,
-                    gather_dim,
-                    bias=bias,
-                    group=group,
-                    return_gathered=return_gathered,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                ),
-            )
+        return recorded.run(
+            "all_gather_matmul",
+            async_op,
+            lambda functional: functional.all_gather_matmul(
+                input,
+                weight,
+                gather_dim,
+                bias=bias,
+                group=group,
+                return_gathered=return_gathered,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+        )
     checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
     return _all_gather_matmul(
         resolve(group),

@@ -65,22 +65,248 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
-        if recorded.equal_parts(group, input, weight, scatter_dim):
-            return recorded.run(
-                "matmul_reduce_scatter",
-                async_op,
-                lambda functional: functional.matmul_reduce_scatter(
-                    input,
-                    weight,
-                    reduce_op,
-                    scatter_dim,
-                    bias=bias,
-                    group=group,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                ),
+    if (
+        recorded.wanted(group, input, weight, bias)
+        and _are_matrices(input, weight)
+        and recorded.equal_parts(group, input, weight, scatter_dim)
+    ):
+        return recorded.run(
+            "matmul_reduce_scatter",
+            async_op,
+            lambda functional: functional.matmul_reduce_scatter(
+                input,
+                weight,
+                reduce_op,
+                scatter_dim,
+                bias=bias,
+                group=group,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+        )
+    checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
+    return _matmul_reduce_scatter(
+        resolve(group),
+        input,
+        weight,
+        reduce_op=reduce_op,
+        scatter_dim=scatter_dim,
+        bias=bias,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def _are_matrices(input: Any, weight: Any) -> bool:
+    """Whether there are shapes to go by; what is not is refused where there is a group to say it to."""
+    return (
+        isinstance(input, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and input.dim() > 1
+        and weight.dim() == 2
+    )
+
+
+def _matmul_reduce_scatter(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str,
+    scatter_dim: int,
+    bias: torch.Tensor | None,
+    async_op: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    buffer: torch.Tensor | None = None,
+) -> Any:
+    """``buffer``: the matrix that gets the own part's rows, or columns transposed, if there is one."""
+    op = "matmul_reduce_scatter"
+    rank, world_size = communicator.rank, communicator.world_size
+    with communicator.accepting(op):
+        request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+        dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
+
+    def host() -> Outcome:
+        request.agree(dim)
+        columns = request.weight.shape[1]
+        along_n = dim == request.input.dim() - 1
+        if along_n:
+            # rows of the transposed product: (input @ weight).T = weight.T @ input.T
+            flat = request.input.flatten(0, -2)
+            left, right = request.weight.T, flat.T
+            left = left if left.stride(1) == 1 else left.contiguous()
+            length, per_index = columns, 1
+        else:
+            left, right = rows_of(request.input, dim), request.weight
+            length = request.input.shape[dim]
+            per_index = 1
+            for i, extent in enumerate(request.input.shape[:-1]):
+                per_index *= extent if i != dim else 1
+        parts = split_rows(length, world_size)
+        segments = [(first * per_index, count * per_index) for first, count in parts]
+        first, count = parts[rank]
+        shape = (count * per_index, right.shape[1])
+        output = buffer
+        if output is None:
+            output = torch.empty(shape, dtype=request.dtype, device=left.device)
+        elif output.shape != shape:
+            raise ValueError(
+                f"{op}: a traceable op scatters equal parts, the group's size {world_size} does not "
+                f"divide {length}"
             )
+        own_bias = request.bias
+        if along_n and own_bias is not None:
+            own_bias = own_bias[first : first + count]
+        linear = Linear(right, own_bias, output, "m" if along_n else "n")
+        event = _reduce_scatter(communicator, left, linear, segments, request)
+        if buffer is not None:
+            return Outcome(None, event)
+        if along_n:
+            result = output.T.view(*request.input.shape[:-1], count)
+        else:
+            others = [e for i, e in enumerate(request.input.shape[:-1]) if i != dim]
+            result = unrows(output, [count, *others], dim)
+        return Outcome(result, event)
+
+    return communicator.run(op, host, async_op=async_op)
+
+
+class _Product:
+    """The validated arguments that matmul_reduce_scatter and matmul_all_reduce share."""
+
+    def __init__(
+        self,
+        op: str,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        reduce_op: Any,
+        algorithm: Any,
+        out_dtype: Any,
+        communicator: Communicator,
+    ) -> None:
+        rank = communicator.rank
+        self.op = op
+        self.communicator = communicator
+        self.input = checks.tensor("input", input, communicator)
+        checks.float_dtype("input", self.input.dtype, rank)
+        if self.input.dim() < 2:
+            raise ValueError(
+                f"input must have at least 2 dimensions, got shape {tuple(self.input.shape)} "
+                f"on rank {rank}"
+            )
+        self.weight = checks.matrix(
+            "weight", weight, self.input, self.input.shape[-1], communicator
+        )
+        self.bias = checks.bias_vector("bias", bias, self.weight.shape[1], self.input, communicator)
+        self.average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, rank) == "avg"
+        self.algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
+        self.dtype = checks.output_dtype(out_dtype, self.input, rank)
+        checks.fused_algorithm_allowed(self.algorithm, self.input.dtype, self.dtype, rank)
+        self.inner = [self.input.shape[-1]]
+
+    def agree(self, dim: int | None) -> None:
+        """Exchange with all ranks and raise on any mismatch; learns every rank's ``k``."""
+        rank = self.communicator.rank
+        names = {
+            "the shape of input without k": tuple(self.input.shape[:-1]),
+            "the columns of weight": self.weight.shape[1],
+            "scatter_dim": dim,
+            "reduce_op": "avg" if self.average else "sum",
+            "algorithm": self.algorithm,
+            "out_dtype": self.dtype,
+            "whether there is a bias": self.bias is not None,
+        }
+        mine = (tuple(names.values()), self.input.dtype, self.input.shape[-1])
+        answers = self.communicator.agree(self.op, mine)
+        dtypes = [answer[1] for answer in answers]
+        checks.equal_on_all(self.op, "dtype of input", dtypes, rank, kind=TypeError)
+        for index, name in enumerate(names):
+            checks.equal_on_all(self.op, name, [a[0][index] for a in answers], rank)
+        self.inner = [answer[2] for answer in answers]
+
+    def chosen(self, rows: int, columns: int) -> str:
+        """The algorithm, once every rank's shapes are known."""
+        empty = not rows * columns * max(self.inner)
+        if self.algorithm != "auto" and not empty:
+            return self.algorithm
+        wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
+        return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty)
+
+
+def _reduce_scatter(
+    communicator: Communicator,
+    left: torch.Tensor,
+    linear: Linear,
+    segments: list[tuple[int, int]],
+    request: _Product,
+) -> Any:
+    rows, columns = left.shape[0], linear.weight.shape[1]
+    algorithm = request.chosen(rows, columns)
+    if algorithm == "fused":
+        config = configuration.choose(
+            communicator.place,
+            left.dtype,
+            max(count for _, count in segments),
+            columns,
+            max(request.inner),
+        )
+        return algorithms.matmul_reduce_scatter_fused(
+            communicator, left, linear, segments, config, average=request.average
+        )
+    if algorithm == "pipelined":
+        return algorithms.matmul_reduce_scatter_pipelined(
+            communicator, left, linear, segments, average=request.average
+        )
+    return algorithms.matmul_reduce_scatter_unfused(
+        communicator, left, linear, segments, average=request.average
+    )
+
+
+ONE_SHOT_BYTES = 1 << 18
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
+
+    Arguments as for :func:`matmul_reduce_scatter`. Small outputs go one-shot, in one kernel that sends
+    every tile to every rank; larger ones as matmul + reduce-scatter and an all-gather of the parts.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.]]), tensor([[16.]])]
+    """
+    if (
+        recorded.wanted(group, input, weight, bias)
+        and _are_matrices(input, weight)
+        and recorded.equal_parts(group, input, weight, scatter_dim)
+    ):
+        return recorded.run(
+            "matmul_reduce_scatter",
+            async_op,
+            lambda functional: functional.matmul_reduce_scatter(
+                input,
+                weight,
+                reduce_op,
+                scatter_dim,
+                bias=bias,
+                group=group,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+        )
     checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
     return _matmul_reduce_scatter(
         resolve(group),
