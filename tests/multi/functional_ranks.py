@@ -220,7 +220,11 @@ def eager_fused_ops(async_op: bool) -> dict[str, list[Any]]:
         recorded = flat(result)[-1].requires_grad
         if recorded:
             sum(each.sum() for each in flat(result)).backward()  # type: ignore[union-attr]
-        texts = [str(each.message).split(":")[0] for each in caught if each.category is UserWarning]
+        texts = [
+            str(each.message).split(" gradients")[0]
+            for each in caught
+            if each.category is UserWarning
+        ]
         key = f"{name} {sorted(options)}" if options else name
         found.setdefault(key, []).extend(
             [recorded, texts, None if w.grad is None else w.grad.sum().item()]

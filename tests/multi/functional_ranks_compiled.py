@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import torch
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace import functional
@@ -164,9 +166,6 @@ def traced_with_make_fx(mode: str) -> list[str]:
 
 def generated(option: bool) -> str:
     """Inductor's code of an all_reduce of a tensor that nobody needs afterwards."""
-    from torch._inductor import config
-    from torch._inductor.utils import run_and_get_code
-
     rank, size = place()
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,6 @@ def generated(option: bool) -> str:
 
 def generated_overlap() -> str:
     """Inductor's code of a function that works while it gathers."""
-    from torch._inductor.utils import run_and_get_code
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         gathered = functional.all_gather(x)
@@ -193,16 +191,15 @@ def generated_overlap() -> str:
 
     torch._dynamo.reset()
     inputs = torch.rand(2, 64, 64, dtype=torch.float64)
-    result, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), *inputs)
+    with config.patch(force_disable_caches=True, reorder_for_peak_memory=False):
+        result, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), *inputs)
     torch.testing.assert_close(result, run(*inputs))
     return str(code)
 
 
 def memory_in_flight() -> None:
     """Inputs of an op that is running are nobody else's memory, and nor are those of an unwaited one."""
-    from torch._inductor.utils import run_and_get_code
-
-    rank, size = place()
+    rank, _size = place()
 
     def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gathered = functional.all_gather_matmul(torch.relu(x), torch.cos(w))
@@ -210,11 +207,12 @@ def memory_in_flight() -> None:
         work = torch.sin(w) @ w
         for _ in range(4):
             work = torch.sin(work) @ w / 64
-        return left, gathered + torch.cat([work] * size)
+        return left, gathered[: work.shape[0]] + work
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
-    _, (code,) = run_and_get_code(compiled, *torch.rand(2, 64, 64, dtype=torch.float64))
+    with config.patch(force_disable_caches=True, reorder_for_peak_memory=False):
+        _, (code,) = run_and_get_code(compiled, *torch.rand(2, 64, 64, dtype=torch.float64))
     starts = re.findall(r"interlace\.all_gather\w*\.default\((buf\d+)(?:, \[(buf\d+)\])?", code)
     used = {name for names in starts for name in names if name}
     assert len(used) == 3, code
