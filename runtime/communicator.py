@@ -215,7 +215,7 @@ class Communicator:
         if modes_active():
             _refuse_other_tensors(call.op)
         place.check()
-        if not async_op and place.idle:
+        if place.idle and (not async_op or place.alone):
             try:
                 event = start(self._engine or self.engine)
             except BaseException as error:
@@ -224,7 +224,7 @@ class Communicator:
             if event is not None:
                 place.hold_current(event, f"the end of {call.op}")
                 place.check()
-            return None
+            return Work(call.op, place, None, outputs) if async_op else None
 
         def numbered() -> Outcome:
             try:

@@ -167,6 +167,11 @@ class Place(ABC):
         """Whether an op that is called now may run in the caller: nothing is queued before it."""
         return True
 
+    @property
+    def alone(self) -> bool:
+        """Whether an asynchronous op, too, may run in the caller: there is nobody it would wait for."""
+        return False
+
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op, after those submitted before it.
 

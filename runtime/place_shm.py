@@ -197,12 +197,13 @@ class ShmPlace(Place):
         worker = self._worker
         return not worker.unfinished or worker.inside
 
-    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy.
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
 
-        A rank that is alone has nobody to wait for, so its ops run at once.
-        """
-        asynchronous = asynchronous and self.world_size > 1
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
+        asynchronous = asynchronous and not self.alone
         if not self._worker.inside and (asynchronous or not self._worker.idle):
             return self._worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
