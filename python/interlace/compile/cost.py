@@ -55,11 +55,11 @@ class Problem:
 
 CPU = Machine(
     name="cpu",
-    latency=40e-6,
-    bandwidth=2.5e9,
-    flops=1.0e11,
-    fused_host=400e-6,
-    fused_bandwidth=3e9,
+    latency=100e-6,
+    bandwidth=1.7e9,
+    flops=3.7e10,
+    fused_host=250e-6,
+    fused_bandwidth=1.8e9,
     overlap=0.0,
 )
 GPU = Machine(
