@@ -21,8 +21,8 @@ _Item = tuple["Future[Any]", Callable[[], Any], contextvars.Context]
 class OrderedWorker:
     """Runs functions one after another in a daemon thread, which starts with the first of them.
 
-    A function sees the context variables of the thread that submitted it. ``unfinished`` counts what
-    was submitted and has not finished; once it is 0, what that wrote is visible.
+    A function sees the context variables and the inference mode of the thread that submitted it.
+    ``unfinished`` counts what was submitted and has not finished; once it is 0, what that wrote is visible.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,6 +47,8 @@ class OrderedWorker:
         """Queue ``function``; the future has its result or exception."""
         future: Future[T] = Future()
         context = contextvars.copy_context()
+        if torch.is_inference_mode_enabled():  # whose tensors nobody outside may write
+            function = torch.inference_mode()(function)
         with self._lock:
             if self._closed:
                 raise AbortedError(f"{self._name} is closed")

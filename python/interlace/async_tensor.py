@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import _register_work
 from torch.utils._pytree import tree_map_only
 
 from interlace.process_group_rules import PLAIN_TYPES
+from interlace.runtime.errors import InterlaceError
 from interlace.runtime.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
@@ -30,6 +31,16 @@ class _Failed:
 
     def is_completed(self) -> bool:
         return True
+
+
+_CHANGE_SHAPE = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        "t_", "transpose_", "unsqueeze_", "squeeze_", "swapdims_", "swapaxes_", "as_strided_", "resize_",
+        "resize_as_", "set_",
+    )
+    for overload in getattr(_aten, name).overloads()
+)  # fmt: skip
 
 
 class AsyncTensor(torch.Tensor):
@@ -103,14 +114,23 @@ class AsyncTensor(torch.Tensor):
             # a compiler is to find the wait beside the op: where it is, a view costs nothing
             if not source._waited and (source._work is not None or func is not _view):
                 return AsyncTensor(func(source._inner, *args[1:], **(kwargs or {})), source._work)
-        plain = [
-            each._complete()
-            if (kind := type(each)) is AsyncTensor
-            else (each if kind in _AS_THEY_ARE else _opened(each))
-            for each in args
-        ]
+        elif func in _CHANGE_SHAPE and type(args[0]) is AsyncTensor:
+            raise RuntimeError(
+                f"{func} would change the shape of an AsyncTensor in place: change that of its wait()"
+            )
+        try:
+            plain = [
+                each._complete()
+                if (kind := type(each)) is AsyncTensor
+                else (each if kind in _AS_THEY_ARE else _opened(each))
+                for each in args
+            ]
+            if kwargs:
+                kwargs = {key: _opened(value) for key, value in kwargs.items()}
+        except TypeError as error:
+            # the operators of Tensor take one for "not implemented", and would not say what it said
+            raise InterlaceError(str(error)) from error
         if kwargs:
-            kwargs = {key: _opened(value) for key, value in kwargs.items()}
             if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
                 # AOTAutograd makes tangents contiguous, and takes them for what they were before
                 return completed(func(*plain, **kwargs))
@@ -156,6 +176,15 @@ class AsyncTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         return self.wait().data_ptr()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.wait().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._inner.__dlpack_device__()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.wait(), format_spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AsyncTensor({self.wait()})"

@@ -135,8 +135,10 @@ def _refuse(op: str, group: Any, tag: str, error: Exception) -> NoReturn:
 def _check(
     op: str, group: Any, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
 ) -> None:
-    """Raise TypeError unless everything is what its name says."""
+    """Raise TypeError unless everything is what its name says; ``out`` and ``bias`` may be None."""
     for name, value in tensors.items():
+        if value is None and name in ("out", "bias"):
+            continue
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {type(value).__name__}"
             _refuse(op, group, tag, TypeError(text))
@@ -144,6 +146,15 @@ def _check(
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             text = f"{name} must be an int, got {type(value).__name__}"
             _refuse(op, group, tag, TypeError(text))
+
+
+def _ints(op: str, group: Any, tag: str, name: str, value: Any) -> list[Any]:
+    """A list of ints, whatever sequence it came as; else TypeError."""
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
+    ):
+        _refuse(op, group, tag, TypeError(f"{name} must be a list of ints, got {value!r}"))
+    return list(value)
 
 
 def _without_gradient(op: str, *tensors: torch.Tensor) -> None:
@@ -190,7 +201,7 @@ def all_reduce(
     ``reduce_op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``.
     ``out`` gets the result; it may be ``input``.
     """
-    _check("all_reduce", group, tag, input=input)
+    _check("all_reduce", group, tag, input=input, out=out)
     reduce_op, input = _reduction("all_reduce", group, tag, reduce_op, input)
     if _direct(input, out):
         return _started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
@@ -215,7 +226,7 @@ def reduce_scatter(
     The size of the group must divide the length of ``scatter_dim``. ``reduce_op`` as for
     :func:`all_reduce`.
     """
-    _check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input)
+    _check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
     reduce_op, input = _reduction("reduce_scatter", group, tag, reduce_op, input)
     if _direct(input, out):
         return _started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
@@ -253,7 +264,7 @@ def all_gather(
 
     0-dim tensors give a tensor of the group's size.
     """
-    _check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input)
+    _check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
     if _direct(input, out):
         return _started(plain.all_gather(bound(group, tag), input, gather_dim, out))
     name, size = describe(group, tag)
@@ -277,9 +288,13 @@ def all_to_all(
     Parts are of equal length, or of ``input_split_sizes[r]`` for rank r and ``output_split_sizes[s]``
     from s.
     """
-    _check("all_to_all_single", group, tag, input=input)
-    received = None if output_split_sizes is None else list(output_split_sizes)
-    sent = None if input_split_sizes is None else list(input_split_sizes)
+    _check("all_to_all_single", group, tag, input=input, out=out)
+    received = output_split_sizes
+    if received is not None:
+        received = _ints("all_to_all_single", group, tag, "output_split_sizes", received)
+    sent = input_split_sizes
+    if sent is not None:
+        sent = _ints("all_to_all_single", group, tag, "input_split_sizes", sent)
     if _direct(input, out):
         return _started(plain.all_to_all(bound(group, tag), input, received, sent, out))
     name, size = describe(group, tag)
@@ -298,7 +313,7 @@ def broadcast(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too."""
-    _check("broadcast", group, tag, {"src": src}, input=input)
+    _check("broadcast", group, tag, {"src": src}, input=input, out=out)
     if _direct(input, out):
         return _started(plain.broadcast(bound(group, tag), input, src, out))
     name, size = describe(group, tag)
@@ -313,7 +328,7 @@ def permute(
 ) -> torch.Tensor:
     """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal."""
     _check("permute", group, tag, input=input)
-    targets = list(src_dst)
+    targets = _ints("permute", group, tag, "src_dst", src_dst)
     if _direct(input):
         return _started(plain.permute(bound(group, tag), input, targets))
     name, size = describe(group, tag)
@@ -368,6 +383,9 @@ def all_gather_matmul(
     """
     _check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
     several = not isinstance(weight, torch.Tensor)
+    if several and (not isinstance(weight, (list, tuple)) or not weight):
+        text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
+        _refuse("all_gather_matmul", group, tag, TypeError(text))
     weights: list[Any] = list(weight) if several else [weight]
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if len(biases) != len(weights):
@@ -375,6 +393,8 @@ def all_gather_matmul(
         _refuse("all_gather_matmul", group, tag, ValueError(text))
     for each in weights:
         _check("all_gather_matmul", group, tag, weight=each)
+    for each in biases:
+        _check("all_gather_matmul", group, tag, bias=each)
     if all(each is None for each in biases):
         biases = []
     elif any(each is None for each in biases):
@@ -428,6 +448,7 @@ def matmul_reduce_scatter(
         {"scatter_dim": scatter_dim},
         input=input,
         weight=weight,
+        bias=bias,
     )
     if _direct(input, weight, bias):
         return _started(
@@ -452,8 +473,11 @@ def matmul_all_reduce(
     algorithm: str = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`."""
-    _check("matmul_all_reduce", group, tag, input=input, weight=weight)
+    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
+
+    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows.
+    """
+    _check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
     if _direct(input, weight, bias):
         return _started(
             fused.matmul_all_reduce(

@@ -281,7 +281,8 @@ def matmul_all_reduce(
 ) -> Any:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
-    Arguments as for :func:`matmul_reduce_scatter`. Small outputs go one-shot, in one kernel that sends
+    Arguments as for :func:`matmul_reduce_scatter`, but ``bias`` must be the same on all ranks, of which
+    each adds it to a part of the rows. Small outputs go one-shot, in one kernel that sends
     every tile to every rank; larger ones as matmul + reduce-scatter and an all-gather of the parts.
 
     >>> import interlace, torch

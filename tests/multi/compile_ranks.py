@@ -192,6 +192,17 @@ def batch_scattered(x: Tensor) -> Tensor:
     return scattered(product, 1)
 
 
+def batch_reshaped(x: Tensor) -> Tensor:
+    """The batch of what is scattered is not that of the matmul: entries of one are none of the other."""
+    product = torch.bmm(x.view(2, 2, 8), weight(16, 6).view(2, 8, 6))
+    return scattered(product.view(1, 4, 6), 1)
+
+
+def batch_gathered_reshaped(x: Tensor) -> Tensor:
+    whole = gathered(x.view(4, 1, 8), 1).reshape(2, -1, 8)
+    return torch.bmm(whole, weight(16, 6).view(2, 8, 6))
+
+
 FLOAT8 = torch.float8_e4m3fn
 ONE = torch.ones(())
 
@@ -254,6 +265,8 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     "batch of weights": (batched, [(GATHER, 1)]),
     "batch of weights, gathered kept": (batch_kept, [(GATHER, 1)]),
     "batch of weights, scattered": (batch_scattered, [(SCATTER, 1)]),
+    "batch reshaped": (batch_reshaped, [("-", 1)]),
+    "batch gathered, reshaped": (batch_gathered_reshaped, [("-", 1)]),
     "batch gathered": (batch_gathered, [("-", 1)]),
     "scaled": (scaled_gather, [(GATHER, 1)]),
     "scaled by row": (scaled_rows, [(GATHER, 1), ("-", 0)]),

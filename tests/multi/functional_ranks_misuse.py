@@ -38,6 +38,11 @@ def misuse() -> dict[str, str]:
         "scattered": lambda: functional.matmul_reduce_scatter(x[:3] if one else x, x),
         "not an int": lambda: functional.all_gather(x, "a" if one else 0),  # type: ignore[arg-type]
         "not a tensor": lambda: functional.all_reduce([1.0] if one else x),  # type: ignore[arg-type]
+        "no permutation": lambda: functional.permute(x, None if one else [1, 0]),  # type: ignore[arg-type]
+        "no splits": lambda: functional.all_to_all(x, 7 if one else None),  # type: ignore[arg-type]
+        "no weight": lambda: functional.all_gather_matmul(x, 3 if one else x),  # type: ignore[arg-type]
+        "no bias": lambda: functional.matmul_all_reduce(x, x, bias="b" if one else None),  # type: ignore[arg-type]
+        "no out": lambda: functional.all_gather(x, out=[1] if one else None),  # type: ignore[arg-type]
     }
     found = {}
     for name, call in calls.items():
@@ -85,3 +90,33 @@ def misuse_of_groups() -> dict[str, str]:
         "tag of a spec": refusal(lambda: functional.all_reduce(x, group=spec, tag="fast")),
         "type": refusal(lambda: functional.all_reduce(x, group=3.5)),
     }
+
+
+def first_used_in_operators() -> list[str]:
+    """Tensor's operators take a TypeError for "not implemented"; what the op said must not be lost."""
+    rank, _ = place()
+    x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+    return [
+        refusal(lambda: functional.all_reduce(x) == x),
+        refusal(lambda: functional.all_reduce(x) * 2),
+    ]
+
+
+def inference() -> list[float]:
+    """Sums of what ops give in inference mode, those whose work is done in a thread of its own too."""
+    with torch.inference_mode():
+        x = torch.ones(4, 4)
+        made = [
+            functional.all_gather(x, 1),
+            functional.all_gather_matmul(x, x),
+            functional.matmul_reduce_scatter(x, x),
+            functional.matmul_all_reduce(x, x),
+        ]
+        return [float(each.sum()) for each in made]
+
+
+def around_the_dispatcher() -> tuple[list[float], str, str]:
+    """Through DLPack, in a format string, and shapes that change in place."""
+    y = functional.all_gather(torch.ones(2, 2))
+    text = f"{functional.all_reduce(torch.tensor(1.0)):.2f}"
+    return torch.from_dlpack(y).flatten().tolist(), text, refusal(lambda: y.t_())

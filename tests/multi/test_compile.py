@@ -146,6 +146,45 @@ def test_the_machine_decides() -> None:
     assert [c.fused for c in left] == [False, False]
 
 
+def test_collectives_of_other_kinds_are_told() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        sent = functional.broadcast(x, 0, group=GROUP) @ w
+        return (
+            functional.all_gather(x, group=GROUP),
+            sent,
+            functional.all_to_all(sent, group=GROUP) * 1,
+        )
+
+    told = interlace.compile.explain(function, torch.ones(8, 8), torch.ones(8, 8)).candidates
+    assert sorted(each.collective for each in told) == ["all_gather", "all_to_all", "broadcast"]
+    assert not any(each.fused for each in told)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]
+)
+def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
+    """Of a tensor that changes afterwards, and of one that the caller may change."""
+
+    def swapped(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        old = torch.empty_like(cache)
+        old.copy_(cache)
+        cache.copy_(x)
+        return old
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(x)
+        made.copy_(x)
+        return made
+
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped, backend="interlace", options=options)
+    assert compiled(torch.ones(3), torch.zeros(3)).tolist() == [0, 0, 0]
+    x = torch.ones(3)
+    made = torch.compile(copied, backend="interlace", options=options)(x)
+    assert made.data_ptr() != x.data_ptr()
+
+
 def test_wrong_options() -> None:
     with pytest.raises(ValueError, match="policy must be one of auto, always, never, got 'often'"):
         interlace.compile.FusionPass("often")

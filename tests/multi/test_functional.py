@@ -229,6 +229,11 @@ def test_misuse_on_one_rank_is_raised_on_all() -> None:
         "scattered": "ValueError: * length 3, which the group's size 2 does not divide",
         "not a tensor": "TypeError: * input must be a tensor, got list",
         "not an int": "TypeError: * gather_dim must be an int, got str",
+        "no permutation": "TypeError: * src_dst must be a list of ints, got None",
+        "no splits": "TypeError: * output_split_sizes must be a list of ints, got 7",
+        "no weight": "TypeError: * weight must be a tensor or a list of some, got int",
+        "no bias": "TypeError: * bias must be a tensor, got str",
+        "no out": "TypeError: * out must be a tensor, got list",
     }
     check_messages(on_ranks(wrong.misuse, 2), parts)
 
@@ -270,3 +275,20 @@ def test_misuse_of_groups() -> None:
         "type": "TypeError: group must be None, a GroupSpec, * got float",
     }
     check_messages(on_ranks(wrong.misuse_of_groups, 3), parts)
+
+
+def test_errors_survive_operators() -> None:
+    for equal, product in on_ranks(wrong.first_used_in_operators, 2):
+        for said in (equal, product):
+            assert "InterlaceError: all_reduce: dtype of tensor differs between ranks" in said
+
+
+def test_inference_mode() -> None:
+    assert on_ranks(wrong.inference, 2) == [[32.0, 128.0, 64.0, 128.0]] * 2
+
+
+def test_around_the_dispatcher() -> None:
+    for values, text, said in on_ranks(wrong.around_the_dispatcher, 2):
+        assert values == [1.0] * 8
+        assert text == "2.00"
+        assert "would change the shape of an AsyncTensor in place" in said

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from interlace.compile.cost import Machine
 from interlace.compile.fusion import POLICIES, fuse
@@ -16,7 +18,6 @@ from interlace.compile.report import Report
 
 log = logging.getLogger("interlace.compile")
 CODEGENS = ("inductor", "aot_eager")
-VERSION = "1"
 
 
 class FusionPass(CustomGraphPass):
@@ -47,7 +48,15 @@ class FusionPass(CustomGraphPass):
         """Of what the pass does to a graph, for Inductor's cache; none while someone wants reports."""
         if self.on_report is not None:
             return None
-        return f"interlace {VERSION} {self.policy} {self.machine!r}"
+        return _sources(), self.policy, repr(self.machine)
+
+
+@functools.cache
+def _sources() -> bytes:
+    """A hash of all that decides what becomes of a graph: of the pass, and of the ops' lowerings."""
+    here = Path(__file__).parent
+    lowerings = here.parent / "ops" / "inductor.py"
+    return get_hash_for_files((*map(str, sorted(here.glob("*.py"))), str(lowerings)))
 
 
 def graph_kind(graph: fx.Graph) -> str:

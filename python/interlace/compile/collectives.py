@@ -59,6 +59,25 @@ def find(graph: fx.Graph) -> list[Collective]:
     return found
 
 
+NAMESPACES = ("_c10d_functional", "interlace")
+NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
+
+
+def others(graph: fx.Graph) -> list[fx.Node]:
+    """Collectives of the graph that :func:`find` does not find; ops that are fused already are none."""
+    left = []
+    for node in graph.nodes:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        name = target._schema.name.split("::")[1]
+        if target.namespace not in NAMESPACES or name in NOT_COLLECTIVE or "matmul" in name:
+            continue
+        if _at(node) is None:
+            left.append(node)
+    return left
+
+
 def _at(node: fx.Node) -> Collective | None:
     if is_call(node, c10d.all_gather_into_tensor.default):
         input, size, name = arguments(node)

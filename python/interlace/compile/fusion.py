@@ -20,13 +20,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from interlace.compile.collectives import Collective, find
+from interlace.compile.collectives import Collective, find, others
 from interlace.compile.cost import Machine, Problem, machine_for, predict
 from interlace.compile.matmuls import Product, Unfit, readers, terms
 from interlace.compile.nodes import (
     ancestors,
     hinted,
     in_order,
+    same,
     shape,
     source_line,
     static,
@@ -62,7 +63,8 @@ def fuse(
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     report = Report(name)
     replaced: set[fx.Node] = set()
-    without_copies(graph)
+    if rewrite and policy != "never":
+        without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for collective in collectives:
@@ -71,11 +73,24 @@ def fuse(
         if candidate.fused and rewrite:
             replaced |= {collective.start, *collective.start.users}
             apply(graph)
+    report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         in_order(graph)
         _erase_dead(graph, replaced)
         graph.lint()
     return report
+
+
+def _other(node: fx.Node) -> Candidate:
+    """A collective that no fused op stands for."""
+    op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    known = any(op.startswith(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+    reason = "a collective of another kind"
+    if known:
+        reason = "not waited for once here, coalesced, or of a group that is not known"
+    made = value(node)
+    text = "" if made is None else "x".join(map(str, made.shape))
+    return Candidate(op, source_line(node), "none", text, 0, False, reason)
 
 
 def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
@@ -215,6 +230,10 @@ def _check(collective: Collective, products: list[Product]) -> None:
             raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
         if product.batch and collective.kind == "all_reduce":
             raise Unfit("a batch of weights")
+        of_batch = product.left if collective.kind == "all_gather" else product.node
+        outside = collective.result if collective.kind == "all_gather" else whole
+        if product.batch and not same(shape(of_batch), shape(outside)):
+            raise Unfit("a batch of weights, beside a reshape")
         along_inner = collective.kind == "all_gather" and collective.dim == value(whole).dim() - 1
         if product.scales is not None and along_inner:
             raise Unfit("scaled, and the contracted dimension is gathered")

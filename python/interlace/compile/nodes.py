@@ -108,18 +108,24 @@ def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def without_copies(graph: fx.Graph) -> None:
-    """``copy(empty, x)``, into which an in-place copy is traced, is x wherever they are alike."""
+    """``copy(empty, w)``, into which an in-place collective is traced, is w: the result of a wait.
+
+    Not where the copy leaves the graph beside w, for nobody would know that both are one. Other copies stay:
+    what they copy may be a tensor of the caller's that changes later.
+    """
     for node in list(graph.nodes):
-        if is_call(node, aten.copy.default):
-            _, source = arguments(node)[:2]
-            new, old = (
-                value(each) if isinstance(each, fx.Node) else None for each in (node, source)
-            )
-            if new is None or old is None or (new.dtype, new.device) != (old.dtype, old.device):
-                continue
-            if list(new.shape) == list(old.shape) and list(new.stride()) == list(old.stride()):
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+        if not is_call(node, aten.copy.default):
+            continue
+        source = arguments(node)[1]
+        if not is_call(source, wait_tensor):
+            continue
+        if len(source.users) > 1 and any(user.op == "output" for user in node.users):
+            continue
+        new, old = value(node), value(source)
+        alike = same(new.shape, old.shape) and same(new.stride(), old.stride())
+        if alike and (new.dtype, new.device) == (old.dtype, old.device):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -97,8 +97,7 @@ def _in_batch(
     columns = list(zip(*rows, strict=True))
     likes = [product.node for product in products] + [collective.result] * kept
     return [
-        call(graph, aten.stack.default, (list(column), 0), like)
-        for column, like in zip(columns, likes, strict=True)
+        _stacked(graph, list(column), like) for column, like in zip(columns, likes, strict=True)
     ]
 
 
@@ -195,7 +194,13 @@ def _scattering_batch(graph: fx.Graph, collective: Collective, product: Product)
         options = (ALGORITHM, None, collective.size, collective.name)
         parts.append(call(graph, _ops.matmul_reduce_scatter.default, (*arguments, *options), like))
     waited = [call(graph, wait_tensor, (part,), like) for part in parts]
-    return call(graph, aten.stack.default, (waited, 0), like)
+    return _stacked(graph, waited, like)
+
+
+def _stacked(graph: fx.Graph, entries: list[fx.Node], like: fx.Node) -> fx.Node:
+    """``aten.stack`` in the ops that Inductor has after its decompositions."""
+    rows = [call(graph, aten.unsqueeze.default, (entry, 0), like) for entry in entries]
+    return call(graph, aten.cat.default, (rows, 0), like)
 
 
 def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.Node:
