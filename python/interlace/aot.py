@@ -54,6 +54,9 @@ _ELEMENTS = {
 _DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
 
 
+MOST_RANKS = 64
+
+
 class BundleError(ValueError):
     """A directory is no bundle, or not as it was built."""
 
@@ -71,6 +74,8 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
         raise BundleError(
             f"{folder} has no manifest.json: it is no bundle, or unfinished"
         ) from None
+    except OSError as error:
+        raise BundleError(f"{folder} is no bundle: {error}") from None
     except ValueError as error:
         raise BundleError(f"{folder / 'manifest.json'} is damaged: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -107,6 +112,9 @@ class Bundle:
         self.sequence: tuple[str, ...] = tuple(manifest["sequence"])
         facts = manifest["arches"][arch]
         self._workspace: dict[str, str] = manifest["workspace"]["formulas"]
+        for part in ("values", "tables"):
+            if not isinstance(manifest[part], dict):
+                raise TypeError(f"{part} is {manifest[part]!r}")
         self._formulas = Formulas(manifest["functions"], manifest["quantities"], facts["constants"])
         self.kernels = {
             name: Kernel(path, name, kernel, self._formulas)
@@ -118,6 +126,7 @@ class Bundle:
 
         Tables come as lists of lines; a kernel wants them as int64 in device memory.
         """
+        _check_ranks(values)
         return self._formulas.value(name, values)
 
     def workspace(self, values: Mapping[str, Any]) -> dict[str, int]:
@@ -125,6 +134,7 @@ class Bundle:
 
         Take the ``values`` of the largest launch: for all launches on one buffer the offsets stay.
         """
+        _check_ranks(values)
         known = dict(values)
         for name, formula in self._workspace.items():  # each may use those before it
             known[name] = self._formulas.value(formula, known)
@@ -351,6 +361,21 @@ class Formulas:
                 raise ValueError(f"values lack {name!r}, which {text!r} needs")
             scope[name] = self.value(name, values)
         return eval(compile(tree, "<manifest>", "eval"), scope)
+
+
+def _check_ranks(values: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError if ``values`` name a rank or shards that no group has."""
+    world_size = _whole("world_size", values.get("world_size", 1))
+    if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
+        raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")
+    rank = _whole("rank", values.get("rank", 0))
+    if isinstance(rank, list) or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {values['rank']!r}, not within 0..{world_size - 1}")
+    rows = _whole("rows", values.get("rows", [0] * world_size))
+    if not isinstance(rows, list) or len(rows) != world_size or min(rows) < 0:
+        raise ValueError(
+            f"rows is {values['rows']!r}, not a list of {world_size} lengths, one per rank"
+        )
 
 
 def _checked(tree: Any) -> Any:

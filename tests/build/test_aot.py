@@ -194,6 +194,31 @@ def test_misuse_of_launches(cupy: Any, bundles: dict[str, pathlib.Path]) -> None
     assert not cupy.launches
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"world_size": 100}, "world_size is 100, not within 1..64"),
+        ({"rank": 5}, "rank is 5, not within 0..1"),
+        ({"rows": [4]}, "rows is [4], not a list of 2 lengths"),
+        ({"rows": 64}, "rows is 64, not a list of 2 lengths"),
+        ({"rows": [4, -4]}, "rows is [4, -4], not a list of 2 lengths"),
+    ],
+)
+def test_values_that_no_group_has(
+    cupy: Any, bundles: dict[str, pathlib.Path], wrong: dict[str, Any], said: str
+) -> None:
+    bundle = aot.load(bundles["all_gather_matmul"], arch=90)
+    values = {"rank": 0, "world_size": 2, "rows": [4, 4], "N": 16, "K": 16, **wrong}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        bundle.workspace(values)
+
+
+def test_a_file_is_no_bundle(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(aot.BundleError, match="is no bundle"):
+        aot.load(tmp_path / "file", arch=90)
+
+
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch, bundles: dict[str, pathlib.Path]) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match="install cupy-cuda12x or cupy-cuda13x"):

@@ -110,8 +110,8 @@ def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 def without_copies(graph: fx.Graph) -> None:
     """``copy(empty, w)``, into which an in-place collective is traced, is w: the result of a wait.
 
-    Not where the copy leaves the graph beside w, for nobody would know that both are one. Other copies stay:
-    what they copy may be a tensor of the caller's that changes later.
+    Not where the copy leaves the graph beside w, for nobody would know that both are one. Other copies
+    stay: what they copy may be a tensor of the caller's that changes later.
     """
     for node in list(graph.nodes):
         if not is_call(node, aten.copy.default):
