@@ -39,9 +39,11 @@ class FusionPass(CustomGraphPass):
         self.policy, self.machine, self.on_report = policy, machine, on_report
 
     def __call__(self, graph: fx.Graph) -> None:
+        before = "" if self.on_report is None else code_of(graph)
         report = fuse(graph, policy=self.policy, machine=self.machine, name=graph_kind(graph))
         log.info("interlace: %s", report.summary())
         if self.on_report is not None:
+            report.before, report.after = before, code_of(graph)
             self.on_report(report)
 
     def uuid(self) -> Any:
@@ -57,6 +59,12 @@ def _sources() -> bytes:
     here = Path(__file__).parent
     lowerings = here.parent / "ops" / "inductor.py"
     return get_hash_for_files((*map(str, sorted(here.glob("*.py"))), str(lowerings)))
+
+
+def code_of(graph: fx.Graph) -> str:
+    """The graph as Python, one op to a line."""
+    code = graph.python_code("self").src.strip()
+    return "\n".join(line.split(";")[0].rstrip() for line in code.splitlines())
 
 
 def graph_kind(graph: fx.Graph) -> str:

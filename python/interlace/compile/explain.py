@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from interlace.compile.backend import FusionPass, _aot_eager, graph_kind
+from interlace.compile.backend import FusionPass, _aot_eager
 from interlace.compile.cost import Machine
-from interlace.compile.fusion import fuse
 from interlace.compile.report import Candidate, Report
 
 
@@ -35,12 +34,6 @@ class Explanation:
     __repr__ = __str__
 
 
-def code_of(graph: fx.Graph) -> str:
-    """The graph as Python, one op to a line."""
-    code = graph.python_code("self").src.strip()
-    return "\n".join(line.split(";")[0].rstrip() for line in code.splitlines())
-
-
 class _Enough(Exception):
     """Ends the run of a function that was only to be traced."""
 
@@ -58,13 +51,7 @@ def explain(
     does not compile whole is traced to its first graph break. ``policy``, ``machine``: see FusionPass.
     """
     reports: list[Report] = []
-    FusionPass(policy, machine)  # raises for a wrong policy
-
-    def record(graph: fx.Graph) -> None:
-        before = code_of(graph)
-        report = fuse(graph, policy=policy, machine=machine, name=graph_kind(graph))
-        report.before, report.after = before, code_of(graph)
-        reports.append(report)
+    record = FusionPass(policy, machine, reports.append)
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _aot_eager(graph_module, inputs, record)

@@ -41,7 +41,7 @@ class Candidate:
 class Report:
     """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference".
 
-    ``before`` and ``after`` are the graph's code, from ``explain`` only.
+    ``before`` and ``after`` are the graph's code, where someone wants reports.
     """
 
     graph: str
