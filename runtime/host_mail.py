@@ -176,9 +176,14 @@ class Mail:
             if deadline is not None and time.monotonic() > deadline:
                 raise FutureTimeoutError
             try:
-                patience.step(future.doing, future.peers, lambda: self._something(future))
+                patience.step(future.doing, self._senders(future), lambda: self._something(future))
             except InterlaceError as error:
                 self._fail(future, error)
+
+    def _senders(self, future: _Moving) -> Sequence[int]:
+        """For whom ``future`` waits: of several that may send, those who have left need not."""
+        here = [peer for peer in future.peers if not self._group.has_left(peer)]
+        return here or future.peers
 
     def _something(self, future: _Moving) -> bool:
         return future.settled or self.move()
@@ -229,7 +234,7 @@ class Mail:
     def _check(self, future: _Moving) -> None:
         """Fail ``future`` if it can never end. A reason counts when it is found twice."""
         group = self._group
-        error = group.interruption(future.doing, future.peers)
+        error = group.interruption(future.doing, self._senders(future))
         if error is None and time.monotonic() - future.started > group.timeout:
             error = CollectiveTimeoutError(
                 f"rank {self._rank}: {future.doing} has waited {group.timeout:g} s",

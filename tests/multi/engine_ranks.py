@@ -239,6 +239,20 @@ def mail_from_anyone(count: int) -> list[int]:
     return sources
 
 
+def mail_from_the_last_one() -> list[int]:
+    """Rank 1 sends and leaves; rank 0 still receives from anyone, which is rank 2, later."""
+    e = engine()
+    if e.rank:
+        if e.rank == 2:
+            time.sleep(0.5)
+        e.send(Call("send"), torch.tensor([e.rank]), 0, 5).result(60)
+        return []
+    buffers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    for buffer in buffers:
+        e.recv(Call("recv"), buffer, None, 5).result(60)
+    return [int(buffer) for buffer in buffers]
+
+
 def mail_of_other(dtype: torch.dtype, elements: int) -> str:
     """Rank 1 expects something else than rank 0 sends; the next message is right again."""
     e = engine()

@@ -63,6 +63,10 @@ def test_messages_from_anyone() -> None:
     assert sorted(sources) == [1] * 20 + [2] * 20
 
 
+def test_who_has_left_need_not_send() -> None:
+    assert run(engine_ranks.mail_from_the_last_one, 3)[0] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("dtype", "elements", "said"),
     [
