@@ -35,10 +35,10 @@ def measure(function):
 
 
 def ops(nbytes):
-    x = np.zeros(nbytes // 4, "f4")
-    y = np.zeros(nbytes // 4, "f4")
-    whole = np.zeros(world.size * x.size, "f4")
-    part = np.zeros(x.size // world.size, "f4")
+    x = np.full(nbytes // 4, 0, "f4")
+    y = np.full(nbytes // 4, 0, "f4")
+    whole = np.full(world.size * x.size, 0, "f4")
+    part = np.full(x.size // world.size, 0, "f4")
     return {
         "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, x),
         "all_gather": lambda: world.Allgather(x, whole),

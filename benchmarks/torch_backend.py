@@ -38,12 +38,14 @@ DISPATCH = "dispatch (world size 1)"
 
 
 def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
-    """The ops on tensors of ``nbytes``, as functions of a group."""
+    """The ops on tensors of ``nbytes``, as functions of a group.
+
+    All memory is written first: what never was is one page of zeros, which stays in the cache.
+    """
     n = nbytes // 4
-    tensor = torch.zeros(n)
-    whole = torch.zeros(n * world_size)
-    part = torch.zeros(n // world_size)
-    other = torch.zeros(n)
+    tensor, whole, part, other = (
+        torch.full((size,), 0.0) for size in (n, n * world_size, n // world_size, n)
+    )
     return {
         "all_reduce": lambda group: dist.all_reduce(tensor, group=group),
         "all_gather": lambda group: dist.all_gather_single(whole, tensor, group=group),
@@ -53,8 +55,22 @@ def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup],
     }
 
 
+def _more_ops() -> dict[str, Callable[[dist.ProcessGroup], object]]:
+    """The other ops, of one element in a world of one."""
+    tensor, other = torch.full((1,), 0.0), torch.full((1,), 0.0)
+    return {
+        "reduce": lambda group: dist.reduce(tensor, 0, group=group),
+        "all_gather, list": lambda group: dist.all_gather([other], tensor, group=group),
+        "reduce_scatter, list": lambda group: dist.reduce_scatter(other, [tensor], group=group),
+        "all_to_all, list": lambda group: dist.all_to_all([other], [tensor], group=group),
+        "gather": lambda group: dist.gather(tensor, [other], 0, group=group),
+        "scatter": lambda group: dist.scatter(other, [tensor], 0, group=group),
+        "barrier": lambda group: dist.barrier(group=group),
+    }
+
+
 def _copy(nbytes: int) -> Callable[[], object]:
-    source, target = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    source, target = torch.full((nbytes // 4,), 0.0), torch.full((nbytes // 4,), 0.0)
     return lambda: target.copy_(source)
 
 
@@ -119,14 +135,16 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
         return Measurement(name, world_size, shape, "gloo", times, repetitions)
 
     if world_size == 1:
-        tensor = torch.zeros(DISPATCH_BYTES // 4)
-        candidates: dict[str, Callable[[], object]] = {
-            "gloo": lambda: dist.all_reduce(tensor, group=gloo),
-            "interlace": lambda: dist.all_reduce(tensor, group=ours),
-        }
-        times = _blocks(candidates, repetitions, MOST_CALLS)
+        found = []
         shape: dict[str, int | str] = {"bytes": DISPATCH_BYTES, "dtype": "float32"}
-        return [Measurement(DISPATCH, 1, shape, "gloo", times, repetitions)]
+        for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items():
+            candidates: dict[str, Callable[[], object]] = {
+                "gloo": lambda op=op: op(gloo),  # type: ignore[misc]
+                "interlace": lambda op=op: op(ours),  # type: ignore[misc]
+            }
+            times = _blocks(candidates, repetitions, MOST_CALLS)
+            found.append(Measurement(f"{DISPATCH}: {name}", 1, shape, "gloo", times, repetitions))
+        return found
     found = [
         case(
             "barrier",

@@ -174,6 +174,14 @@ class Communicator:
         self._last_on_channel[workspace.channel] = (end, layout.pulled)
         return end
 
+    def may_run_now(self) -> bool:
+        """Whether a synchronous op may run in the caller, without an engine. Raises if the group failed."""
+        place = self.place
+        if self._closed or modes_active():
+            return False
+        place.check()
+        return place.idle
+
     def run(self, op: str, function: Callable[[], Outcome], *, async_op: bool) -> Any:
         """Run the host part of an op. A :class:`Work` if ``async_op``, else what it waits for."""
 

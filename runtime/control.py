@@ -13,8 +13,8 @@ the header page::
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2240 ASLEEP    int64: the owner sleeps, or is about to
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
-    4096 area for messages of even numbers: length, extent, and range and offset of shared memory
-         (int64), at byte 64 the message
+    4096 area for messages of even numbers: length, extent, range and offset of shared memory, slots of
+         the ring (int64), at byte 64 the message
     4096 + AREA    the same for odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
     behind them    outgoing boxes of messages between two ranks, see ``host_mail.py``
@@ -85,7 +85,12 @@ class Control:
     # -- messages ------------------------------------------------------------------------------
 
     def write(
-        self, sequence: int, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+        self,
+        sequence: int,
+        payload: bytes,
+        extent: int = 0,
+        where: tuple[int, int] = (0, 0),
+        slots: int = 1,
     ) -> None:
         """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
 
@@ -97,6 +102,7 @@ class Control:
         view = self.own_view
         view[words + 1] = extent
         view[words + 2], view[words + 3] = where
+        view[words + 4] = slots
         if self._written[half] is not payload:
             self._written[half] = None
             view[words] = len(payload)
@@ -135,6 +141,11 @@ class Control:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
         first = ((_AREAS + (sequence & 1) * _AREA) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
+
+    def slots(self, peer: int, sequence: int) -> int:
+        """The number of slots that ``peer`` sent with message ``sequence``."""
+        slots: int = self.views[peer][((_AREAS + (sequence & 1) * _AREA) >> 3) + 4]
+        return slots
 
     def data(self, peer: int, sequence: int) -> int:
         """The address of the small data of ``peer`` that goes with message ``sequence``."""

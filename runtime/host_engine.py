@@ -27,6 +27,9 @@ from interlace.runtime.host_mail import Mail
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
     MEDIUM_PLACES,
+    REDUCE,
+    SHARE,
+    TRADE,
     Part,
     Rounds,
     Target,
@@ -143,8 +146,9 @@ class HostEngine(Engine):
                 _memmove(own[0], address, nbytes)
             return
         with self._group.collective_lock:
-            control, sequence = self._group.begin(call.message, nbytes, where)
             limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
+            slots = self._rounds.slots(SHARE) if nbytes > limit else 1
+            control, sequence = self._group.begin(call.message, nbytes, where, slots)
             if nbytes <= limit:
                 _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
             self._met(call, control, sequence)
@@ -168,7 +172,8 @@ class HostEngine(Engine):
             elif own is not None and own[0] != address:
                 _memmove(own[0], address, nbytes)
             if large is not None:
-                self._rounds.share(call.op, address, nbytes, targets, large)
+                all_slots = self._rounds.all_slots(SHARE, control, sequence)
+                self._rounds.share(call.op, address, nbytes, targets, large, all_slots)
 
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
@@ -227,7 +232,8 @@ class HostEngine(Engine):
         where = self._direct.find_adjacent(parts, targets)
         with self._group.collective_lock:
             stride = self._stride(extent)
-            control, sequence = self._group.begin(call.message, extent, where)
+            slots = 1 if stride else self._rounds.slots(TRADE)
+            control, sequence = self._group.begin(call.message, extent, where, slots)
             if parts and stride:
                 base = self._data(control, rank, sequence, stride * self.world_size)
                 for peer, (address, nbytes) in enumerate(parts):
@@ -254,7 +260,8 @@ class HostEngine(Engine):
                 large = large or [0] * self.world_size
                 large[rank] = extent
             if large is not None:
-                self._rounds.trade(call.op, parts, targets, large)
+                all_slots = self._rounds.all_slots(TRADE, control, sequence)
+                self._rounds.trade(call.op, parts, targets, large, all_slots)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -321,21 +328,26 @@ class HostEngine(Engine):
                 fold(op, places.of(sequence), tensor)
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
+        rounds = self._rounds
         where = self._direct.find(tensor) if root is None else (0, 0)
-        control, sequence = self._group.begin(call.message, tensor.nbytes, where)
-        if self._rounds.opened and not where[0]:
+        own_slots = rounds.slots(REDUCE)
+        control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
+        if rounds.opened and not where[0]:
+            slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:
                 self._met(call, control, sequence)
+                slots[:] = rounds.all_slots(REDUCE, control, sequence)
                 return [peer for peer in control.peers if control.where(peer, sequence)[0]]
 
-            self._rounds.reduce(call.op, tensor, op, root, meet)
+            rounds.reduce(call.op, tensor, op, root, slots, meet)
             return
         self._met(call, control, sequence)
         if self._direct.everywhere(control, sequence, where[0]):
             self._direct.reduce(call.op, control, sequence, tensor, op)
         else:
-            self._rounds.reduce(call.op, tensor, op, root)
+            slots = rounds.all_slots(REDUCE, control, sequence)
+            rounds.reduce(call.op, tensor, op, root, slots)
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
@@ -379,7 +391,8 @@ class HostEngine(Engine):
                 where = self._direct.find_adjacent(
                     parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
                 )
-                control, sequence = self._group.begin(call.message, extent, where)
+                slots = self._rounds.slots(TRADE)
+                control, sequence = self._group.begin(call.message, extent, where, slots)
                 self._met(call, control, sequence)
                 own, n = input.view(-1), output.numel()
                 if own.numel() != n:
@@ -387,7 +400,8 @@ class HostEngine(Engine):
                 if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
                 else:
-                    self._rounds.reduce_scatter(call.op, parts, own, output, op)
+                    all_slots = self._rounds.all_slots(TRADE, control, sequence)
+                    self._rounds.reduce_scatter(call.op, parts, own, output, op, all_slots)
                 return
             control, sequence = self._group.begin(call.message, extent)
             nbytes = stride * self.world_size

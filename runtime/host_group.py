@@ -223,7 +223,11 @@ class HostGroup:
             ]
 
     def begin(
-        self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+        self,
+        payload: bytes,
+        extent: int = 0,
+        where: tuple[int, int] = (0, 0),
+        slots: int = 1,
     ) -> tuple[Control, int]:
         """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
         control = self._control
@@ -231,7 +235,7 @@ class HostGroup:
             self.check_usable()
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
         self._sequence = sequence = self._sequence + 1
-        control.write(sequence, payload, extent, where)
+        control.write(sequence, payload, extent, where, slots)
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:

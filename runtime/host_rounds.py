@@ -1,34 +1,36 @@
 """Large tensors between the processes of one host: through rings of shared memory, in rounds.
 
-Every rank owns a ring of SLOTS slots. In round c it puts the next piece of its data into slot c mod
-SLOTS and says so (STAGED); the others take it from there and say so too (DONE). A slot is written again
-when everyone is done with the round that used it last. Slots are small enough to stay in a cache, so a
-tensor crosses memory once on its way in and once on its way out.
+Every rank owns a ring of slots. In round c it puts the next piece of its data into slot c mod their number
+and says so (STAGED); the others take it from there and say so too (DONE). A slot is written again when
+everyone is done with the round that used it last. How many slots of its ring a rank uses is its own
+choice, see ``ring_depth.py``; its message tells the others.
 
 In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
 of a part sums it from everyone's sections, in rank order; where others want the sum, it goes into the
 owner's own section, which nobody stages into (REDUCED).
 
 Rounds are counted over the life of the group, alike on all ranks. An op begins when everybody has called
-it, and nobody calls an op before it is done with the last, so the first SLOTS rounds find their slots
-free.
+it, and nobody calls an op before it is done with the last, so its first rounds find their slots free.
 
-Behind the slots are places for data of middle size, which goes with its message like small data.
+Behind the first slots are places for data of middle size, which goes with its message like small data;
+the other slots are memory of their own, made after the first op that has many rounds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from interlace.runtime.control import DONE, REDUCED, STAGED
+from interlace.runtime.control import DONE, REDUCED, STAGED, Control
+from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.reductions import fold
+from interlace.runtime.ring_depth import FEW, LONG, MANY, Depth
 
-SLOTS = 4
 SLOT_BYTES = 1 << 20
 MEDIUM_PLACES = 8
 MEDIUM_DATA = 256 << 10
@@ -37,6 +39,8 @@ _memmove = ctypes.memmove
 T = TypeVar("T")
 Part = tuple[int, int]  # address and bytes
 Target = Part | None
+
+SHARE, TRADE, REDUCE = "share", "trade", "reduce"  # kinds of ops, by how they use rings
 
 
 class Rounds:
@@ -51,86 +55,136 @@ class Rounds:
         self.opened = False
         self._rings: list[torch.Tensor] = []
         self._bases: list[int] = []
+        self._slots: list[list[int]] = []  # [rank][slot]: its address
+        self._memory: list[list[torch.Tensor]] = []  # [rank][slot]
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._may_grow = True
+        self._depths = {kind: Depth() for kind in (SHARE, TRADE, REDUCE)}
 
     def _open(self, op: str) -> None:
         if not self._rings:
-            nbytes = SLOTS * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
+            nbytes = FEW * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
             mappings = self._group.allocate(nbytes, op)
             self._rings = [torch.from_numpy(mapping.array()) for mapping in mappings]
             self._bases = [mapping.data_address for mapping in mappings]
+            self._slots = [[] for _ in mappings]
+            self._memory = [[] for _ in mappings]
+            self._add_slots(self._rings, self._bases, FEW)
             self.opened = True
+
+    def _open_many(self, op: str) -> None:
+        """Collective, at the end of an op. All ranks get more slots, or none does: memory is short."""
+        if len(self._slots[0]) < MANY and self._may_grow:
+            try:
+                mappings = self._group.allocate((MANY - FEW) * SLOT_BYTES, op)
+            except InterlaceError:
+                self._may_grow = False
+                return
+            rings = [torch.from_numpy(mapping.array()) for mapping in mappings]
+            self._add_slots(rings, [mapping.data_address for mapping in mappings], MANY - FEW)
+            self._views.clear()
+
+    def _add_slots(self, rings: list[torch.Tensor], bases: list[int], count: int) -> None:
+        for rank, (ring, base) in enumerate(zip(rings, bases, strict=True)):
+            for first in range(0, count * SLOT_BYTES, SLOT_BYTES):
+                self._slots[rank].append(base + first)
+                self._memory[rank].append(ring[first : first + SLOT_BYTES])
+
+    def slots(self, kind: str) -> int:
+        """How many slots of its ring this rank uses in its next op of this kind."""
+        return self._depths[kind].choice() if self._slots and len(self._slots[0]) > FEW else FEW
+
+    def all_slots(self, kind: str, control: Control, sequence: int) -> list[int]:
+        """How many slots each rank uses in the op whose messages are there; 1 if it stages nothing."""
+        return [
+            self.slots(kind) if peer == self._rank else control.slots(peer, sequence)
+            for peer in range(self._world_size)
+        ]
 
     def data(self, peer: int, sequence: int) -> int:
         """The address of the data of middle size of ``peer`` that goes with message ``sequence``."""
         place = sequence % MEDIUM_PLACES
-        return self._bases[peer] + SLOTS * SLOT_BYTES + place * MEDIUM_DATA
+        return self._bases[peer] + FEW * SLOT_BYTES + place * MEDIUM_DATA
 
     def tensor(self, peer: int, place: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """What is at ``offset`` of a place for such data, in the shape and dtype of ``like``."""
-        first = SLOTS * SLOT_BYTES + place * MEDIUM_DATA + offset
+        first = FEW * SLOT_BYTES + place * MEDIUM_DATA + offset
         flat = self._rings[peer][first : first + like.nbytes]
         return flat.view(like.dtype).view(like.shape)
 
     def _run(
         self,
         op: str,
+        kind: str,
         count: int,
         stage: Callable[[int, int], None] | None,
-        collect: Callable[[int, int], None] | None,
-        reduce: Callable[[int, int], None] | None = None,
+        collect: Callable[[int, list[int]], None] | None,
+        reduce: Callable[[int, list[int]], None] | None = None,
         *,
+        slots: list[int],
         sources: Sequence[int],
         meet: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Rounds 0..count - 1: each function is given the round and the offset of its slot.
+        """Rounds 0..count - 1: staging is given the round and the address of its slot, the others the
+        round and the number of every rank's slot.
 
-        Staging runs ahead of reducing and collecting, so that peers rarely wait. ``meet`` is called
-        when round 0 is staged, if the ranks have not met in this op. It may raise, and returns the
-        peers that have not staged when it does.
+        Staging runs ahead of reducing and collecting, so that peers rarely wait. ``slots``: how many
+        each rank uses. ``meet`` is called when round 0 is staged, if the ranks have not met in this
+        op. It may raise, and returns the peers that have not staged when it does; then ``slots`` has
+        the peers' numbers.
         """
-        group, before = self._group, self._count
+        group, before, rank = self._group, self._count, self._rank
         peers: Sequence[int] = self._peers
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
-        offsets = [slot * SLOT_BYTES for slot in range(SLOTS)]
+        own, addresses = slots[rank], self._slots[rank]
         late = peers
         if meet is not None:
             assert stage is not None
             group.await_word(peers, DONE, before, op)
-            stage(0, 0)
+            stage(0, addresses[before % own])
             late = meet()
             group.release(STAGED, before + 1)
+        started = time.perf_counter()
         for step in range(count + lag):
             if stage is not None and (0 if meet is None else 1) <= step < count:
-                if step >= SLOTS:
-                    group.await_word(peers, DONE, before + step - SLOTS + 1, op)
-                stage(step, offsets[step % SLOTS])
+                if step >= own:
+                    group.await_word(peers, DONE, before + step - own + 1, op)
+                stage(step, addresses[(before + step) % own])
                 group.release(STAGED, before + step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
                 group.await_word(peers if c else late, STAGED, before + c + 1, op)
-                reduce(c, offsets[c % SLOTS])
+                reduce(c, [(before + c) % each for each in slots])
                 group.release(REDUCED, before + c + 1)
             c = step - lag
             if c >= 0:
                 if collect is not None:
                     group.await_word(sources, wanted, before + c + 1, op)
-                    collect(c, offsets[c % SLOTS])
+                    collect(c, [(before + c) % each for each in slots])
                 group.release(DONE, before + c + 1)
         self._count = before + count
+        if count >= LONG:
+            if len(addresses) > FEW:
+                self._depths[kind].took(own, (time.perf_counter() - started) / count)
+            self._open_many(op)
 
     # -- moving --------------------------------------------------------------------------------
 
     def share(
-        self, op: str, address: int, nbytes: int, targets: Sequence[Target], large: Sequence[int]
+        self,
+        op: str,
+        address: int,
+        nbytes: int,
+        targets: Sequence[Target],
+        large: Sequence[int],
+        slots: list[int],
     ) -> None:
         """Rank r's data to ``targets[r]``, for every r with ``large[r]`` bytes of it.
 
-        ``targets[own rank]`` may be the data itself.
+        ``targets[own rank]`` may be the data itself. ``slots``: how many each rank uses, here and below.
         """
         self._open(op)
-        rank, bases = self._rank, self._bases
-        ring = bases[rank]
+        rank = self._rank
         own_target = targets[rank]
         own = address if own_target is None else own_target[0]
 
@@ -138,11 +192,12 @@ class Rounds:
             start = c * SLOT_BYTES
             size = min(SLOT_BYTES, nbytes - start)
             if size > 0:
-                _memmove(ring + slot, address + start, size)
+                _memmove(slot, address + start, size)
                 if own != address:
-                    _memmove(own + start, ring + slot, size)
+                    _memmove(own + start, slot, size)
 
-        self._move(op, stage if large[rank] else None, targets, large, SLOT_BYTES, 0)
+        staging = stage if large[rank] else None
+        self._move(op, SHARE, staging, targets, large, slots, SLOT_BYTES, 0)
 
     def trade(
         self,
@@ -150,48 +205,52 @@ class Rounds:
         parts: Sequence[Part],
         targets: Sequence[Target],
         large: Sequence[int],
+        slots: list[int],
     ) -> None:
         """Part [own rank] of rank r's to ``targets[r]``, for every r whose largest part is large."""
         self._open(op)
         rank, section = self._rank, self._section
         stage = self._staging(parts) if large[rank] else None
-        self._move(op, stage, targets, large, section, rank * section)
+        self._move(op, TRADE, stage, targets, large, slots, section, rank * section)
 
     def _move(
         self,
         op: str,
+        kind: str,
         stage: Callable[[int, int], None] | None,
         targets: Sequence[Target],
         large: Sequence[int],
+        slots: list[int],
         piece: int,
         offset: int,
     ) -> None:
         """Pieces of each rank's slots, at ``offset``, to its target, where there are both."""
-        bases = self._bases
         sources = [
-            (peer, *target)
+            (peer, self._slots[peer], *target)
             for peer, target in _around(self._rank, targets)
             if target is not None and large[peer]
         ]
 
-        def collect(c: int, slot: int) -> None:
+        def collect(c: int, at: list[int]) -> None:
             start = c * piece
-            for peer, target, total in sources:
+            for peer, addresses, target, total in sources:
                 size = min(piece, total - start)
                 if size > 0:
-                    _memmove(target + start, bases[peer] + slot + offset, size)
+                    _memmove(target + start, addresses[at[peer]] + offset, size)
 
         self._run(
             op,
+            kind,
             -(-max(large) // piece),
             stage,
             collect if sources else None,
-            sources=[peer for peer, _, _ in sources],
+            slots=slots,
+            sources=[peer for peer, *_ in sources],
         )
 
     def _staging(self, parts: Sequence[Part]) -> Callable[[int, int], None]:
         """Put a piece of each peer's part into its section."""
-        ring, section = self._bases[self._rank], self._section
+        section = self._section
         others = [(peer, address, size) for peer, (address, size) in _around(self._rank, parts)]
 
         def stage(c: int, slot: int) -> None:
@@ -199,23 +258,20 @@ class Rounds:
             for peer, address, total in others:
                 size = min(section, total - start)
                 if size > 0:
-                    _memmove(ring + slot + peer * section, address + start, size)
+                    _memmove(slot + peer * section, address + start, size)
 
         return stage
 
     # -- reducing ------------------------------------------------------------------------------
 
     def _sections(self, dtype: torch.dtype, owner: int) -> list[list[torch.Tensor]]:
-        """``[slot][rank]``: the section of ``owner`` in every rank's slot, of its largest length."""
+        """``[rank][slot]``: the section of ``owner`` in every rank's slots, of its largest length."""
         views = self._views.get(dtype)
         if views is None:
             size = self._section // dtype.itemsize * dtype.itemsize
+            first = owner * self._section
             views = self._views[dtype] = [
-                [
-                    ring[slot * SLOT_BYTES + owner * self._section :][:size].view(dtype)
-                    for ring in self._rings
-                ]
-                for slot in range(SLOTS)
+                [slot[first : first + size].view(dtype) for slot in slots] for slots in self._memory
             ]
         return views
 
@@ -224,20 +280,21 @@ class Rounds:
         own: torch.Tensor,
         output: torch.Tensor,
         op: str,
-    ) -> Callable[[int, int], None]:
+    ) -> Callable[[int, list[int]], None]:
         """Reduce a piece of this rank's part: ``own`` and what the others have staged of it."""
         rank = self._rank
         sections = self._sections(own.dtype, rank)
         elements = self._section // own.dtype.itemsize
         total = own.numel()
 
-        def reduce(c: int, slot: int) -> None:
+        def reduce(c: int, at: list[int]) -> None:
             start = c * elements
             size = min(elements, total - start)
             if size <= 0:
                 return
-            views = sections[slot // SLOT_BYTES]
-            parts = views[:] if size == elements else [view[:size] for view in views]
+            parts = [views[slot] for views, slot in zip(sections, at, strict=True)]
+            if size < elements:
+                parts = [view[:size] for view in parts]
             parts[rank] = own.narrow(0, start, size)
             fold(op, parts, output.narrow(0, start, size))
 
@@ -250,14 +307,17 @@ class Rounds:
         own: torch.Tensor,
         output: torch.Tensor,
         reduction: str,
+        slots: list[int],
     ) -> None:
         """``output`` = the reduction of everyone's ``own``, which is what ``parts[own rank]`` is."""
         self._open(op)
         self._run(
             op,
+            TRADE,
             -(-max(nbytes for _, nbytes in parts) // self._section),
             self._staging(parts),
             self._summing(own, output.view(-1), reduction),
+            slots=slots,
             sources=self._peers,
         )
 
@@ -267,6 +327,7 @@ class Rounds:
         tensor: torch.Tensor,
         reduction: str,
         root: int | None,
+        slots: list[int],
         meet: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """``tensor`` = the reduction of everyone's; on ``root`` only, unless that is None.
@@ -274,7 +335,9 @@ class Rounds:
         ``meet`` as for :meth:`_run`; only once the ring is there.
         """
         self._open(op)
-        rank, world_size, section, bases = self._rank, self._world_size, self._section, self._bases
+        rank, world_size, section, addresses = (
+            self._rank, self._world_size, self._section, self._slots,
+        )  # fmt: skip
         flat = tensor.view(-1)
         total, itemsize, address = flat.numel(), flat.dtype.itemsize, flat.data_ptr()
         elements = section // itemsize
@@ -287,39 +350,42 @@ class Rounds:
         ]
         own = flat[firsts[rank] : firsts[rank + 1]]
         here = root is None or root == rank
-        ring = bases[rank] + rank * section
         start = spans[rank][0]
         sections = self._sections(flat.dtype, rank)
         whole, count = elements * itemsize, own.numel()
 
-        def reduce(c: int, slot: int) -> None:
+        def reduce(c: int, at: list[int]) -> None:
             first = c * elements
             size = min(elements, count - first)
             if size <= 0:
                 return
-            views = sections[slot // SLOT_BYTES]
-            parts = views[:] if size == elements else [view[:size] for view in views]
+            parts = [views[slot] for views, slot in zip(sections, at, strict=True)]
+            if size < elements:
+                parts = [view[:size] for view in parts]
             sums = parts[rank]
             parts[rank] = own.narrow(0, first, size)
             fold(reduction, parts, sums)
             if here:
-                _memmove(start + c * whole, ring + slot, size * itemsize)
+                summed = addresses[rank][at[rank]] + rank * section
+                _memmove(start + c * whole, summed, size * itemsize)
 
         others = [(peer, address, size) for peer, (address, size) in _around(rank, spans)]
 
-        def collect(c: int, slot: int) -> None:
+        def collect(c: int, at: list[int]) -> None:
             begin = c * whole
             for peer, target, length in others:
                 size = min(whole, length - begin)
                 if size > 0:
-                    _memmove(target + begin, bases[peer] + slot + peer * section, size)
+                    _memmove(target + begin, addresses[peer][at[peer]] + peer * section, size)
 
         self._run(
             op,
+            REDUCE,
             -(-max(lengths) // elements),
             self._staging(spans),
             collect if here else None,
             reduce,
+            slots=slots,
             sources=self._peers,
             meet=meet,
         )

@@ -61,6 +61,20 @@ def _all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     try:
+        form = dense.uncut_lists(output_tensor_list, input_tensor_list, communicator)
+        known: Any = form and communicator.calls.get(("all_to_all", *form))
+    except Exception:
+        with communicator.accepting("all_to_all"):
+            raise
+    if known is not None:
+        into, parts = list(output_tensor_list), list(input_tensor_list)
+        return communicator.collective(
+            known,
+            lambda engine: engine.all_to_all(known, into, parts),
+            into,
+            async_op=async_op,
+        )
+    try:
         first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
         dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
         inputs = one_per_rank(
@@ -73,7 +87,7 @@ def _all_to_all(
         )  # fmt: skip
         expected = tuple(tuple(each.shape) for each in outputs)
         sent = tuple(tuple(each.shape) for each in inputs)
-        key = ("all_to_all", dtype, expected, sent)
+        key = ("all_to_all", dtype, *expected, *sent)
         call = communicator.calls.get(key)
         if call is None:
             match = _pairwise("all_to_all", "has shape", "output_tensor_list", "input_tensor_list")
@@ -155,9 +169,13 @@ def _all_to_all_single(
     known: Any = None
     try:
         even = _absent(output_split_sizes) and _absent(input_split_sizes)
-        if even and isinstance(output, torch.Tensor) and dense.uncut(output, input, communicator):
-            known = communicator.calls.get((name, input.dtype, input.shape, output.shape))
-            if output.data_ptr() == input.data_ptr() and communicator.world_size > 1:
+        if even and (form := dense.uncut(output, input, communicator)):
+            known = communicator.calls.get((name, *form))
+            if (
+                known is not None
+                and output.data_ptr() == input.data_ptr()
+                and communicator.world_size > 1
+            ):
                 known = None
     except Exception:
         with communicator.accepting(name):

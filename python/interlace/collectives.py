@@ -148,27 +148,21 @@ def prepare_all_gather(
 ) -> Prepared:
     """An :func:`all_gather` that was checked on this rank."""
     try:
-        if (
-            isinstance(output, torch.Tensor)
-            and algorithm == "auto"
-            and dense.uncut(output, tensor, communicator)
-        ):
-            known: Any = communicator.calls.get(
-                ("all_gather_single", tensor.dtype, tensor.shape, output.shape)
-            )
-            if known is not None:
-                out, data = dense.detached(output), dense.detached(tensor)
-                return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
-        elif algorithm == "auto" and (shapes := dense.uncut_list(output, tensor, communicator)):
-            known = communicator.calls.get(
-                ("all_gather", tensor.dtype, tensor.shape, algorithm, *shapes)
-            )
-            if known is not None:
-                data, listed = dense.detached(tensor), list(output)
-                return known, lambda engine: engine.all_gather(known, listed, data), listed
+        if algorithm == "auto":
+            known: Any = None
+            if isinstance(output, torch.Tensor):
+                form = dense.uncut(output, tensor, communicator)
+                if form and (known := communicator.calls.get(("all_gather_single", *form))):
+                    out, data = dense.detached(output), dense.detached(tensor)
+                    return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
+            else:
+                form = dense.uncut_list(output, tensor, communicator)
+                if form and (known := communicator.calls.get(("all_gather", "auto", *form))):
+                    data, listed = dense.detached(tensor), list(output)
+                    return known, lambda engine: engine.all_gather(known, listed, data), listed
         data = dense.source("tensor", tensor, communicator)
         single = isinstance(output, torch.Tensor)
-        key: Any = ("all_gather", data.dtype, data.shape, algorithm)
+        key: Any = ("all_gather", algorithm, data.dtype, data.shape)
         if single:
             out = dense.target("output", output, communicator)
             key = (*key, out.shape, out.dtype)
@@ -275,6 +269,35 @@ _all_gather_base = all_gather
 # -- reduce_scatter -----------------------------------------------------------------------------------
 
 
+def _remembered_reduce_scatter(
+    communicator: Communicator, output: Any, input: Any, op: Any
+) -> Prepared | None:
+    """One that may go to the engine as it is, if the same was asked for before."""
+    single = isinstance(input, torch.Tensor)
+    form = (dense.uncut if single else dense.uncut_list)(input, output, communicator)
+    if form is None:
+        return None
+    name, factor = reduce_ops.parse(op, communicator.rank)
+    if factor is not None:
+        return None
+    kept, known = dense.detached(output), None
+    if single:
+        known = communicator.calls.get(("reduce_scatter_single", name, *form))
+        if known is not None:
+            data, call = dense.detached(input), known
+            return (
+                call,
+                lambda engine: engine.reduce_scatter_single(call, kept, data, name),
+                (kept,),
+            )
+    else:
+        known = communicator.calls.get(("reduce_scatter", "auto", name, *form))
+        if known is not None:
+            listed, call = list(input), known
+            return call, lambda engine: engine.reduce_scatter(call, kept, listed, name), (kept,)
+    return None
+
+
 def prepare_reduce_scatter(
     communicator: Communicator,
     output: torch.Tensor,
@@ -285,41 +308,16 @@ def prepare_reduce_scatter(
     """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
     try:
-        if (
-            isinstance(input, torch.Tensor)
-            and algorithm == "auto"
-            and isinstance(output, torch.Tensor)
-            and dense.uncut(input, output, communicator)
+        if algorithm == "auto" and (
+            found := _remembered_reduce_scatter(communicator, output, input, op)
         ):
-            name, factor = reduce_ops.parse(op, rank)
-            known: Any = communicator.calls.get(
-                ("reduce_scatter_single", output.dtype, output.shape, input.shape, name)
-            )
-            if known is not None and factor is None:
-                kept, data = dense.detached(output), dense.detached(input)
-                return (
-                    known,
-                    lambda engine: engine.reduce_scatter_single(known, kept, data, name),
-                    (kept,),
-                )
-        elif algorithm == "auto" and (shapes := dense.uncut_list(input, output, communicator)):
-            name, factor = reduce_ops.parse(op, rank)
-            known = communicator.calls.get(
-                ("reduce_scatter", output.dtype, output.shape, name, algorithm, *shapes)
-            )
-            if known is not None and factor is None:
-                kept, listed = dense.detached(output), list(input)
-                return (
-                    known,
-                    lambda engine: engine.reduce_scatter(known, kept, listed, name),
-                    (kept,),
-                )
+            return found
         out = dense.target("output", output, communicator)
         name, factor = reduce_ops.parse(op, rank)
         if algorithm != "auto":
             chosen_algorithm.check(algorithm, out.dtype, communicator, name)
         single = isinstance(input, torch.Tensor)
-        key: Any = ("reduce_scatter", out.dtype, out.shape, name, algorithm)
+        key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
         if single:
             whole = dense.source("input", input, communicator)
             key = (*key, whole.shape, whole.dtype)
@@ -352,7 +350,7 @@ def prepare_reduce_scatter(
             raise
     if isinstance(input, torch.Tensor) and algorithm == "auto":
         dense.remember(
-            communicator, ("reduce_scatter_single", out.dtype, out.shape, input.shape, name), call
+            communicator, ("reduce_scatter_single", name, out.dtype, out.shape, input.shape), call
         )
     if (
         algorithm == "auto"

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace import checks
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.stream import Event
 
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -47,31 +47,38 @@ def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else checks.output(name, tensor, communicator)
 
 
-def uncut(whole: Any, part: Any, communicator: Communicator) -> bool:
-    """Whether both are dense tensors of one dtype, on a CPU, that may go to an engine as they are.
+Form = tuple[Any, ...]
+"""Dtype and shapes: the end of the key under which a call of such tensors is remembered."""
 
-    ``part`` may be this rank's part of ``whole``, or lie elsewhere. Says nothing of shapes; and False is
-    no error, the general way finds the words.
+
+def uncut(whole: Any, part: Any, communicator: Communicator) -> Form | None:
+    """The form of two dense tensors of one dtype, on a CPU, that may go to an engine as they are.
+
+    ``part`` may be this rank's part of ``whole``, or lie elsewhere. Says nothing of whether their shapes
+    fit; and None is no error, the general way finds the words.
     """
-    if communicator.device_type != "cpu" or not (_ready(whole) and _ready(part)):
-        return False
-    if whole.dtype is not part.dtype:
-        return False
+    if communicator.device_type != "cpu" or not (ready(whole) and ready(part)):
+        return None
+    dtype = part.dtype
+    if whole.dtype is not dtype:
+        return None
     try:
+        form = dtype, part.shape, whole.shape
         start, first = whole.data_ptr(), part.data_ptr()
     except RuntimeError:  # see checks.has_memory
-        return False
+        return None
     if not start or not first:
-        return False
+        return None
     if start <= first:
-        return bool(
-            first == start + communicator.rank * part.nbytes or first >= start + whole.nbytes
-        )
-    return bool(first + part.nbytes <= start)
+        if first < start + whole.nbytes and first != start + communicator.rank * part.nbytes:
+            return None
+    elif first + part.nbytes > start:
+        return None
+    return form
 
 
-def uncut_list(parts: Any, own: Any, communicator: Communicator) -> list[torch.Size] | None:
-    """The shapes of ``parts``, one dense tensor per rank, that may go to an engine as they are.
+def uncut_list(parts: Any, own: Any, communicator: Communicator) -> Form | None:
+    """The form of ``own`` and ``parts``, one dense tensor per rank, that may go to an engine as they are.
 
     None, unless they and ``own``, which may be this rank's part or lie elsewhere, are such tensors of one
     dtype and no two share memory; None is no error.
@@ -80,40 +87,85 @@ def uncut_list(parts: Any, own: Any, communicator: Communicator) -> list[torch.S
         type(parts) is not list
         or len(parts) != communicator.world_size
         or communicator.device_type != "cpu"
-        or not _ready(own)
+        or not ready(own)
     ):
         return None
-    dtype, shapes, ends = own.dtype, [], 0
+    dtype, rank = own.dtype, communicator.rank
+    ends, number = 0, 0
     try:
+        form = [dtype, own.shape]
         start = own.data_ptr()
         end = start + own.nbytes
-        for rank, part in enumerate(parts):
-            if not _ready(part) or part.dtype is not dtype or part.requires_grad:
+        for part in parts:
+            if not ready(part) or part.dtype is not dtype or part.requires_grad:
                 return None
             first = part.data_ptr()
             if not start or first < ends or not first:  # out of order: the general way sorts them
                 return None
             ends = first + part.nbytes
-            if first < end and start < ends and not (first == start and rank == communicator.rank):
+            if first < end and start < ends and not (first == start and number == rank):
                 return None
-            shapes.append(part.shape)
+            form.append(part.shape)
+            number += 1
     except RuntimeError:  # see checks.has_memory
         return None
-    return shapes
+    return tuple(form)
 
 
-def _ready(value: Any) -> bool:
-    """Whether ``value`` is a dense tensor on a CPU that stores its elements as they are."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and value.is_contiguous()
-        and value.is_cpu
-        and type(value) is not FakeTensor
-        and not value.is_nested
-        and not value.is_conj()
-        and not value.is_neg()
-    )
+def uncut_lists(outputs: Any, inputs: Any, communicator: Communicator) -> Form | None:
+    """The form of two lists of one dense tensor per rank each that may go to an engine as they are.
+
+    None, unless all are of one dtype, and no output shares memory with another tensor; None is no error.
+    """
+    count = communicator.world_size
+    if (
+        type(outputs) is not list
+        or type(inputs) is not list
+        or not len(outputs) == len(inputs) == count
+        or communicator.device_type != "cpu"
+    ):
+        return None
+    form: list[Any] = [None]
+    dtype, low, ends = None, 0, 0
+    try:
+        for tensor in outputs:
+            if not ready(tensor) or tensor.requires_grad:
+                return None
+            form.append(tensor.shape)
+            first = tensor.data_ptr()
+            if not first or first < ends:  # out of order: the general way sorts them
+                return None
+            if dtype is None:
+                form[0], dtype, low = tensor.dtype, tensor.dtype, first
+            elif tensor.dtype is not dtype:
+                return None
+            ends = first + tensor.nbytes
+        for tensor in inputs:
+            if not ready(tensor) or tensor.requires_grad or tensor.dtype is not dtype:
+                return None
+            form.append(tensor.shape)
+            first = tensor.data_ptr()
+            if not first or (first < ends and low < first + tensor.nbytes):
+                return None
+    except RuntimeError:  # see checks.has_memory
+        return None
+    return tuple(form)
+
+
+def ready(value: Any) -> bool:
+    """Whether ``value`` is a dense tensor on a CPU that stores its elements as they are.
+
+    Or a nested one, whose shape raises RuntimeError when it is asked for.
+    """
+    kind = type(value)
+    if (
+        (kind is not torch.Tensor and kind is not torch.nn.Parameter)
+        or not value.is_cpu
+        or value.layout is not torch.strided
+        or not value.is_contiguous()
+    ):
+        return False
+    return not (value.is_neg() or (value.dtype in _COMPLEX and value.is_conj()))
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

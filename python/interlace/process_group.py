@@ -73,7 +73,7 @@ class InterlaceProcessGroup(Collectives):
         functional_kernels.register()
         place = connect_place(store, rank, size, timeout.total_seconds(), name)
         self.interlace_communicator = Communicator(place, ranks or range(size))
-        self._place = place
+        self._place, self._alone = place, size == 1
         self._store, self._timeout = store, timeout
         self._group_name, self._group_description = name, "undefined"
         self._gloo: Any = None

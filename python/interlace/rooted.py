@@ -190,8 +190,7 @@ def _rooted_call(
     tensors: list[torch.Tensor] | None,
     root: int,
 ) -> Call:
-    shapes = None if tensors is None else tuple(each.shape for each in tensors)
-    key = (op, data.dtype, data.shape, root, shapes)
+    key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
     if call is None:
         terms = (("dtype of tensor", data.dtype), ("root", root))
@@ -205,6 +204,14 @@ def _rooted_call(
     return call
 
 
+def _known(op: str, communicator: Communicator, tensors: Any, own: Any, root: int) -> Call | None:
+    """The call of the root, if its tensors may go to the engine as they are and it was made before."""
+    if root != communicator.rank:
+        return None
+    form = dense.uncut_list(tensors, own, communicator)
+    return communicator.calls.get((op, root, *form)) if form else None
+
+
 def _gather(
     communicator: Communicator,
     tensor: torch.Tensor,
@@ -213,6 +220,12 @@ def _gather(
     async_op: bool = False,
 ) -> Work | None:
     rank = communicator.rank
+    known = _known("gather", communicator, gather_list, tensor, root)
+    if known is not None:
+        own, listed = dense.detached(tensor), list(gather_list or ())
+        return communicator.collective(
+            known, lambda engine: engine.gather(known, listed, own, root), listed, async_op=async_op
+        )
     try:
         check_member("dst", root, communicator)
         data = dense.source("tensor", tensor, communicator)
@@ -270,6 +283,15 @@ def _scatter(
     async_op: bool = False,
 ) -> Work | None:
     rank = communicator.rank
+    known = _known("scatter", communicator, scatter_list, tensor, root)
+    if known is not None:
+        own, listed = dense.detached(tensor), list(scatter_list or ())
+        return communicator.collective(
+            known,
+            lambda engine: engine.scatter(known, own, listed, root),
+            (tensor,),
+            async_op=async_op,
+        )
     try:
         check_member("src", root, communicator)
         out = dense.target("tensor", tensor, communicator)

@@ -14,8 +14,9 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.engine import Engine
 from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
+from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES
 from interlace.runtime.reductions import fold
+from interlace.runtime.ring_depth import FEW, LONG, MANY, Depth
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -32,7 +33,7 @@ def data(rank: int, elements: int, dtype: torch.dtype, key: int = 0) -> torch.Te
 
 def sizes(itemsize: int, world_size: int) -> list[int]:
     """Numbers of elements around everything that changes the way data goes."""
-    edges = [SMALL_DATA, SMALL_DATA // world_size, MEDIUM_DATA, SLOT_BYTES * (SLOTS + 2)]
+    edges = [SMALL_DATA, SMALL_DATA // world_size, MEDIUM_DATA, SLOT_BYTES * (FEW + 2)]
     return [0, 1, 3, *(edge // itemsize + more for edge in edges for more in (-1, 0, 5))]
 
 
@@ -113,6 +114,51 @@ def uneven() -> list[str]:
     fold("max", [parts[peer][rank] for peer in range(world)], wanted)
     wrong += _check("reduce_scatter", result, wanted)
     return wrong
+
+
+def many_slots(differently: bool) -> list[str]:
+    """Ops of many rounds, often: with few slots, then many; or each rank with its own number."""
+    e, wrong = engine(), []
+    rank, world = e.rank, e.world_size
+    n = SLOT_BYTES * (LONG + 1) + 5
+    mine = [data(peer, n, torch.uint8) for peer in range(world)]
+    total = torch.zeros(n, dtype=torch.uint8)
+    fold("max", mine, total)
+    used: set[int] = set()
+    choose, took = Depth.choice, Depth.took
+
+    def choice(self: Depth) -> int:
+        slots = (FEW, MANY, FEW + 3)[rank % 3] if differently else choose(self)
+        used.add(slots)
+        return slots
+
+    Depth.choice = choice  # type: ignore[method-assign]
+    if differently:
+        Depth.took = lambda *_: None  # type: ignore[method-assign]
+    try:
+        for turn in range(4):
+            tensor, root = mine[rank].clone(), turn % world
+            e.broadcast(Call("b"), tensor, root)
+            wrong += _check(f"broadcast {turn}", tensor, mine[root])
+            tensor = mine[rank].clone()
+            e.all_reduce(Call("r"), tensor, "max")
+            wrong += _check(f"all_reduce {turn}", tensor, total)
+            outputs = [torch.zeros_like(each) for each in mine]
+            e.all_to_all(Call("t"), outputs, [mine[rank] + peer for peer in range(world)])
+            for peer, output in enumerate(outputs):
+                wrong += _check(f"all_to_all {turn} of {peer}", output, mine[peer] + rank)
+            scattered = torch.zeros(n // world, dtype=torch.uint8)
+            e.reduce_scatter(
+                Call("s"), scattered, mine[rank][: n // world * world].chunk(world), "max"
+            )
+            part = slice(n // world * rank, n // world * (rank + 1))
+            wrong += _check(f"reduce_scatter {turn}", scattered, total[part])
+    finally:
+        Depth.choice = choose  # type: ignore[method-assign]
+        Depth.took = took  # type: ignore[method-assign]
+    return wrong + (
+        [] if used - {FEW} or (differently and rank == 0) else [f"only {used} slots were used"]
+    )
 
 
 def reducing() -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import interlace
+from interlace.runtime.ring_depth import AGAIN, FEW, MANY, TRIES, Depth
 from multi import engine_ranks
 
 
@@ -19,6 +20,26 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
 @pytest.mark.parametrize("fn", [engine_ranks.moving, engine_ranks.uneven, engine_ranks.reducing])
 def test_every_op_in_every_size(fn: Any, world_size: int) -> None:
     assert run(fn, world_size) == [[]] * world_size
+
+
+@pytest.mark.parametrize("differently", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_few_slots_and_many(world_size: int, differently: bool) -> None:
+    assert run(engine_ranks.many_slots, world_size, differently) == [[]] * world_size
+
+
+def test_the_faster_number_of_slots_is_chosen_and_tried_again() -> None:
+    for best in (FEW, MANY):
+        depth, chosen = Depth(), []
+        for _ in range(2 * AGAIN):
+            chosen.append(depth.choice())
+            depth.took(chosen[-1], 1e-6 if chosen[-1] == best else 2e-6)
+        other = FEW + MANY - best
+        assert chosen[: 2 * TRIES].count(best) == TRIES
+        assert [n for n, each in enumerate(chosen) if each == other][TRIES:] == [AGAIN]
+        while depth.choice() == best:  # the ranks have moved
+            depth.took(best, 3e-6)
+        assert depth.choice() == other
 
 
 def test_many_ranks() -> None:
