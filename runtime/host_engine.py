@@ -147,7 +147,7 @@ class HostEngine(Engine):
             return
         with self._group.collective_lock:
             limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
-            slots = self._rounds.slots(SHARE) if nbytes > limit else 1
+            slots = self._rounds.slots(SHARE, nbytes) if nbytes > limit else 1
             control, sequence = self._group.begin(call.message, nbytes, where, slots)
             if nbytes <= limit:
                 _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
@@ -172,7 +172,7 @@ class HostEngine(Engine):
             elif own is not None and own[0] != address:
                 _memmove(own[0], address, nbytes)
             if large is not None:
-                all_slots = self._rounds.all_slots(SHARE, control, sequence)
+                all_slots = self._rounds.all_slots(slots, control, sequence)
                 self._rounds.share(call.op, address, nbytes, targets, large, all_slots)
 
     def all_gather(
@@ -232,7 +232,7 @@ class HostEngine(Engine):
         where = self._direct.find_adjacent(parts, targets)
         with self._group.collective_lock:
             stride = self._stride(extent)
-            slots = 1 if stride else self._rounds.slots(TRADE)
+            slots = 1 if stride else self._rounds.slots(TRADE, extent)
             control, sequence = self._group.begin(call.message, extent, where, slots)
             if parts and stride:
                 base = self._data(control, rank, sequence, stride * self.world_size)
@@ -260,7 +260,7 @@ class HostEngine(Engine):
                 large = large or [0] * self.world_size
                 large[rank] = extent
             if large is not None:
-                all_slots = self._rounds.all_slots(TRADE, control, sequence)
+                all_slots = self._rounds.all_slots(slots, control, sequence)
                 self._rounds.trade(call.op, parts, targets, large, all_slots)
 
     def all_to_all(
@@ -330,14 +330,14 @@ class HostEngine(Engine):
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         rounds = self._rounds
         where = self._direct.find(tensor) if root is None else (0, 0)
-        own_slots = rounds.slots(REDUCE)
+        own_slots = rounds.slots(REDUCE, tensor.nbytes)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
         if rounds.opened and not where[0]:
             slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:
                 self._met(call, control, sequence)
-                slots[:] = rounds.all_slots(REDUCE, control, sequence)
+                slots[:] = rounds.all_slots(own_slots, control, sequence)
                 return [peer for peer in control.peers if control.where(peer, sequence)[0]]
 
             rounds.reduce(call.op, tensor, op, root, slots, meet)
@@ -346,7 +346,7 @@ class HostEngine(Engine):
         if self._direct.everywhere(control, sequence, where[0]):
             self._direct.reduce(call.op, control, sequence, tensor, op)
         else:
-            slots = rounds.all_slots(REDUCE, control, sequence)
+            slots = rounds.all_slots(own_slots, control, sequence)
             rounds.reduce(call.op, tensor, op, root, slots)
 
     def reduce_scatter(
@@ -391,7 +391,7 @@ class HostEngine(Engine):
                 where = self._direct.find_adjacent(
                     parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
                 )
-                slots = self._rounds.slots(TRADE)
+                slots = self._rounds.slots(TRADE, extent)
                 control, sequence = self._group.begin(call.message, extent, where, slots)
                 self._met(call, control, sequence)
                 own, n = input.view(-1), output.numel()
@@ -400,7 +400,7 @@ class HostEngine(Engine):
                 if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
                 else:
-                    all_slots = self._rounds.all_slots(TRADE, control, sequence)
+                    all_slots = self._rounds.all_slots(slots, control, sequence)
                     self._rounds.reduce_scatter(call.op, parts, own, output, op, all_slots)
                 return
             control, sequence = self._group.begin(call.message, extent)

@@ -3,7 +3,8 @@
 Every rank owns a ring of slots. In round c it puts the next piece of its data into slot c mod their number
 and says so (STAGED); the others take it from there and say so too (DONE). A slot is written again when
 everyone is done with the round that used it last. How many slots of its ring a rank uses is its own
-choice, see ``ring_depth.py``; its message tells the others.
+choice, see ``ring_depth.py``; its message tells the others. Few slots are used from the first one on in
+every op, and stay in a cache; many are used in turn over the ops, and have left it.
 
 In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
 of a part sums it from everyone's sections, in rank order; where others want the sum, it goes into the
@@ -13,7 +14,7 @@ Rounds are counted over the life of the group, alike on all ranks. An op begins 
 it, and nobody calls an op before it is done with the last, so its first rounds find their slots free.
 
 Behind the first slots are places for data of middle size, which goes with its message like small data;
-the other slots are memory of their own, made after the first op that has many rounds.
+the other slots are memory of their own, made when GROWN rounds have been run.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from interlace.runtime.control import DONE, REDUCED, STAGED, Control
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.reductions import fold
-from interlace.runtime.ring_depth import FEW, LONG, MANY, Depth
+from interlace.runtime.ring_depth import FEW, MANY, Depth
 
 SLOT_BYTES = 1 << 20
 MEDIUM_PLACES = 8
 MEDIUM_DATA = 256 << 10
+GROWN = 64
 
 _memmove = ctypes.memmove
 T = TypeVar("T")
@@ -59,7 +61,8 @@ class Rounds:
         self._memory: list[list[torch.Tensor]] = []  # [rank][slot]
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._may_grow = True
-        self._depths = {kind: Depth() for kind in (SHARE, TRADE, REDUCE)}
+        self._depths: dict[tuple[str, int], Depth] = {}
+        self._depth: Depth | None = None  # of the op that runs
 
     def _open(self, op: str) -> None:
         if not self._rings:
@@ -74,11 +77,11 @@ class Rounds:
 
     def _open_many(self, op: str) -> None:
         """Collective, at the end of an op. All ranks get more slots, or none does: memory is short."""
-        if len(self._slots[0]) < MANY and self._may_grow:
+        if self._may_grow:
+            self._may_grow = False
             try:
                 mappings = self._group.allocate((MANY - FEW) * SLOT_BYTES, op)
             except InterlaceError:
-                self._may_grow = False
                 return
             rings = [torch.from_numpy(mapping.array()) for mapping in mappings]
             self._add_slots(rings, [mapping.data_address for mapping in mappings], MANY - FEW)
@@ -90,14 +93,21 @@ class Rounds:
                 self._slots[rank].append(base + first)
                 self._memory[rank].append(ring[first : first + SLOT_BYTES])
 
-    def slots(self, kind: str) -> int:
-        """How many slots of its ring this rank uses in its next op of this kind."""
-        return self._depths[kind].choice() if self._slots and len(self._slots[0]) > FEW else FEW
+    def slots(self, kind: str, nbytes: int) -> int:
+        """How many slots of its ring this rank uses in its op of ``nbytes`` that is about to begin."""
+        if not self._slots or len(self._slots[0]) == FEW:
+            return FEW
+        key = kind, nbytes.bit_length()
+        depth = self._depths.get(key)
+        if depth is None:
+            depth = self._depths[key] = Depth()
+        self._depth = depth
+        return depth.choice()
 
-    def all_slots(self, kind: str, control: Control, sequence: int) -> list[int]:
+    def all_slots(self, own: int, control: Control, sequence: int) -> list[int]:
         """How many slots each rank uses in the op whose messages are there; 1 if it stages nothing."""
         return [
-            self.slots(kind) if peer == self._rank else control.slots(peer, sequence)
+            own if peer == self._rank else control.slots(peer, sequence)
             for peer in range(self._world_size)
         ]
 
@@ -115,7 +125,6 @@ class Rounds:
     def _run(
         self,
         op: str,
-        kind: str,
         count: int,
         stage: Callable[[int, int], None] | None,
         collect: Callable[[int, list[int]], None] | None,
@@ -141,7 +150,7 @@ class Rounds:
         if meet is not None:
             assert stage is not None
             group.await_word(peers, DONE, before, op)
-            stage(0, addresses[before % own])
+            stage(0, addresses[_place(own, before, 0)])
             late = meet()
             group.release(STAGED, before + 1)
         started = time.perf_counter()
@@ -149,23 +158,24 @@ class Rounds:
             if stage is not None and (0 if meet is None else 1) <= step < count:
                 if step >= own:
                     group.await_word(peers, DONE, before + step - own + 1, op)
-                stage(step, addresses[(before + step) % own])
+                stage(step, addresses[_place(own, before, step)])
                 group.release(STAGED, before + step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
                 group.await_word(peers if c else late, STAGED, before + c + 1, op)
-                reduce(c, [(before + c) % each for each in slots])
+                reduce(c, [_place(each, before, c) for each in slots])
                 group.release(REDUCED, before + c + 1)
             c = step - lag
             if c >= 0:
                 if collect is not None:
                     group.await_word(sources, wanted, before + c + 1, op)
-                    collect(c, [(before + c) % each for each in slots])
+                    collect(c, [_place(each, before, c) for each in slots])
                 group.release(DONE, before + c + 1)
         self._count = before + count
-        if count >= LONG:
-            if len(addresses) > FEW:
-                self._depths[kind].took(own, (time.perf_counter() - started) / count)
+        depth, self._depth = self._depth, None
+        if depth is not None and stage is not None:
+            depth.took(own, time.perf_counter() - started)
+        if self._count >= GROWN:
             self._open_many(op)
 
     # -- moving --------------------------------------------------------------------------------
@@ -197,7 +207,7 @@ class Rounds:
                     _memmove(own + start, slot, size)
 
         staging = stage if large[rank] else None
-        self._move(op, SHARE, staging, targets, large, slots, SLOT_BYTES, 0)
+        self._move(op, staging, targets, large, slots, SLOT_BYTES, 0)
 
     def trade(
         self,
@@ -211,12 +221,11 @@ class Rounds:
         self._open(op)
         rank, section = self._rank, self._section
         stage = self._staging(parts) if large[rank] else None
-        self._move(op, TRADE, stage, targets, large, slots, section, rank * section)
+        self._move(op, stage, targets, large, slots, section, rank * section)
 
     def _move(
         self,
         op: str,
-        kind: str,
         stage: Callable[[int, int], None] | None,
         targets: Sequence[Target],
         large: Sequence[int],
@@ -240,7 +249,6 @@ class Rounds:
 
         self._run(
             op,
-            kind,
             -(-max(large) // piece),
             stage,
             collect if sources else None,
@@ -313,7 +321,6 @@ class Rounds:
         self._open(op)
         self._run(
             op,
-            TRADE,
             -(-max(nbytes for _, nbytes in parts) // self._section),
             self._staging(parts),
             self._summing(own, output.view(-1), reduction),
@@ -380,7 +387,6 @@ class Rounds:
 
         self._run(
             op,
-            REDUCE,
             -(-max(lengths) // elements),
             self._staging(spans),
             collect if here else None,
@@ -389,6 +395,11 @@ class Rounds:
             sources=self._peers,
             meet=meet,
         )
+
+
+def _place(slots: int, before: int, step: int) -> int:
+    """The slot of round ``step`` of an op, for a rank that uses ``slots``, after ``before`` rounds."""
+    return step % FEW if slots == FEW else (before + step) % slots
 
 
 def _around(rank: int, items: Sequence[T]) -> list[tuple[int, T]]:

@@ -16,13 +16,12 @@ from collections import deque
 from statistics import median
 
 FEW, MANY = 4, 32
-LONG = 8  # rounds from which on an op is measured
 TRIES = 3  # of each, at first
 AGAIN = 64  # ops after which the other one is tried again: ranks may have moved
 
 
 class Depth:
-    """The choice for one kind of op."""
+    """The choice for one kind of op and size."""
 
     def __init__(self) -> None:
         self._ops = 0
@@ -36,7 +35,7 @@ class Depth:
         best, other = (FEW, MANY) if few <= many else (MANY, FEW)
         return other if self._ops % AGAIN == 0 else best
 
-    def took(self, slots: int, seconds_per_byte: float) -> None:
-        """An op of at least ``LONG`` rounds has run with this many slots."""
+    def took(self, slots: int, seconds: float) -> None:
+        """An op with this many slots, from the meeting of the ranks to its end."""
         self._ops += 1
-        self._times[slots].append(seconds_per_byte)
+        self._times[slots].append(seconds)

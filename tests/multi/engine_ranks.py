@@ -16,7 +16,7 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.host_engine import HostEngine
 from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES
 from interlace.runtime.reductions import fold
-from interlace.runtime.ring_depth import FEW, LONG, MANY, Depth
+from interlace.runtime.ring_depth import FEW, MANY, Depth
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -120,7 +120,7 @@ def many_slots(differently: bool) -> list[str]:
     """Ops of many rounds, often: with few slots, then many; or each rank with its own number."""
     e, wrong = engine(), []
     rank, world = e.rank, e.world_size
-    n = SLOT_BYTES * (LONG + 1) + 5
+    n = SLOT_BYTES * 9 + 5
     mine = [data(peer, n, torch.uint8) for peer in range(world)]
     total = torch.zeros(n, dtype=torch.uint8)
     fold("max", mine, total)
@@ -136,7 +136,7 @@ def many_slots(differently: bool) -> list[str]:
     if differently:
         Depth.took = lambda *_: None  # type: ignore[method-assign]
     try:
-        for turn in range(4):
+        for turn in range(6):
             tensor, root = mine[rank].clone(), turn % world
             e.broadcast(Call("b"), tensor, root)
             wrong += _check(f"broadcast {turn}", tensor, mine[root])
