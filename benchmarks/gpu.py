@@ -1,0 +1,133 @@
+"""Everything that is measured on one GPU: ``python benchmarks/gpu.py [--part NAME] [--out FILE]``.
+
+==========  ======================================================================================
+matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost
+virtual     W ranks on the one GPU: fused, pipelined, unfused, and torch's pipelined algorithm
+slow-link   peers' shards in pinned host memory, over PCIe by copy engine and by programs: overlap
+small       1 to 512 rows: what "auto" chooses against unfused
+host        host time per call, eager; CUDA graph replay against eager
+sanitizer   compute-sanitizer memcheck and racecheck on a small case
+==========  ======================================================================================
+
+Every candidate's result is compared with a reference in the same run; a wrong one has no time. Writes
+JSON with device, driver, versions and commit. ``--dry-run`` runs every part in place "sim" on small shapes
+to check the benchmark itself; its times mean nothing and are not written. Under 8 minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PARTS = ("matmul", "virtual", "slow-link", "small", "host", "sanitizer")
+RESULTS = Path(__file__).parent / "results"
+SECONDS = 480.0
+
+Record = dict[str, Any]
+
+
+def _part(name: str) -> Callable[[bool, int], list[Record]]:
+    import gpu_host
+    import gpu_overlap
+    import gpu_shapes
+
+    return {
+        "matmul": gpu_shapes.matmul,
+        "small": gpu_shapes.small,
+        "virtual": gpu_overlap.virtual,
+        "slow-link": gpu_overlap.slow_link,
+        "host": gpu_host.host,
+        "sanitizer": gpu_host.sanitizer,
+    }[name]
+
+
+def circumstances() -> Record:
+    """The device and all versions, beside what ``run.py`` says of every benchmark."""
+    from run import circumstances as of_host
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+    )
+    return {
+        **of_host(),
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "driver": driver.stdout.strip(),
+        "cuda": torch.version.cuda,
+        "protocol": "events; candidates alternate; medians and quartiles; inputs rotate past the L2",
+    }
+
+
+def table(records: list[Record]) -> str:
+    """One line per record, for a terminal."""
+    lines = []
+    for record in records:
+        times = ", ".join(f"{k} {v['median']:,.1f}" for k, v in record["microseconds"].items())
+        derived = ", ".join(f"{k} {v:.3f}" for k, v in record.get("derived", {}).items())
+        lines.append(f"{record['part']:9} {record['case']:44} us: {times}  {derived}".rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; repeatable")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
+    parser.add_argument("--dry-run", action="store_true", help="check the benchmark without a GPU")
+    options = parser.parse_args(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
+        print(
+            "this benchmark needs a CUDA device, and torch sees none; --dry-run checks it without"
+        )
+        return 2
+    if options.dry_run and torch.cuda.is_available():
+        print("--dry-run is for machines without a GPU; set CUDA_VISIBLE_DEVICES= to hide it")
+        return 2
+    records: list[Record] = []
+    started, failed = time.monotonic(), False
+    for name in options.part or PARTS:
+        spent = time.monotonic() - started
+        print(f"-- {name} ({spent:.0f} s so far)", flush=True)
+        if spent > SECONDS:
+            print(f"   left out: {SECONDS:.0f} s are over")
+            failed = True
+            continue
+        try:
+            found = _part(name)(options.dry_run, 1 if options.dry_run else options.repetitions)
+        except Exception as error:  # the other parts are still worth their time
+            print(f"   FAILED: {type(error).__name__}: {error}")
+            failed = True
+            continue
+        print(table(found), flush=True)
+        records += found
+    wrong = [record["case"] for record in records if not record["correct"]]
+    if wrong:
+        print(f"wrong results: {', '.join(wrong)}")
+    if options.dry_run:
+        print("a dry run: the times above are an interpreter's, and are not written")
+    else:
+        facts = circumstances()
+        slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
+        name = f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
+        out = options.out or RESULTS / name
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
+        print(f"written to {out}")
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Two parts of ``gpu.py``: W virtual ranks on one GPU, and a link that is really slow, PCIe.
+
+Virtual ranks share the GPU, so a copy between them costs memory bandwidth only and all matmuls share the
+SMs: times are of all ranks' work together, from the first rank's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_shapes import close, record
+from gpu_timing import WARM_UP, Time, alternating, launch_now, overlap
+from lone_rank import LoneRank
+from torch_pipelined import TorchPipelined
+
+import interlace
+from interlace.groups import default_group
+
+CALLS = 3
+# (M, N, K) of a rank: Llama-70B and 405B layers on 8 ranks
+VIRTUAL_SHAPES = ((4096, 3584, 8192), (8192, 3584, 8192), (8192, 6656, 16384))
+# on PCIe at 50 GB/s and 700 TFLOP/s, N sets transfer over matmul to about 1.5, 1 and 0.5
+SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
+COPIERS = 8
+
+Record = dict[str, Any]
+_shared: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def timed_together(
+    candidates: dict[str, Callable[[], object]], repetitions: int
+) -> dict[str, Time]:
+    """Time candidates on all virtual ranks of this process; per call, first start to last end."""
+    group = default_group()
+    cuda = group.place.device.type == "cuda"
+    if cuda:
+        with _lock:
+            if "zero" not in _shared:
+                _shared["zero"] = torch.cuda.Event(enable_timing=True)
+                _shared["zero"].record()
+    measured: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in range(-WARM_UP if cuda else 0, repetitions):
+        for name, candidate in candidates.items():
+            interlace.barrier()
+            if cuda:
+                torch.cuda.synchronize()
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                interlace.barrier()
+                events[0].record()
+                for _ in range(CALLS):
+                    candidate()
+                events[1].record()
+                torch.cuda.synchronize()
+                span = [_shared["zero"].elapsed_time(event) * 1e3 for event in events]
+            else:
+                span = [time.perf_counter() * 1e6]
+                for _ in range(CALLS):
+                    candidate()
+                span.append(time.perf_counter() * 1e6)
+            spans = group.agree("the times of a benchmark", tuple(span))
+            if repetition >= 0:
+                begin, end = min(s for s, _ in spans), max(e for _, e in spans)
+                measured[name].append((end - begin) / CALLS)
+    return {name: Time.of(values) for name, values in measured.items()}
+
+
+def virtual(dry_run: bool, repetitions: int) -> list[Record]:
+    """Both fused ops against their unfused and pipelined forms."""
+    found = []
+    shapes = ((32, 16, 32),) if dry_run else VIRTUAL_SHAPES
+    for world_size in (2,) if dry_run else (2, 4, 8):
+        ranks = interlace.run(
+            _virtual_ranks, world_size, shapes, repetitions, place="sim" if dry_run else "cuda"
+        )
+        found += ranks[0]
+    return found
+
+
+def _virtual_ranks(shapes: tuple[tuple[int, int, int], ...], repetitions: int) -> list[Record]:
+    return [measure(*shape, repetitions) for shape in shapes for measure in (_gather, _scatter)]
+
+
+def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
+    device, world_size = interlace.device(), interlace.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(interlace.get_rank())
+    shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
+    weight = torch.randn(n, k, device=device, dtype=dtype).t()
+    gathered = torch.empty(m, k, device=device, dtype=dtype)
+    interlace.all_gather(gathered, shard)
+    output = torch.empty(m, n, device=device, dtype=dtype)
+    run = lambda algorithm: interlace.all_gather_matmul(shard, weight, algorithm=algorithm)  # noqa: E731
+    candidates: dict[str, Callable[[], object]] = {
+        name: (lambda name=name: run(name))  # type: ignore[misc]
+        for name in ("fused", "pipelined", "unfused")
+    }
+    candidates["matmul"] = lambda: torch.mm(gathered, weight, out=output)
+    candidates["transfer"] = lambda: interlace.all_gather(gathered, shard)
+    wanted = torch.mm(gathered, weight)
+    correct = all(close(run(name), wanted) for name in ("fused", "pipelined", "unfused"))
+    if device.type == "cuda":
+        torchs = TorchPipelined()
+        candidates["torch pipelined"] = lambda: torchs.all_gather_matmul(shard, weight)
+        correct &= close(torchs.all_gather_matmul(shard, weight), wanted)
+    return _compared("all_gather_matmul", m, n, k, correct, candidates, repetitions)
+
+
+def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
+    device, world_size = interlace.device(), interlace.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(interlace.get_rank())
+    input = torch.randn(m, n, device=device, dtype=dtype)  # the second layer: [m, n] @ [n, k]
+    weight = torch.randn(k, n, device=device, dtype=dtype).t()
+    output = torch.empty(m, k, device=device, dtype=dtype)
+    part = torch.empty(m // world_size, k, device=device, dtype=dtype)
+    run = lambda algorithm: interlace.matmul_reduce_scatter(input, weight, algorithm=algorithm)  # noqa: E731
+    candidates: dict[str, Callable[[], object]] = {
+        name: (lambda name=name: run(name))  # type: ignore[misc]
+        for name in ("fused", "pipelined", "unfused")
+    }
+    candidates["matmul"] = lambda: torch.mm(input, weight, out=output)
+    candidates["transfer"] = lambda: interlace.reduce_scatter(part, output)
+    wanted = run("unfused")
+    whole = torch.mm(input.float(), weight.float())
+    reference = torch.empty(m // world_size, k, device=device)
+    interlace.reduce_scatter(reference, whole)
+    correct = all(close(run(name), reference) for name in ("fused", "pipelined", "unfused"))
+    if device.type == "cuda":
+        torchs = TorchPipelined()
+        candidates["torch pipelined"] = lambda: torchs.matmul_reduce_scatter(input, weight)
+        correct &= close(torchs.matmul_reduce_scatter(input, weight), wanted)
+    return _compared("matmul_reduce_scatter", m, k, n, correct, candidates, repetitions)
+
+
+def _compared(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    correct: bool,
+    candidates: dict[str, Callable[[], object]],
+    repetitions: int,
+) -> Record:
+    everywhere = all(default_group().agree("the results of a benchmark", correct))
+    times = timed_together(candidates, repetitions)
+    fused = times["fused"].median
+    derived = {
+        "speedup_over_unfused": times["unfused"].median / fused,
+        "overlap": overlap(times["matmul"].median, times["transfer"].median, fused),
+    }
+    if "torch pipelined" in times:
+        derived["speedup_over_torch_pipelined"] = times["torch pipelined"].median / fused
+    case = f"{op} W={interlace.get_world_size()}, {m} x {n} x {k}"
+    return record("virtual", case, times, everywhere, **derived)
+
+
+# -- PCIe ----------------------------------------------------------------------------------------
+
+
+def slow_link(dry_run: bool, repetitions: int) -> list[Record]:
+    """Peers' shards in pinned host memory: what is hidden, by copy engine and by programs."""
+    shapes = ((64, 32, 48),) if dry_run else SLOW_SHAPES
+    cases = [(world_size, *shape) for world_size in (2, 4) for shape in shapes]
+    place = "sim" if dry_run else "cuda"
+    found = interlace.run(
+        lambda: [each for case in cases for each in _over_pcie(*case, repetitions)], 1, place=place
+    )
+    return list(found[0])
+
+
+class _Streams:
+    """The caller's stream and one beside it; without a GPU one stream of the place for both."""
+
+    def __init__(self, lone: LoneRank) -> None:
+        self._lone = lone
+        self._side = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
+
+    def beside(self, work: Callable[[], None]) -> None:
+        if self._side is None:
+            work()
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            work()
+
+    def join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def launch(self, launch: Any) -> None:
+        launch_now(launch, self._lone.group.compute)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self._side is None:
+            self._lone.group.compute.copy(to, source, "a peer's chunk")
+        else:
+            to.copy_(source, non_blocking=True)
+
+
+def _over_pcie(world_size: int, m: int, n: int, k: int, repetitions: int) -> list[Record]:
+    device = interlace.device()
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    lone = LoneRank(world_size, m, n, k, dtype)
+    host = torch.randn(m, k, dtype=dtype)
+    host = host.pin_memory() if cuda else host
+    lone.shard.copy_(host[: lone.rows[0]])
+    weight = torch.randn(n, k, device=device, dtype=dtype).t()
+    output = torch.empty(m, n, device=device, dtype=dtype)
+    wanted = torch.mm(host.to(device), weight)
+    streams, finish = _Streams(lone), lone.finish()
+    steps, push = lone.copy_engine(host), lone.copiers(host, COPIERS)
+    consume = lone.consumer(weight, output)
+    beside_copiers = lone.consumer(weight, output, copiers=COPIERS)
+    bare = lone.consumer(weight, output, waits=False)
+
+    def by_engine() -> None:
+        for source, to, flag in steps:
+            streams.copy(to, source)
+            streams.launch(flag)
+
+    def fused(producer: Callable[[], None], consumer: Any) -> None:
+        streams.beside(producer)
+        streams.launch(consumer)
+        streams.join()
+        streams.launch(finish)
+
+    def alone(producer: Callable[[], None]) -> None:
+        streams.beside(producer)
+        streams.join()
+        streams.launch(finish)
+
+    found = []
+    for how, producer, consumer in (
+        ("copy engine", by_engine, consume),
+        ("programs", lambda: streams.launch(push), beside_copiers),
+    ):
+        run = lambda producer=producer, consumer=consumer: fused(producer, consumer)  # noqa: E731
+        lone.gathered.fill_(float("nan"))
+        output.fill_(float("nan"))
+        run()
+        lone.settle()
+        correct = close(output, wanted)
+        times = alternating(
+            {
+                "fused": [run],
+                "matmul": [lambda: streams.launch(bare)],
+                "torch.mm": [lambda: torch.mm(lone.gathered, weight, out=output)],
+                "transfer": [lambda producer=producer: alone(producer)],
+            },
+            repetitions,
+            graph=False,
+        )
+        lone.settle()  # before its memory goes
+        matmul, transfer = times["matmul"].median, times["transfer"].median
+        found.append(
+            record(
+                "slow-link",
+                f"{how}, W={world_size}, {m} x {n} x {k}",
+                times,
+                correct,
+                overlap=overlap(matmul, transfer, times["fused"].median),
+                transfer_over_matmul=transfer / matmul,
+            )
+        )
+    return found

@@ -1,0 +1,154 @@
+"""Two parts of ``gpu.py``: the matmul alone against torch.mm, and small numbers of rows."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from gpu_timing import Time, alternating, inputs_past_cache, launch_now
+from lone_rank import LoneRank
+
+import interlace
+
+WORLD_SIZE = 8  # of which a lone rank is one: its N is a layer's share
+ROWS = (1024, 2048, 4096, 8192, 16384)
+LAYERS = {  # (N, K) per rank of 8: fused gate and up projection, fused QKV
+    "Llama-70B up": (7168, 8192),
+    "Llama-70B QKV": (1280, 8192),
+    "Llama-405B up": (13312, 16384),
+    "Llama-405B QKV": (2304, 16384),
+}
+SMALL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MOST_CALLS = 16
+ENOUGH_MICROSECONDS = 3000.0
+PEAK = 8e14  # operations per second, to guess how many calls make a measurable time
+
+Record = dict[str, Any]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal but for the rounding of a product in another order."""
+    difference = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    return bool(difference < (1e-5 if found.dtype == torch.float32 else 1e-2))
+
+
+def record(part: str, case: str, times: dict[str, Time], correct: bool, **derived: float) -> Record:
+    """One line of the results. A wrong result has no times."""
+    shown = {name: asdict(value) for name, value in times.items()} if correct else {}
+    return {
+        "part": part,
+        "case": case,
+        "correct": correct,
+        "microseconds": shown,
+        "derived": derived if correct else {},
+    }
+
+
+def matmul(dry_run: bool, repetitions: int) -> list[Record]:
+    """The kernel with flags preset, with waits and without, against torch.mm."""
+    if dry_run:
+        shapes = [("tiny", 64, 32, 48)]
+    else:
+        shapes = [(name, m, n, k) for name, (n, k) in LAYERS.items() for m in ROWS]
+    place = "sim" if dry_run else "cuda"
+    found = interlace.run(lambda: [_alone(*shape, repetitions) for shape in shapes], 1, place=place)
+    return list(found[0])
+
+
+def _alone(name: str, m: int, n: int, k: int, repetitions: int) -> Record:
+    device = interlace.device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lone = LoneRank(8 if device.type == "cuda" else 2, m, n, k, dtype)
+    lone.gathered.copy_(torch.randn(m, k, device=device, dtype=dtype))
+    lone.shard.copy_(lone.gathered[: lone.rows[0]])
+    lone.preset()
+    per_set = (n * k + m * n) * dtype.itemsize
+    enough = max(2, round(ENOUGH_MICROSECONDS / (2e6 * m * n * k / PEAK)))
+    sets = max(inputs_past_cache(per_set, device), min(MOST_CALLS, enough))
+    pool = inputs_past_cache(per_set, device)
+    weights = [torch.randn(n, k, device=device, dtype=dtype).t() for _ in range(pool)]
+    outputs = [torch.full((m, n), float("nan"), device=device, dtype=dtype) for _ in range(pool)]
+    stream = lone.group.compute
+    kernels = {
+        waits: [
+            lone.consumer(weight, output, waits=waits)
+            for weight, output in zip(weights, outputs, strict=True)
+        ]
+        for waits in (True, False)
+    }
+    candidates = {
+        "torch.mm": [
+            lambda i=i: torch.mm(lone.gathered, weights[i % pool], out=outputs[i % pool])
+            for i in range(sets)
+        ],
+        "kernel": [lambda i=i: launch_now(kernels[True][i % pool], stream) for i in range(sets)],
+        "kernel without waits": [
+            lambda i=i: launch_now(kernels[False][i % pool], stream) for i in range(sets)
+        ],
+    }
+    correct = True
+    wanted = [torch.mm(lone.gathered, weight) for weight in weights]
+    for waits in (True, False):
+        for launch, output in zip(kernels[waits], outputs, strict=True):
+            output.fill_(float("nan"))
+            launch_now(launch, stream)
+        lone.settle()
+        correct &= all(close(*pair) for pair in zip(outputs, wanted, strict=True))
+    times = alternating(candidates, repetitions)
+    lone.settle()  # before its memory goes
+    mine, bare, torchs = (
+        times[each].median for each in ("kernel", "kernel without waits", "torch.mm")
+    )
+    return record(
+        "matmul",
+        f"{name}, {m} x {n} x {k}",
+        times,
+        correct,
+        fraction_of_torch=torchs / mine,
+        cost_of_waits=mine / bare - 1,
+        tflops=2e-6 * m * n * k / mine,
+    )
+
+
+def small(dry_run: bool, repetitions: int) -> list[Record]:
+    """Few rows in all: what "auto" takes may not be slower than unfused, on W virtual ranks."""
+    found = []
+    for world_size in (2,) if dry_run else (2, 4, 8):
+        rows = [r for r in ((4, 32) if dry_run else SMALL_ROWS) if r % world_size == 0]
+        n, k = (32, 48) if dry_run else (7168, 8192)
+        ranks = interlace.run(
+            _few_rows, world_size, rows, n, k, repetitions, place="sim" if dry_run else "cuda"
+        )
+        found += ranks[0]
+    return found
+
+
+def _few_rows(rows: list[int], n: int, k: int, repetitions: int) -> list[Record]:
+    from gpu_overlap import timed_together
+
+    device, world_size = interlace.device(), interlace.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = []
+    for m in rows:
+        torch.manual_seed(interlace.get_rank())
+        shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
+        weight = torch.randn(n, k, device=device, dtype=dtype).t()
+        operands = shard, weight
+        candidates = {
+            name: functools.partial(interlace.all_gather_matmul, *operands, algorithm=name)
+            for name in ("auto", "unfused")
+        }
+        correct = close(candidates["auto"](), candidates["unfused"]())
+        times = timed_together(candidates, repetitions)
+        found.append(
+            record(
+                "small",
+                f"W={world_size}, {m} x {n} x {k}",
+                times,
+                correct,
+                relative_to_unfused=times["auto"].median / times["unfused"].median,
+            )
+        )
+    return found

@@ -1,0 +1,121 @@
+"""Time on one GPU: events around many calls, medians with spread, inputs that rotate past the L2 cache.
+
+On a place without a GPU the same functions run, for the correctness of what is measured; the times are
+then those of an interpreter and mean nothing, and nobody writes them down.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.runtime.launch import KernelLaunch
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Time:
+    """Of one call, in microseconds: median, and the quartiles of the repetitions."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Time:
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[last // 4], ordered[last - last // 4])
+
+
+def launch_now(launch: KernelLaunch, stream: Any) -> None:
+    """On the current CUDA stream; elsewhere on ``stream``, a stream of the place."""
+    if torch.cuda.is_available():
+        launch.kernel[launch.extents](
+            **launch.arguments,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            **launch.options,
+        )
+    else:
+        stream.launch(launch)
+
+
+def _events(calls: int, run: Callable[[], None]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def alternating(
+    candidates: dict[str, Sequence[Callable[[], None]]],
+    repetitions: int,
+    *,
+    graph: bool = True,
+) -> dict[str, Time]:
+    """Time candidates in turn. Each is a list of the same call on different inputs, used round robin.
+
+    With ``graph`` the whole list is captured once and replayed, so that a launch's host cost does not
+    count; without a GPU it is called.
+    """
+    if not torch.cuda.is_available():
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(max(1, repetitions)):
+            for name, calls in candidates.items():
+                start = time.perf_counter()
+                for call in calls:
+                    call()
+                times[name].append((time.perf_counter() - start) * 1e6 / len(calls))
+        return {name: Time.of(values) for name, values in times.items()}
+    runs = {
+        name: (_captured(calls) if graph else _in_turn(calls), len(calls))
+        for name, calls in candidates.items()
+    }
+    measured: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in range(-WARM_UP, repetitions):
+        for name, (run, count) in runs.items():
+            value = _events(1, run) / count
+            if repetition >= 0:
+                measured[name].append(value)
+    return {name: Time.of(values) for name, values in measured.items()}
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _captured(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    run = _in_turn(calls)
+    run()  # compiles, and fills caches of the launcher
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
+    """How many sets of inputs of ``nbytes`` do not fit in the L2 cache together, twice over."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(most, -(-2 * cache // nbytes)))
+
+
+def overlap(matmul: float, transfer: float, fused: float) -> float:
+    """The fraction of the shorter one that is hidden: 1 if fused takes as long as the longer alone."""
+    return (matmul + transfer - fused) / min(matmul, transfer)
