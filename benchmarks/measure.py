@@ -1,22 +1,22 @@
 """How the benchmarks measure: one protocol for all ops, on all ranks of a group of processes.
 
-Candidates of a case are timed in turn within every repetition, so that noise of the machine meets all of
-them. A repetition of a candidate takes as long as its slowest rank, from a common barrier to the end of
-the op on that rank. Results are medians over repetitions; ratios are of medians of the same run.
+The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call: candidates of a case are timed
+in turn within every repetition, and a repetition of a candidate takes as long as its slowest rank, from a
+common barrier to the end of the op on that rank. Results are medians over repetitions; ratios are of
+medians of the same run.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
 
-import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.benchmark.protocol import alternate
 
 
 @dataclass
@@ -60,22 +60,12 @@ def gloo(port: int) -> None:
 
 def measure(case: Case, repetitions: int) -> Measurement:
     """Time every candidate of ``case``; the same result on every rank."""
-    times: dict[str, list[float]] = {name: [] for name in case.candidates}
-    for repetition in range(-2, repetitions):
-        for name, candidate in case.candidates.items():
-            interlace.barrier()
-            start = time.perf_counter()
-            candidate()
-            elapsed = time.perf_counter() - start
-            slowest = torch.tensor([elapsed], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if repetition >= 0:  # the first two warm caches up
-                times[name].append(float(slowest) * 1e6)
+    timings = alternate(case.candidates, repetitions, calls=1, warm_up=2)
     return Measurement(
         case.op,
         interlace.get_world_size(),
         case.shape,
         case.baseline,
-        {name: median(values) for name, values in times.items()},
+        {name: median(timing.microseconds) for name, timing in timings.items()},
         repetitions,
     )

@@ -1,4 +1,4 @@
-"""``python -m interlace``: demo, doctor, check, build."""
+"""``python -m interlace``: demo, doctor, check, build, verify, bench."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import interlace
 from interlace import groups, launcher, reference
 from interlace.cli import chrome_trace, timeline, workload
 from interlace.cli.cases import CASES, Case
+from interlace.cli.plots import require_matplotlib
 from interlace.cli.workload import Workload
 from interlace.runtime import trace
 from interlace.runtime.recording import Recording, merge
@@ -112,7 +113,7 @@ def _load(options: DemoOptions) -> Workload:
         if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name} {path}: the folder does not exist")
     if options.plot is not None:
-        timeline.require_matplotlib()
+        require_matplotlib()
     dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)
     if options.input is not None:
         return workload.from_file(options.input, dtype, options.seed, *sizes)

@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from interlace import __version__
-from interlace.cli import bundle
+from interlace.cli import bench_options, bundle
+from interlace.cli.consoles import new_console
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,6 +80,8 @@ def parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--quick", action="store_true", help="less of everything: under a minute")
     verify.add_argument("--json", action="store_true")
+
+    bench_options.add_command(commands)
     return top
 
 
@@ -113,19 +116,17 @@ def _arches(text: str) -> list[int]:
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
-    from rich.console import Console
-
     from interlace.runtime.errors import InterlaceError
 
     options = parser().parse_args(arguments)
-    console = Console()
+    console = new_console()
     try:
         return int(_dispatch(options, console, arguments))
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
         first, *rest = str(error).splitlines() or [""]
-        Console(stderr=True).print(f"[red]error:[/red] {first}", highlight=False)
+        new_console(stderr=True).print(f"[red]error:[/red] {first}", highlight=False)
         for line in rest[:20]:
             print(line, file=sys.stderr)
         return 2
@@ -153,6 +154,12 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         given["ignore"] = tuple(options.ignore)
         given["arch"] = tuple(options.arch) if options.arch else None
         return verify(console, VerifyOptions(**given))
+    if options.command == "bench":
+        from interlace.cli.bench import bench
+
+        chosen = bench_options.options_of(options)
+        need_interpreter(bench_options.wants_interpreter(chosen), arguments)
+        return bench(console, chosen)
     if options.command == "check":
         from interlace.cli.check import check
 

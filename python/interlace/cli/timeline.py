@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from interlace.cli.plots import require_matplotlib
 from interlace.runtime.recording import STEPS, TICKS, Recording, Span
 
 if TYPE_CHECKING:
@@ -178,17 +179,6 @@ def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -
 
 
 # -- PNG ---------------------------------------------------------------------------------------------
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's Figure. Raises ValueError saying how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'interlace[plot]'"
-        ) from None
-    return Figure
 
 
 def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world_size: int) -> None:

@@ -1,0 +1,7 @@
+"""What ``python -m interlace bench`` measures with; :class:`Kernel` is for kernels of one's own."""
+
+from __future__ import annotations
+
+from interlace.benchmark.kernel import Kernel
+
+__all__ = ["Kernel"]

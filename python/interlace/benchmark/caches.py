@@ -1,0 +1,50 @@
+"""The last cache before memory, and how many sets of inputs it takes to get past it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+FALLBACK_BYTES = 32 << 20
+PAST = 2  # times the cache: what is used again was replaced meanwhile
+MOST_SETS = 4096
+MOST_BYTES = 2 << 30
+_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of a GPU its L2, of a CPU its last level; 32 MiB where the system does not say."""
+    if device.type == "cuda":
+        found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        return int(found) or FALLBACK_BYTES
+    return last_level(_CPU) or FALLBACK_BYTES
+
+
+def last_level(folder: Path) -> int:
+    """Of the largest level that Linux lists in ``folder``, in bytes; 0 if it lists none."""
+    found = (0, 0)
+    for index in folder.glob("index*"):
+        try:
+            level = int((index / "level").read_text())
+            text = (index / "size").read_text().strip()
+            nbytes = int(text.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(text[-1], 1)
+        except (OSError, ValueError):
+            continue
+        found = max(found, (level, nbytes))
+    return found[1]
+
+
+def sets_needed(set_bytes: int, cache: int) -> int:
+    """How many sets of ``set_bytes`` to use in turn, so that none is in ``cache`` when it comes again.
+
+    At most 4096 and at most 2 GiB in all, at least 1: small inputs may stay in the cache.
+
+    >>> sets_needed(16 << 20, 32 << 20), sets_needed(1 << 30, 32 << 20), sets_needed(1 << 10, 32 << 20)
+    (4, 1, 4096)
+    """
+    if not set_bytes:
+        return 1
+    wanted = math.ceil(PAST * cache / set_bytes)
+    return max(1, min(wanted, MOST_SETS, MOST_BYTES // set_bytes))

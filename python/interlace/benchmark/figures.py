@@ -1,0 +1,113 @@
+"""What is computed from a time: bandwidths, arithmetic, overlap, spread.
+
+Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md and the ``GetBw`` of each of its tests)::
+
+    algbw = S / t        S: bytes of the op's largest buffer on a rank, t: time of one call
+    busbw = algbw * f    what each rank's link carries at least, whatever the algorithm
+
+=======================================================  ==========================  ===============
+op, of W ranks                                           S                           f
+=======================================================  ==========================  ===============
+all_reduce, matmul_all_reduce                            the tensor                  2 (W - 1) / W
+all_gather, all_gather_matmul                            the gathered tensor         (W - 1) / W
+reduce_scatter, matmul_reduce_scatter                    what is scattered           (W - 1) / W
+all_to_all                                               what a rank sends           (W - 1) / W
+gather, scatter                                          the root's whole            (W - 1) / W
+broadcast, reduce                                        the tensor                  1
+send_recv                                                what a rank sends           1
+=======================================================  ==========================  ===============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+_SHARE = {"all_reduce": 2, "matmul_all_reduce": 2}
+_WHOLE = ("broadcast", "reduce", "send_recv")
+_PARTS = (
+    "all_gather", "all_gather_matmul", "reduce_scatter", "matmul_reduce_scatter", "all_to_all",
+    "gather", "scatter",
+)  # fmt: skip
+
+
+def bus_factor(op: str, world_size: int) -> float:
+    """``f`` of the table.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather_matmul", 4), bus_factor("broadcast", 4)
+    (1.5, 0.75, 1.0)
+    """
+    if op in _WHOLE:
+        return 1.0
+    if op in _PARTS or op in _SHARE:
+        return _SHARE.get(op, 1) * (world_size - 1) / world_size
+    raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
+
+
+def gigabytes_per_second(nbytes: float, microseconds: float) -> float:
+    """10**9 bytes per second.
+
+    >>> gigabytes_per_second(3_000_000, 1000.0)
+    3.0
+    """
+    return nbytes / microseconds / 1e3
+
+
+def teraflops(flops: float, microseconds: float) -> float:
+    """10**12 floating-point operations per second, of one rank.
+
+    >>> teraflops(2 * 1024 * 1024 * 1024, 1000.0)
+    2.147483648
+    """
+    return flops / microseconds / 1e6
+
+
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """A multiplication and an addition per element of the products.
+
+    >>> matmul_flops(2, 3, 4)
+    48
+    """
+    return 2 * m * n * k
+
+
+def overlap(matmul: float, communication: float, fused: float) -> float | None:
+    """``(T_mm + T_comm - T_fused) / min(T_mm, T_comm)``: 1 if the shorter part is hidden entirely.
+
+    0 if they run one after another, less if fusing costs more than it hides. None if a part takes no time.
+
+    >>> overlap(100.0, 40.0, 100.0), overlap(100.0, 40.0, 140.0), overlap(100.0, 40.0, 120.0)
+    (1.0, 0.0, 0.5)
+    """
+    shorter = min(matmul, communication)
+    return (matmul + communication - fused) / shorter if shorter > 0 else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median of blocks, and how far apart they lie; microseconds per call."""
+
+    median: float
+    low: float
+    high: float
+    least: float
+    most: float
+
+    @property
+    def relative(self) -> float:
+        """Half of the distance between the quartiles, as a share of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Median, quartiles, extremes.
+
+        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 10.0])
+        Spread(median=3.0, low=2.0, high=4.0, least=1.0, most=10.0)
+        """
+        if len(values) < 2:
+            low = high = values[0]
+        else:
+            low, _, high = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), low, high, min(values), max(values))

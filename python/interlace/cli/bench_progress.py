@@ -1,0 +1,122 @@
+"""A progress bar for ``interlace bench``: rich's where it is installed, else a line per size, on stderr.
+
+Ranks that are processes of their own say how far they are in a file, which a thread of the caller reads; a
+process that measures itself calls :meth:`Progress.at` between blocks and has no such thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PERIOD = 0.2
+
+
+@dataclass(frozen=True)
+class TickFile:
+    """What a rank in another process calls: writes "done total" into ``path``."""
+
+    path: str
+
+    def __call__(self, done: int, total: int) -> None:
+        with open(self.path, "w", encoding="ascii") as file:
+            file.write(f"{done} {total}\n")
+
+    def read(self) -> tuple[int, int] | None:
+        """What was written last, if it is whole."""
+        with contextlib.suppress(OSError, ValueError), open(self.path, encoding="ascii") as file:
+            done, total = file.read().split()
+            return int(done), int(total)
+        return None
+
+
+def nothing(done: int, total: int) -> None:
+    """For ranks that show no progress."""
+
+
+class Progress:
+    """``count`` sizes, one after another; each is a step of the bar, in which a share may be done."""
+
+    def __init__(self, count: int, *, shown: bool = True) -> None:
+        self._count, self._shown = count, shown
+        self._bar: Any = None
+        self._task: Any = None
+        self._number = 0
+        self._last = 0.0
+
+    def __enter__(self) -> Progress:
+        if self._shown:
+            self._bar = _rich_bar()
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=float(self._count))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, number: int, text: str) -> None:
+        """Size ``number`` (from 0) begins."""
+        self._number = number
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, completed=float(number), refresh=True)
+        elif self._shown:
+            print(f"{number + 1} of {self._count}: {text}", file=sys.stderr, flush=True)
+
+    def at(self, done: int, total: int) -> None:
+        """So much of the size has been done."""
+        now = time.monotonic()
+        if self._bar is None or now - self._last < PERIOD:
+            return
+        self._last = now
+        share = done / total if total else 0.0
+        self._bar.update(self._task, completed=self._number + share, refresh=True)
+
+    @contextlib.contextmanager
+    def reading(self, tick: TickFile) -> Iterator[None]:
+        """Show what ``tick`` is told, until the end of the context."""
+        if self._bar is None:
+            yield
+            return
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(PERIOD):
+                found = tick.read()
+                if found is not None:
+                    self.at(*found)
+
+        thread = threading.Thread(target=watch, name="interlace bench progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(OSError):
+                os.unlink(tick.path)
+
+
+def _rich_bar() -> Any:
+    """rich's bar, drawn by the caller only; None without rich."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+    )

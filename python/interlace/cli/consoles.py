@@ -1,0 +1,39 @@
+"""A console to print on: rich's where it is installed, else one that prints plainly."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+_MARKUP = re.compile(r"\[/?[a-z ]*\]")
+
+
+class PlainConsole:
+    """As much of ``rich.console.Console`` as the commands need that work without rich."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        self._stderr = stderr
+
+    def print(self, text: Any = "", *, markup: bool = True, **style: Any) -> None:
+        """Print without colours."""
+        line = _MARKUP.sub("", str(text)) if markup else str(text)
+        print(line, file=sys.stderr if self._stderr else sys.stdout)
+
+    def out(self, text: str, **style: Any) -> None:
+        """Print as it is."""
+        self.print(text, markup=False)
+
+    def status(self, text: str) -> AbstractContextManager[None]:
+        """Nothing to see."""
+        return nullcontext()
+
+
+def new_console(*, stderr: bool = False) -> Any:
+    """rich's console, or a plain one."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return PlainConsole(stderr=stderr)
+    return Console(stderr=stderr)

@@ -1,0 +1,326 @@
+"""``python -m interlace bench``: what it measures, checks, prints and writes; wrong kernels; refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from interlace.benchmark import plain_all
+from interlace.cli import bench_options, main
+from interlace.cli.bench import bench
+from interlace.cli.bench_options import BenchOptions
+
+KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
+FAST: dict[str, Any] = {"repetitions": 2}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a rank of whatever runs the tests."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(target: str, folder: pathlib.Path, **options: Any) -> tuple[int, str, dict[str, Any]]:
+    """(exit status, what was printed, the JSON)."""
+    out, path = io.StringIO(), folder / "out.json"
+    given = BenchOptions(target, json=str(path), **{**FAST, **options})
+    code = bench(Console(file=out, width=200), given)
+    return code, out.getvalue(), json.loads(path.read_text())
+
+
+def rows(facts: dict[str, Any], size: int = 0) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in facts["results"][size]["rows"]}
+
+
+def test_a_collective_against_gloo_and_alone(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(
+        "all_reduce", tmp_path, sizes="4K,8K", algorithm="all", baseline="gloo,torch"
+    )
+    assert code == 0 and facts["right"] and "All results are right." in text
+    assert [size["nbytes"] for size in facts["results"]] == [4096, 8192]
+    for size in range(2):
+        found = rows(facts, size)
+        assert list(found) == ["auto", "copy", "gloo", "torch"]
+        for row in found.values():
+            time = row["microseconds"]["median"]
+            assert row["right"] and row["error"] <= 1 and len(row["blocks"]) == 2
+            assert time > 0 and row["algbw"] == pytest.approx(4096 * (size + 1) / time / 1e3)
+            assert row["busbw"] == pytest.approx(row["algbw"])  # 2 (W - 1) / W of 2 ranks
+        times = {name: row["microseconds"]["median"] for name, row in found.items()}
+        assert found["auto"]["speedup"] == {
+            "gloo": pytest.approx(times["gloo"] / times["auto"]),
+            "torch": pytest.approx(times["torch"] / times["auto"]),
+        }
+        assert list(found["gloo"]["speedup"]) == ["torch"]
+    assert "Left out of all: kernel" in text
+    assert facts["machine"]["torch"]["version"] and facts["protocol"]["statistic"]
+
+
+def test_a_fused_op_has_its_parts_and_an_overlap(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(
+        "all_gather_matmul", tmp_path, m="64,128", n="32", k="16", algorithm="pipelined,unfused"
+    )
+    assert code == 0 and "64 x 32 x 16" in text and "128 x 32 x 16" in text
+    found = rows(facts, 1)
+    assert list(found) == ["pipelined", "unfused", "gloo", "torch.mm alone", "all_gather alone"]
+    times = {name: row["microseconds"]["median"] for name, row in found.items()}
+    parts = times["torch.mm alone"], times["all_gather alone"]
+    for name in ("pipelined", "unfused"):
+        assert found[name]["overlap"] == pytest.approx((sum(parts) - times[name]) / min(parts))
+        assert found[name]["tflops"] == pytest.approx(2 * 128 * 32 * 16 / times[name] / 1e6)
+        assert found[name]["algbw"] == pytest.approx(128 * 16 * 4 / times[name] / 1e3)
+    assert found["gloo"]["overlap"] is None and found["torch.mm alone"]["algbw"] is None
+    assert found["torch.mm alone"]["right"] is None and found["gloo"]["right"]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("matmul_reduce_scatter", "bfloat16"), ("matmul_all_reduce", "float32")]
+)
+def test_reductions_of_products_in_the_simulator(
+    op: str, dtype: str, tmp_path: pathlib.Path
+) -> None:
+    options = {"m": "6", "n": "16", "k": "8", "algorithm": "all", "baseline": "torch"}
+    code, text, facts = run(op, tmp_path, place="sim", world_size=3, dtype=dtype, **options)
+    assert code == 0 and "say nothing about any machine" in text
+    found = rows(facts)
+    assert list(found)[:4] == ["fused", "pipelined", "unfused", "torch"]
+    assert all(row["right"] for row in list(found.values())[:4])
+
+
+def test_every_collective_is_checked_in_every_way(tmp_path: pathlib.Path) -> None:
+    ops = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
+    for op in (*ops, "send_recv"):
+        options = {"sizes": "100", "baseline": "torch", "algorithm": "all", "world_size": 3}
+        code, _, facts = run(op, tmp_path, place="sim", dtype="float16", repetitions=1, **options)
+        found = rows(facts)
+        assert code == 0 and all(row["right"] for row in found.values()), op
+        assert facts["results"][0]["nbytes"] == 96  # 100 bytes hold 48 elements in 3 equal parts
+
+
+def test_barrier_has_nothing_to_check(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run("barrier", tmp_path, world_size=2)
+    assert code == 0 and "Not checked" in text
+    assert {row["right"] for row in facts["results"][0]["rows"]} == {None}
+
+
+# -- wrong results -------------------------------------------------------------------------------------
+
+
+def test_a_wrong_kernel_is_exit_status_1_and_says_so(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(f"{KERNELS}::wrong", tmp_path, sizes="256")
+    assert code == 1 and not facts["right"]
+    found = rows(facts)
+    assert found["wrong"]["right"] is False and found["gloo"]["right"] is True
+    assert "WRONG" in text and "rank 1: 1 elements are not 1" in text
+    assert "WRONG results: wrong." in text.splitlines()[-2]
+    assert "All results are right" not in text
+
+
+def test_what_is_wrong_only_after_the_first_call_is_seen(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(f"{KERNELS}::late", tmp_path, sizes="64", place="sim")
+    assert code == 1 and rows(facts)["late"]["right"] is False and "WRONG results: late." in text
+
+
+def test_a_function_that_raises_is_wrong_too(tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(f"{KERNELS}::wrong_whole", tmp_path)
+    assert code == 1 and not facts["right"] and "wrong sum" in text and "WRONG" in text
+
+
+@pytest.mark.parametrize("fault", ["an element", "nothing done", "another rank's"])
+def test_faults_in_an_op_of_ours_are_seen(
+    fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = plain_all.AllGather.ours
+
+    def faulty(self: plain_all.AllGather, algorithm: str) -> Any:
+        def run(output: Any, x: Any) -> Any:
+            if fault == "nothing done":
+                return output
+            right(self, algorithm)(output, x)
+            if fault == "an element":
+                output[-1] += 1 / 32
+            else:
+                output.copy_(output.view(self.world_size, -1).flip(0).flatten())
+            return output
+
+        return run
+
+    monkeypatch.setattr(plain_all.AllGather, "ours", faulty)
+    code, text, facts = run("all_gather", tmp_path, sizes="64", place="sim", repetitions=1)
+    assert code == 1 and rows(facts)["auto"]["right"] is False and "WRONG" in text
+
+
+# -- kernels of one's own ------------------------------------------------------------------------------
+
+
+def test_a_kernel_with_everything(tmp_path: pathlib.Path) -> None:
+    code, _, facts = run(f"{KERNELS}::right", tmp_path, sizes="256,1K")
+    assert code == 0 and [size["nbytes"] for size in facts["results"]] == [256, 1024]
+    found = rows(facts, 1)
+    assert list(found) == ["right", "gloo"] and all(row["right"] for row in found.values())
+    assert found["right"]["busbw"] == pytest.approx(found["right"]["algbw"])
+
+
+def test_parts_of_a_kernel_give_an_overlap(tmp_path: pathlib.Path) -> None:
+    options = {"m": "8", "n": "4", "k": "4", "dtype": "float64"}
+    code, text, facts = run(f"{KERNELS}::fused", tmp_path, place="sim", **options)
+    assert code == 0 and "8 x 4 x 4" in text
+    assert math.isfinite(rows(facts)["fused"]["overlap"]) and rows(facts)["fused"]["right"]
+
+
+def test_the_example_of_the_documentation(tmp_path: pathlib.Path) -> None:
+    target = KERNELS.parents[2] / "docs" / "examples" / "bench_kernel.py"
+    code, _, facts = run(f"{target}::one_shot", tmp_path, sizes="4K", place="sim")
+    assert code == 0 and rows(facts)["one_shot"]["right"] is True
+    wrong = target.read_text().replace("+ number) + ranks", "+ number)")
+    assert wrong != target.read_text()
+    (tmp_path / "bench_wrong.py").write_text(wrong)
+    example = target.with_name("one_shot_all_reduce.py").read_text()
+    (tmp_path / "one_shot_all_reduce.py").write_text(example)
+    code, text, _ = run(f"{tmp_path}/bench_wrong.py::one_shot", tmp_path, sizes="4K", place="sim")
+    assert code == 1 and "WRONG results: one_shot." in text
+
+
+@pytest.mark.parametrize("name", ["bare", "whole"])
+def test_less_than_a_kernel(name: str, tmp_path: pathlib.Path) -> None:
+    code, text, facts = run(f"{KERNELS}::{name}", tmp_path, place="sim")
+    assert code == 0 and rows(facts)[name]["algbw"] is None
+    assert ("Not checked" in text) == (name == "bare")
+
+
+# -- how it is started ---------------------------------------------------------------------------------
+
+
+def test_under_torchrun(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    bench_arguments = ["bench", "all_gather", "--sizes", "4K", "--repetitions", "2"]
+    done = subprocess.run(
+        [*command, "interlace", *bench_arguments, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("All results are right.") == 1  # rank 0 alone prints
+    found = rows(json.loads(path.read_text()))
+    assert list(found) == ["auto", "gloo"] and all(row["right"] for row in found.values())
+
+
+def test_a_plot_is_written(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    run("all_reduce", tmp_path, sizes="64,128", place="sim", repetitions=1, plot=str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("rich", "matplotlib"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+from interlace.__main__ import main
+arguments = ["bench", "broadcast", "--sizes", "64", "--place", "sim", "--repetitions", "1"]
+assert main(arguments) == 0
+assert main([*arguments, "--plot", "plot.png"]) == 2
+"""
+
+
+def test_without_rich_and_matplotlib() -> None:
+    command = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1: broadcast 64 B" in done.stderr
+    assert "--plot needs matplotlib, which is not installed: pip install" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("broadcast, float32, 2 ranks, place sim")
+    assert lines[1].split()[:3] == ["size", "candidate", "time"]
+    assert lines[3].split()[:3] == ["64", "B", "auto"] and lines[3].endswith("right")
+
+
+def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
+    out = io.StringIO()
+    options = BenchOptions("all_gather", sizes="64", place="sim", baseline="torch", **FAST)
+    bench(Console(file=out, width=30), options)
+    assert "candidate" in out.getvalue() and "\u2026" not in out.getvalue()
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all_reduc"], "all_reduc: is none of all_reduce, all_gather"),
+        (["nowhere.py::f"], "nowhere.py: there is no such file"),
+        ([f"{KERNELS.parent}::f"], "must be like path/to/file.py::function"),
+        (["all_reduce", "--sizes", "1K:1G:x1"], "the factor of '1K:1G:x1' must be at least 2"),
+        (["all_reduce", "--sizes", "big"], "--sizes: 'big' is no size"),
+        (["all_reduce", "--m", "64"], "--m: all_reduce has no matmul; it takes --sizes"),
+        (["all_gather_matmul", "--sizes", "1K"], "it takes --m, --n and --k"),
+        (
+            ["all_gather_matmul", "--m", "5"],
+            "--m 5: all_gather_matmul shards rows, and world size 2",
+        ),
+        (["matmul_all_reduce", "--dtype", "int32"], "--dtype int32: matmul_all_reduce multiplies"),
+        (["barrier", "--sizes", "4"], "barrier moves nothing, so it has no size"),
+        (["send_recv", "--world-size", "1"], "send_recv needs at least 2 ranks"),
+        (["all_reduce", "--world-size", "65"], "--world-size must be within 1..64, got 65"),
+        (["all_reduce", "--algorithm", "fused"], "all_reduce has auto, kernel, copy, and all"),
+        (["all_reduce", "--baseline", "mpi"], "--baseline mpi: known are torch, nccl, gloo"),
+        (["all_reduce", "--repetitions", "0"], "--repetitions must be positive, got 0"),
+        (["all_reduce", "--timeout", "0"], "--timeout must be positive, got 0.0"),
+        (
+            ["all_reduce", "--json", "/no/such/x.json"],
+            "--json /no/such/x.json: the folder does not",
+        ),
+        (["all_reduce", "--place", "hosts"], "--place hosts is one of torchrun's"),
+        (["all_reduce", "--place", "sim", "--baseline", "gloo"], "needs a process per rank"),
+        ([f"{KERNELS}::right", "--algorithm", "fused"], "a kernel of your own has none"),
+        ([f"{KERNELS}::right", "--place", "sim"], "takes 'nbytes', so give --sizes"),
+        ([f"{KERNELS}::needs_more", "--place", "sim", "--sizes", "4"], "an argument 'colour'"),
+        ([f"{KERNELS}::bare", "--place", "sim", "--baseline", "gloo"], "has no baselines"),
+        ([f"{KERNELS}::nothing", "--place", "sim"], "has no function 'nothing'; it has"),
+    ],
+)
+def test_options_that_cannot_be(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["bench", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["nccl", "symm_mem"])
+def test_baselines_that_need_a_gpu_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["bench", "all_reduce", "--place", "shm", "--baseline", name]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"--baseline {name} needs a GPU per rank, and place shm has its tensors on the CPU" in said
+    )
+
+
+def test_ranks_of_torchrun_are_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main.run(["bench", "all_reduce", "--world-size", "4"]) == 2
+    assert "--world-size 4: torchrun has started 2 ranks" in capsys.readouterr().err
+
+
+def test_the_place_decides_about_the_interpreter() -> None:
+    assert bench_options.wants_interpreter(BenchOptions("all_reduce", place="shm"))
+    assert not bench_options.wants_interpreter(BenchOptions("all_reduce", place="cuda"))
