@@ -28,7 +28,12 @@ from interlace.runtime.control import (
     SEQUENCE,
     Control,
 )
-from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
+from interlace.runtime.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+)
 from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
 from interlace.runtime.shared_ranges import SharedRanges
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
@@ -148,7 +153,7 @@ class HostGroup:
         own, problem = None, ""
         try:
             own = self.new_segment(nbytes)
-        except InterlaceError as error:
+        except (InterlaceError, OSError) as error:
             problem = str(error)
         try:
             return self._share(own, nbytes, problem, doing)
@@ -174,16 +179,36 @@ class HostGroup:
             said = bytes(HEADER_BYTES) if own is None else own.identity.pack()
             identities = self._compare(nbytes, said, problem, doing)
             assert own is not None  # or its problem was raised
-            patience, mappings = self.patience(), []
-            received = self._rendezvous.trade(
-                (own.descriptor,), lambda missing: patience.step(doing, missing)
-            )
+            mappings: list[Mapping] = []
             try:
+                received = self._rendezvous.trade((own.descriptor,), self._trading(doing))
                 mappings = self._map(own.mapping, received, identities)
-            except InterlaceError as error:
+            except (PeerDiedError, AbortedError, CollectiveTimeoutError):
+                raise
+            except (InterlaceError, OSError) as error:
                 problem = str(error)
             self._compare(nbytes, said, problem, doing)
         return mappings
+
+    def _trading(self, doing: str) -> Callable[[Sequence[int]], None]:
+        """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
+        in the next message, and is not waited for; what it has sent before that can be taken by then.
+        """
+        control, sequence, patience = self._control, self._sequence, self.patience()
+        assert control is not None
+        before: set[int] = set()  # ahead when what had come was taken last
+
+        def step(missing: Sequence[int]) -> None:
+            nonlocal before
+            words = control.words
+            ahead = {rank for rank in missing if words[rank].acquired(SEQUENCE) > sequence}
+            if gone := sorted(ahead & before):
+                raise InterlaceError(f"ranks {gone} have sent no descriptor of their memory")
+            before = ahead
+            if not ahead:
+                patience.step(doing, missing)
+
+        return step
 
     def _compare(self, nbytes: int, said: bytes, problem: str, doing: str) -> list[Identity]:
         """What every rank says of its segment.
@@ -285,6 +310,8 @@ class HostGroup:
                 patience.step(doing, waited_for, lambda: view[index] >= value)
         except BaseException as error:
             self._unusable = f"an earlier exchange failed ({error})"
+            if isinstance(error, PeerDiedError):
+                self.abort(str(error))  # others may be waiting for this rank, not for the dead one
             raise
 
     def wait_until(
@@ -321,12 +348,21 @@ class HostGroup:
                 return PeerDiedError(rank, self._pids[rank], doing)
         failure = self.failure()
         if failure is not None:
-            return failure
+            return self._death(doing) or failure
         for rank in waited_for:
             if control.has_left(rank):
                 return InterlaceError(
                     f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
                 )
+        return None
+
+    def _death(self, doing: str) -> PeerDiedError | None:
+        """A rank that died, if there is one: of an abort by another survivor that is the cause."""
+        control = self._control
+        assert control is not None
+        for rank in ended_processes(self._pidfds):
+            if not control.reason(rank) and not control.has_left(rank):
+                return PeerDiedError(rank, self._pids[rank], doing)
         return None
 
     # -- failing and ending --------------------------------------------------------------------

@@ -76,12 +76,14 @@ class Rounds:
             self.opened = True
 
     def _open_many(self, op: str) -> None:
-        """Collective, at the end of an op. All ranks get more slots, or none does: memory is short."""
+        """Collective, at the end of an op. All ranks get more slots, or none does and all go on."""
         if self._may_grow:
             self._may_grow = False
             try:
                 mappings = self._group.allocate((MANY - FEW) * SLOT_BYTES, op)
-            except InterlaceError:
+            except InterlaceError as error:
+                if type(error) is not InterlaceError:  # a death, an abort, a timeout
+                    raise
                 return
             rings = [torch.from_numpy(mapping.array()) for mapping in mappings]
             self._add_slots(rings, [mapping.data_address for mapping in mappings], MANY - FEW)

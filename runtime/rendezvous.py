@@ -130,6 +130,9 @@ class Rendezvous:
                 )
             except TimeoutError:
                 return True
+        if self._is_late(message):
+            close_all(descriptors)
+            return True
         try:
             rank = self._sender(message, flags, received)
         except BaseException:
@@ -139,6 +142,14 @@ class Rendezvous:
             os.set_inheritable(descriptor, False)
         received[rank] = Delivery(pid, descriptors)
         return True
+
+    def _is_late(self, message: bytes) -> bool:
+        """Whether it is of an earlier trade, which this rank has given up."""
+        if len(message) != _MESSAGE.size:
+            return False
+        magic, version, nonce, _, world_size, sequence, to = _MESSAGE.unpack(message)
+        mine = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._rank)
+        return (magic, version, nonce, world_size, to) == mine and sequence < self._sequence
 
     def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int:
         what = f"rank {self._rank} got a message that is not of this group"

@@ -40,14 +40,12 @@ def copied(group: Any, output: Any, input: Any, opts: Any) -> bool:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
     except RuntimeError:  # see checks.has_memory
         return False
-    if target != source:
-        if not target or not source or abs(target - source) < nbytes:
-            return False
-        if not communicator.may_run_now():
-            return False
-        _memmove(target, source, nbytes)
-    elif not communicator.may_run_now():
+    if not target or not source or 0 < abs(target - source) < nbytes:
+        return False  # an address may be 0 where there is no memory at all, see checks.has_memory
+    if not communicator.may_run_now():
         return False
+    if target != source:
+        _memmove(target, source, nbytes)
     group._sequence += 1
     return True
 

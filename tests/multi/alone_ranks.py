@@ -33,6 +33,13 @@ def _nested() -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.clone(), tensor
 
 
+def _freed() -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = torch.zeros(4), torch.ones(4)
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+    return tensors
+
+
 CASES: dict[str, Make] = {
     "plain": lambda: (torch.zeros(4), torch.arange(4.0)),
     "in place": _same,
@@ -55,6 +62,11 @@ CASES: dict[str, Make] = {
         torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     ),
     "nested": _nested,
+    "no memory": _freed,
+    "uint1": lambda: (
+        torch.zeros(8, dtype=torch.uint8).view(torch.uint1)[::2],
+        torch.ones(8, dtype=torch.uint8).view(torch.uint1)[::2],
+    ),
 }
 
 Op = Callable[..., Any]
@@ -82,6 +94,8 @@ def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
             work.wait()
     except Exception as error:
         return "raised", f"{type(error).__name__}: {error}"
+    if out.dtype in (torch.uint1,):  # torch cannot print it
+        return "gave", str(out.untyped_storage().tolist())
     return "gave", f"{out!r} from {x!r}"
 
 
@@ -106,6 +120,23 @@ def both_ways(path: str) -> tuple[list[str], int]:
                     different.append(f"{name}, {case}: {short}, {again}; generally {general}")
     alone.copied = copied
     return different, shortened
+
+
+def written_behind(path: str) -> list[str]:
+    """Ops that do not refuse an output of another size than the input, or write outside of it."""
+    found = []
+    with world(path):
+        for n, sent in ((6, 32), (6, 3), (6, 0)):
+            for name, op in OPS.items():
+                for async_op in (False, True):
+                    memory = torch.full((64,), 7, dtype=torch.int32)
+                    given = memory[:n], torch.arange(sent, dtype=torch.int32)
+                    kind, text = _outcome(op, lambda given=given: given, async_op)  # type: ignore[misc]
+                    if kind != "raised" or not text.startswith(("ValueError", "RuntimeError")):
+                        found.append(f"{name} {sent} to {n}: {kind} {text}")
+                    if not bool((memory == 7).all()):
+                        found.append(f"{name} {sent} to {n} wrote")
+    return found
 
 
 def counted_and_refused(path: str) -> tuple[int, str, str]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import interlace
 from interlace import groups
+from interlace.runtime import host_rounds
 from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.engine import Engine
+from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_engine import HostEngine
 from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES
 from interlace.runtime.reductions import fold
@@ -159,6 +166,51 @@ def many_slots(differently: bool) -> list[str]:
     return wrong + (
         [] if used - {FEW} or (differently and rank == 0) else [f"only {used} slots were used"]
     )
+
+
+def more_slots_fail(fault: str) -> list[str]:
+    """More slots cannot be had, for a reason that one rank sees: everybody goes on with few."""
+    e = engine()
+    grown, host_rounds.GROWN = host_rounds.GROWN, 10
+    group: Any = e._group  # type: ignore[attr-defined]
+    e.all_reduce(Call("first"), torch.zeros(1 << 20), "sum")  # makes the ring
+
+    def failing(*_: Any) -> Any:
+        if fault == "accept":
+            raise InterlaceError("no descriptor came with the message")
+        raise OSError(24, "Too many open files")
+
+    if e.rank == 1:
+        where = {"accept": "_accept", "send": "_send"}.get(fault)
+        owner = group if where is None else group._rendezvous
+        setattr(owner, where or "new_segment", failing)
+    mine = [data(peer, 6 << 20, torch.uint8) for peer in range(e.world_size)]
+    total, wrong = torch.zeros_like(mine[0]), []
+    fold("max", mine, total)
+    for turn in range(4):
+        tensor = mine[e.rank].clone()
+        e.all_reduce(Call("r"), tensor, "max")
+        wrong += _check(f"all_reduce {turn}", tensor, total)
+    host_rounds.GROWN = grown  # these processes are used again
+    rounds: Any = e._rounds  # type: ignore[attr-defined]
+    slots = len(rounds._slots[0])
+    return wrong + ([] if slots == FEW else [f"{slots} slots"])
+
+
+def killed_in_broadcast(folder: str) -> None:
+    """Rank 2 dies while the others move data; rank 1 waits for rank 0 alone. They note what they see."""
+    e = engine()
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8)
+    if e.rank == 2:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        for _ in range(10_000):
+            e.broadcast(Call("b"), tensor, 0)
+    except InterlaceError as error:
+        Path(folder, str(e.rank)).write_text(f"{type(error).__name__}: {error}")
+        while not all(Path(folder, str(rank)).exists() for rank in (0, 1)):
+            time.sleep(0.01)  # lives on: nobody learns it from this one's end
+        raise
 
 
 def reducing() -> list[str]:

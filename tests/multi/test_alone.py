@@ -17,6 +17,13 @@ def test_the_short_way_is_the_general_one(tmp_path: Path) -> None:
     assert shortened >= 2 * 9 * 5  # of 10 ops, those that are plain copies
 
 
+def test_an_output_of_another_size_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    (found,) = interlace.run(
+        alone_ranks.written_behind, 1, str(tmp_path / "store"), place="shm", timeout=60
+    )
+    assert found == []
+
+
 def test_the_short_way_counts_is_profiled_and_ends_with_its_group(tmp_path: Path) -> None:
     (answer,) = interlace.run(
         alone_ranks.counted_and_refused, 1, str(tmp_path / "store"), place="shm", timeout=60

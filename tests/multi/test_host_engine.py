@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,19 @@ def test_the_faster_number_of_slots_is_chosen_and_tried_again() -> None:
         while depth.choice() == best:  # the ranks have moved
             depth.took(best, 3e-6)
         assert depth.choice() == other
+
+
+@pytest.mark.parametrize("fault", ["accept", "send", "memory"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_memory_for_many_slots_all_go_on_with_few(world_size: int, fault: str) -> None:
+    assert run(engine_ranks.more_slots_fail, world_size, fault) == [[]] * world_size
+
+
+def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
+    with pytest.raises(interlace.InterlaceError):
+        interlace.run(engine_ranks.killed_in_broadcast, 3, str(tmp_path), place="shm", timeout=15)
+    for rank in (0, 1):
+        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
 
 
 def test_many_ranks() -> None:
