@@ -1,0 +1,157 @@
+"""What fused ops should take on machines that are not here: ``python benchmarks/model.py``.
+
+A discrete-event model of tiles, SMs, copy engines and links: docs/model.md says how it works and how far to
+trust it. Prints, for one machine of ``model_machines.MACHINES``: its parameters with their sources;
+published speedups beside the model's; predictions on 8 ranks and on 2 to 128 nodes; the recommended
+chunks and orders; and what depends on figures that nobody has published. Nothing of it is measured,
+unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device, which are used and named.
+
+--machine NAME  h100x8 (default), h100x8-500w, h800x8, h200x8, h200x1 (virtual ranks), h200-pcie
+--json FILE     everything that is printed, and the parameters
+--plot FOLDER   plots as model-*.png (needs matplotlib)
+--fit           fit the fitted parameters again, print them, and nothing else
+--docs          put the tables and plots into docs/model.md and docs/images
+--nodes N       at most so many nodes; 128 take half of the time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import model_tables as tables
+from model_calibration import calibrated
+from model_choose import Recommendation, best_chunk
+from model_machines import MACHINES, Machine, machine_named
+from model_plots import draw_all, require_matplotlib
+from model_predict import predict
+from model_published import Compared, compare_all
+from model_tables import Progress, Table
+
+__all__ = ["best_chunk", "calibrated", "machine_named", "predict"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "model.md"
+IMAGES = PAGE.parent / "images"
+MARK = re.compile(r"(<!-- model (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def report(name: str) -> Progress:
+    """One line on a terminal's stderr that says what is being computed; nothing elsewhere."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            spent = time.monotonic() - started
+            print(f"\r\033[K{name}: {spent:3.0f} s, {text}", end="", file=sys.stderr, flush=True)
+
+    return say
+
+
+def all_tables(
+    machine: Machine, progress: Progress, most_nodes: int = tables.NODES[-1]
+) -> tuple[list[Table], list[Compared], list[Recommendation]]:
+    """Everything for one machine, the published figures for all."""
+    found = compare_all(progress)
+    made = [
+        tables.parameters(machine),
+        tables.published(found),
+        tables.summary(found),
+        tables.outside(found),
+        tables.not_modelled(),
+    ]
+    recommendations: list[Recommendation] = []
+    if machine.name in ("h200x1", "h200-pcie"):
+        made.append(tables.one_gpu(machine, progress))
+    else:
+        chunks, recommendations = tables.recommendation(machine, progress)
+        made += [
+            tables.one_node(machine, progress),
+            chunks,
+            tables.orders_of(machine, progress),
+            tables.several_nodes(machine, progress, most_nodes),
+            tables.sensitivity(machine, progress),
+        ]
+    measured = tables.measured(machine)
+    return [*made, *([measured] if measured else [])], found, recommendations
+
+
+def page_with(text: str, made: Sequence[Table]) -> str:
+    """``text`` with every marked table that is in ``made`` written anew."""
+    by_name = {table.name: table for table in made}
+
+    def again(match: re.Match[str]) -> str:
+        begin, name, old, end = match.groups()
+        return begin + (by_name[name].markdown() if name in by_name else old) + end
+
+    return MARK.sub(again, text)
+
+
+def document(machine: Machine, made: Sequence[Table], recommended: Sequence[Recommendation]) -> str:
+    """As JSON."""
+    return json.dumps(
+        {
+            "what": "predicted by benchmarks/model.py; nothing here is measured unless it says so",
+            "machine": machine.name,
+            "parameters": {
+                name: {"value": getattr(machine, name), "source": source}
+                for name, source in machine.sources.items()
+            },
+            "tables": [
+                {"name": t.name, "title": t.title, "head": t.head, "rows": t.rows, "note": t.note}
+                for t in made
+            ],
+            "recommended": [asdict(each) for each in recommended],
+        },
+        indent=1,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments, predict, print, write."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--machine", default="h100x8", choices=MACHINES, metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--nodes", type=int, default=tables.NODES[-1], metavar="N")
+    options = parser.parse_args(arguments)
+    progress = report("model")
+    if options.fit:
+        print(f"\r{tables.refitted(progress).text()}")
+        return 0
+    if options.docs and options.machine != "h100x8":
+        parser.error("--docs is for the default machine")
+    if options.plot or options.docs:
+        require_matplotlib()
+    machine = calibrated(machine_named(options.machine))
+    made, found, recommended = all_tables(machine, progress, options.nodes)
+    progress("done\n")
+    for table in made:
+        print(table.text())
+    folders = [options.plot] if options.plot else []
+    if options.docs:
+        PAGE.write_text(page_with(PAGE.read_text(), made))
+        print(f"written to {PAGE}")
+        folders.append(IMAGES)
+    several = next((table for table in made if table.name == "nodes"), None)
+    for folder in folders:
+        for path in draw_all(machine, found, several, folder, progress):
+            print(f"written to {path}")
+    if options.json:
+        options.json.write_text(document(machine, made, recommended) + "\n")
+        print(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

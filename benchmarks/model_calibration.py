@@ -1,0 +1,157 @@
+"""Parameters from measured figures: the result files that ``gpu.py`` writes, where there are any.
+
+A file says on which device it was measured; every machine of the model with that device takes from the
+latest file
+
+    power_tflops   from part "matmul", torch.mm
+    tile_us        from part "matmul", the kernel of all_gather_matmul with all flags preset
+    link_gbs       h200-pcie: from part "slow-link", transfers by copy engine alone
+
+and is marked ``measured: FILE``. Records whose results were wrong carry no times and are not used. What the
+files say of fused ops is never fitted to; :func:`compare_measured` sets it beside the predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_fit import least
+from model_kernels import Shape
+from model_machines import Machine
+from model_matmul import BYTES, library_us, matmul_us, triton_tiling
+from model_predict import default_configuration, predict
+
+RESULTS = Path(__file__).parent / "results"
+DEVICES = {
+    "H200": "h200",
+    "H100": "h100x8",
+    "H800": "h800",
+}  # in the device's name: our names' start
+_SHAPE = re.compile(r"(?:W=(?P<w>\d+), )?(?P<m>\d+) x (?P<n>\d+) x (?P<k>\d+)$")
+_VIRTUAL = {"fused": "fused", "pipelined": "pipelined", "unfused": "interlace unfused",
+            "torch pipelined": "symm_mem"}  # fmt: skip
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The records of one file."""
+
+    file: str
+    records: list[Record]
+
+    def times(self, part: str) -> Iterator[tuple[str, dict[str, int], dict[str, float]]]:
+        """(case, its numbers, medians by candidate), of right results."""
+        for record in self.records:
+            found = _SHAPE.search(str(record.get("case", "")))
+            if record.get("part") == part and record.get("correct") and found:
+                numbers = {key: int(value) for key, value in found.groupdict("1").items()}
+                medians = {
+                    name: float(time["median"]) for name, time in record["microseconds"].items()
+                }
+                yield record["case"], numbers, medians
+
+
+def measured_for(machine: Machine, folder: Path = RESULTS) -> Measured | None:
+    """The latest file of ``machine``'s device; None where there is none."""
+    latest: tuple[str, Path, list[Record]] | None = None
+    for path in sorted(folder.glob("gpu-*.json")):
+        document = json.loads(path.read_text())
+        names = [start for mark, start in DEVICES.items() if mark in document.get("device", "")]
+        if names and machine.name.startswith(names[0]) and machine.name != "h100x8-500w":
+            key = (str(document.get("date", "")), path, document.get("records", []))
+            latest = key if latest is None or key[:2] > latest[:2] else latest
+    return None if latest is None else Measured(latest[1].name, latest[2])
+
+
+def calibrated(machine: Machine, folder: Path = RESULTS) -> Machine:
+    """``machine`` with what has been measured on it."""
+    measured = measured_for(machine, folder)
+    if measured is None:
+        return machine
+    source = f"measured: benchmarks/results/{measured.file}"
+    shapes = [
+        ((each["m"], each["n"], each["k"]), times) for _, each, times in measured.times("matmul")
+    ]
+    if any("torch.mm" in times for _, times in shapes):
+
+        def loss(power: float) -> float:
+            tried = machine.with_values(source, power_tflops=power)
+            return sum(
+                math.log(library_us(tried, *shape) / times["torch.mm"]) ** 2
+                for shape, times in shapes
+                if "torch.mm" in times
+            )
+
+        power = least(loss, 100, machine.clock_tflops)
+        machine = machine.with_values(source, power_tflops=power)
+    if any("kernel" in times for _, times in shapes):
+
+        def tile_loss(tile: float) -> float:
+            tried = machine.with_values(source, tile_us=tile)
+            return sum(
+                math.log(_kernel_us(tried, *shape) / times["kernel"]) ** 2
+                for shape, times in shapes
+                if "kernel" in times
+            )
+
+        machine = machine.with_values(source, tile_us=least(tile_loss, 0.01, 100))
+    if machine.name == "h200-pcie":
+        rates = [
+            each["m"] * each["k"] * BYTES * (each["w"] - 1) / each["w"] / times["transfer"] / 1e3
+            for case, each, times in measured.times("slow-link")
+            if case.startswith("copy engine") and "transfer" in times
+        ]
+        if rates:
+            rates.sort()
+            machine = machine.with_values(source, link_gbs=rates[len(rates) // 2])
+    return machine
+
+
+def _kernel_us(machine: Machine, m: int, n: int, k: int) -> float:
+    chosen = default_configuration(Shape("all_gather_matmul", m, n, k))
+    tiling = triton_tiling(machine, chosen.block_m, chosen.block_n, chosen.group_m)
+    return matmul_us(machine, tiling, m, n, k)
+
+
+@dataclass(frozen=True)
+class Against:
+    """A measured time and the predicted one."""
+
+    case: str
+    candidate: str
+    measured_us: float
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.predicted_us / self.measured_us - 1
+
+
+def compare_measured(machine: Machine, folder: Path = RESULTS) -> list[Against]:
+    """Fused ops of the latest file beside what ``machine`` predicts; nothing where there is no file."""
+    measured, found = measured_for(machine, folder), []
+    if measured is None:
+        return []
+    if machine.virtual_ranks:
+        for case, each, times in measured.times("virtual"):
+            shape = Shape(case.split(" ")[0], each["m"], each["n"], each["k"], each["w"])
+            for name, algorithm in _VIRTUAL.items():
+                if name in times:
+                    ours = predict(machine, shape, algorithm).microseconds
+                    found.append(Against(case, name, times[name], ours))
+    if machine.name == "h200-pcie":
+        for case, each, times in measured.times("slow-link"):
+            if case.startswith("copy engine") and "fused" in times:
+                shape = Shape("all_gather_matmul", each["m"], each["n"], each["k"], each["w"])
+                ours = predict(machine, shape, "fused").microseconds
+                found.append(Against(case, "fused", times["fused"], ours))
+    return found

@@ -1,0 +1,151 @@
+"""Which chunk size and which order: ``best_chunk(machine, m, n, k)``, and the recommended table.
+
+All by prediction. Candidates are few and the best of them is taken, ties going to the larger chunk: fewer
+signals, and less that the model may have wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from model_kernels import Shape
+from model_machines import Machine
+from model_matmul import BYTES
+from model_predict import default_configuration, orders, predict
+
+from interlace.runtime import launch_formulas as formulas
+
+CHUNKS = (1, 2, 3, 4, 8, 16)
+COPIERS = (0, 32)
+WORTH_IT = 1.15  # predicted speedup; below, the model may be wrong
+GOOD_ENOUGH = 1.01  # a larger chunk may cost that much more
+SHAPES = ((1792, 4096), (3584, 8192), (6656, 16384))  # N, K of a rank: Llama 8B, 70B, 405B by 8
+ROWS = (1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to send how, and what that is predicted to bring."""
+
+    shape: Shape
+    chunks: int
+    chunk_rows: int
+    copiers: int
+    order: str
+    microseconds: float
+    default_us: float  # with the default chunks, by the copy engine
+    unfused_us: float
+    overlap: float
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of one send."""
+        return self.chunk_rows * self.shape.k * BYTES
+
+    @property
+    def take(self) -> str:
+        """ "fused" or "unfused"; "measure" where the model cannot tell."""
+        gain = self.unfused_us / self.microseconds
+        return "fused" if gain >= WORTH_IT else "unfused" if gain <= 1 else "measure"
+
+
+@lru_cache(maxsize=512)
+def best_chunk(
+    machine: Machine, m: int, n: int, k: int, world_size: int = 8, nodes: int = 1
+) -> Recommendation:
+    """For all-gather + matmul: chunks of a shard, who sends them, and in which order.
+
+    ``n`` and ``k`` are those of a rank's weight, ``m`` all rows.
+    """
+    shape = Shape("all_gather_matmul", m, n, k, world_size, nodes)
+    configuration = default_configuration(shape)
+    unfused = predict(machine, shape, "unfused")
+    default_us = predict(machine, shape, "fused", configuration).microseconds
+    found: dict[tuple[int, int], float] = {}
+    for copiers in COPIERS:
+        for chunks in CHUNKS:
+            rows = formulas.chunk_rows(shape.rows, configuration.block_m, chunks)
+            if (rows, copiers) not in found:
+                tried = replace(configuration, chunks=chunks, copiers=copiers)
+                found[rows, copiers] = predict(machine, shape, "fused", tried).microseconds
+    least = min(found.values())
+    rows, copiers = max(key for key, us in found.items() if us <= least * GOOD_ENOUGH)
+    chunks = formulas.ceil_div(max(shape.rows), rows)
+    chosen = replace(configuration, chunks=chunks, copiers=copiers)
+    timed = {
+        order: predict(machine, shape, "fused", chosen, order=order) for order in orders(shape)
+    }
+    order = min(timed, key=lambda name: timed[name].microseconds)
+    default_order = orders(shape)[0]
+    if timed[default_order].microseconds <= timed[order].microseconds * GOOD_ENOUGH:
+        order = default_order
+    best = timed[order]
+    return Recommendation(
+        shape,
+        chunks,
+        rows,
+        copiers,
+        order,
+        best.microseconds,
+        default_us,
+        unfused.microseconds,
+        best.overlap,
+    )
+
+
+def recommended(machine: Machine, world_size: int = 8) -> list[Recommendation]:
+    """The table: Llama's shapes by rows."""
+    return [best_chunk(machine, m, n, k, world_size) for n, k in SHAPES for m in ROWS]
+
+
+@dataclass(frozen=True)
+class OrderEffect:
+    """What an order is predicted to cost relative to the kernels' own."""
+
+    shape: Shape
+    order: str
+    microseconds: float
+    relative: float
+
+
+def order_effects(machine: Machine, shape: Shape) -> list[OrderEffect]:
+    """Every order of ``fused`` at a shape."""
+    times = {
+        order: predict(machine, shape, "fused", order=order).microseconds for order in orders(shape)
+    }
+    first = times[orders(shape)[0]]
+    return [OrderEffect(shape, order, us, us / first) for order, us in times.items()]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How the predicted time changes with one parameter: relative, at half and at twice of it."""
+
+    parameter: str
+    half: float
+    twice: float
+
+    @property
+    def largest(self) -> float:
+        """Of the two."""
+        return max(abs(self.half - 1), abs(self.twice - 1))
+
+
+def sensitivities(machine: Machine, shape: Shape, algorithm: str = "fused") -> list[Sensitivity]:
+    """Of every parameter that nobody has published or measured, the largest first."""
+    base = predict(machine, shape, algorithm).microseconds
+    found = []
+    for name, source in machine.sources.items():
+        if source.startswith(("published", "measured")):
+            continue
+        value = getattr(machine, name)
+        effects = [
+            predict(
+                machine.with_values("assumed: varied", **{name: value * factor}), shape, algorithm
+            ).microseconds
+            / base
+            for factor in (0.5, 2.0)
+        ]
+        found.append(Sensitivity(name, *effects))
+    return sorted(found, key=lambda each: -each.largest)

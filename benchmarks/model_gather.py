@@ -1,0 +1,167 @@
+"""All-gather + matmul as interlace does it: fused with copiers or the copy engine, pipelined, unfused.
+
+Chunks, sends, arrivals and tiles are ``launch_formulas``' and ``tiling``'s, the ones that the kernels get::
+
+    copy engine | chunk 0 -> next | chunk 0 -> next but one | ... | chunk 1 -> next | ...
+    programs    | own chunks, no wait ...... | wait, chunk 0 of the one before | ...
+
+A copier is a program that loads, stores to the peer and publishes; it has an SM to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model_cluster import Cluster
+from model_engine import Process
+from model_kernels import Logged, Multiplier, Shape, Span, library_matmul, persistent, tiling_of
+from model_matmul import BYTES
+
+from interlace.kernels.tiling import arrival_order, chunks_of
+from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.configuration import Configuration
+
+
+def fused(
+    cluster: Cluster,
+    rank: int,
+    shape: Shape,
+    rows: Sequence[int],
+    configuration: Configuration,
+    log: list[Span] | None = None,
+    order: str = "interleaved",
+) -> Process:
+    """``all_gather_matmul_fused``; ``configuration.copiers`` 0 leaves the sending to the copy engine.
+
+    ``order`` "by source" sends and takes all chunks for or of a rank before the next rank's, which the
+    kernel does not: what ``tiling``'s order is worth.
+    """
+    machine, world_size = cluster.machine, cluster.world_size
+    tiling, block_m = tiling_of(machine, configuration), configuration.block_m
+    tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
+    size = formulas.chunk_rows(rows, block_m, configuration.chunks)
+    sends = formulas.send_lines(rank, world_size, rows, size)
+    lines = formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+    if order == "by source":
+        sends = sorted(sends, key=lambda line: (line[0] - rank) % world_size)
+        lines = _by_source(lines, rank, world_size, block_m, tiles_n)
+    most = max(1, cluster.program_limit() // 4)
+    copiers = min(configuration.copiers, len(sends), most)
+    resident = cluster.resident_programs(configuration, copiers)
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    grid = formulas.persistent_grid(copiers, tiles, resident)
+    consumers = grid - copiers
+    matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
+
+    def copier(program: int) -> Process:
+        note = Logged(cluster, rank, program, log)
+        for send in range(program, len(sends), copiers):
+            peer, first_row, count = sends[send][:3]
+            note.begin()
+            yield from cluster.copy(rank, peer, count * shape.k * BYTES, machine.sm_copy_gbs)
+            yield machine.signal_us  # a release waits until the peer has the stores
+            cluster.publish(rank, peer, ("chunk", first_row // size))
+            note.end("copy", peer, first_row // size)
+
+    def consumer(program: int) -> Process:
+        note = Logged(cluster, rank, program + copiers, log)
+        for source, first_row, count, _, _, start in lines:
+            chunk, waited = first_row // size, source == rank
+            for tile, tile_m, tile_n in matmul.tiles(count, start, program, consumers):
+                if not waited:
+                    note.begin()
+                    yield cluster.flag(source, rank, ("chunk", chunk))
+                    note.end("wait", source, chunk)
+                    waited = True
+                note.begin()
+                yield from matmul.tile((source, chunk), tile_m, tile_n)
+                note.end("tile", source, chunk, tile)
+
+    def program(index: int) -> Process:
+        return copier(index) if index < copiers else consumer(index - copiers)
+
+    if not copiers:
+        sending = copy_engine(cluster, rank, shape, sends, size, log)
+        cluster.spawn(sending, f"copy engine of rank {rank}")
+    yield from persistent(cluster, rank, grid, program)
+    yield machine.launch_us  # finish_kernel
+
+
+def _by_source(
+    lines: Sequence[Sequence[int]], rank: int, world_size: int, block_m: int, tiles_n: int
+) -> list[list[int]]:
+    """The same chunks source by source, with their tiles numbered anew."""
+    found, start = [], 0
+    for line in sorted(lines, key=lambda line: (rank - line[0]) % world_size):
+        found.append([*line[:-1], start])
+        start += formulas.ceil_div(line[2], block_m) * tiles_n
+    return found
+
+
+def copy_engine(
+    cluster: Cluster,
+    rank: int,
+    shape: Shape,
+    sends: Sequence[Sequence[int]],
+    size: int,
+    log: list[Span] | None = None,
+) -> Process:
+    """``_send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
+    note = Logged(cluster, rank, -1, log)
+    yield cluster.machine.launch_us  # wait_credits
+    for peer, first_row, count, *_ in sends:
+        yield cluster.machine.copy_issue_us
+        note.begin()
+        yield from cluster.copy(rank, peer, count * shape.k * BYTES)
+        cluster.publish(rank, peer, ("chunk", first_row // size))
+        note.end("copy", peer, first_row // size)
+
+
+def pipelined(
+    cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int], configuration: Configuration
+) -> Process:
+    """``all_gather_matmul_pipelined`` on a GPU: stage, pull chunk by chunk, one ``torch.mm`` per chunk."""
+    machine, world_size = cluster.machine, cluster.world_size
+    size = max(1, -(-max(rows) // configuration.chunks))
+    chunks = [chunks_of(count, size) for count in rows]
+    row_bytes = shape.k * BYTES
+
+    def copying() -> Process:
+        yield machine.launch_us
+        for chunk, (_, count) in enumerate(chunks[rank]):
+            yield machine.copy_issue_us + count * row_bytes / (machine.local_copy_gbs * 1e3)
+            for step in range(1, world_size):
+                cluster.publish(rank, (rank + step) % world_size, ("staged", chunk))
+        for source, chunk in order:
+            if source != rank:
+                yield cluster.flag(source, rank, ("staged", chunk))
+                yield machine.copy_issue_us
+                yield from cluster.copy(source, rank, chunks[source][chunk][1] * row_bytes)
+                cluster.publish(rank, rank, ("here", source, chunk))
+
+    order = arrival_order(rank, world_size, [len(part) for part in chunks])
+    cluster.spawn(copying(), f"copy engine of rank {rank}")
+    for source, chunk in order:
+        if source != rank:
+            yield cluster.flag(rank, rank, ("here", source, chunk))
+        yield from library_matmul(cluster, rank, chunks[source][chunk][1], shape.n, shape.k)
+    yield machine.launch_us
+
+
+def unfused(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+    """``all_gather_matmul_unfused``: stage, pull every shard by copies on one stream, one ``torch.mm``."""
+    machine, world_size = cluster.machine, cluster.world_size
+    row_bytes = shape.k * BYTES
+    yield machine.launch_us
+    yield machine.copy_issue_us + rows[rank] * row_bytes / (machine.local_copy_gbs * 1e3)
+    for step in range(1, world_size):
+        cluster.publish(rank, (rank + step) % world_size, "staged")
+    for source, _ in arrival_order(rank, world_size, [1] * world_size):
+        yield machine.copy_issue_us
+        if source == rank:
+            yield rows[rank] * row_bytes / (machine.local_copy_gbs * 1e3)
+        else:
+            yield cluster.flag(source, rank, "staged")
+            yield from cluster.copy(source, rank, rows[source] * row_bytes)
+    yield from library_matmul(cluster, rank, sum(rows), shape.n, shape.k)
+    yield machine.launch_us

@@ -1,0 +1,263 @@
+"""What runs on a GPU of the model: persistent kernels, cuBLAS matmuls, and a log of who did what when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from model_cluster import Cluster, Usage
+from model_engine import Process
+from model_machines import Machine
+from model_matmul import (
+    BYTES,
+    Tiling,
+    compute_us,
+    library_tiling,
+    library_us,
+    sharing_us,
+    traffic_bytes,
+    triton_tiling,
+)
+
+from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.launch_formulas import ceil_div
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The matmul that every rank does: ``M x K @ K x N``; M are all rows, gathered or not yet scattered."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    world_size: int = 8
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}, not one of {', '.join(OPS)}")
+        if min(self.m, self.n, self.k, self.world_size, self.nodes) < 1:
+            raise ValueError(f"{self} has a dimension below 1")
+        if self.world_size % self.nodes:
+            raise ValueError(f"world_size {self.world_size} is no multiple of nodes {self.nodes}")
+
+    @property
+    def rows(self) -> list[int]:
+        """Of every rank's shard."""
+        return [count for _, count in split_rows(self.m, self.world_size)]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the whole matrix that is gathered, scattered or reduced."""
+        return self.m * (self.k if self.op == "all_gather_matmul" else self.n) * BYTES
+
+    def __str__(self) -> str:
+        where = f"{self.world_size} ranks" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        return f"{self.op} M={self.m} N={self.n} K={self.k}, {where}"
+
+
+@dataclass
+class Prediction:
+    """What the model says of one algorithm at one shape; nothing of it is measured."""
+
+    shape: Shape
+    machine: str
+    algorithm: str
+    microseconds: float
+    matmul_us: float = 0.0  # cuBLAS by itself
+    collective_us: float = 0.0  # NCCL by itself
+    usage: Usage | None = None
+    log: list[Span] | None = None
+
+    @property
+    def overlap(self) -> float:
+        """(matmul + collective - this) / the smaller of them: 1 if that is hidden wholly."""
+        smaller = min(self.matmul_us, self.collective_us)
+        return (self.matmul_us + self.collective_us - self.microseconds) / smaller
+
+
+@dataclass(frozen=True)
+class Span:
+    """A program of a rank was busy with something of ``peer``."""
+
+    begin: float
+    end: float
+    rank: int
+    program: int
+    kind: str  # wait, tiles, store, sum, copy
+    peer: int
+    index: int  # of the chunk or tile
+    count: int = 1  # of tiles
+
+
+class Logged:
+    """Adds spans to a list, or does nothing without one."""
+
+    def __init__(self, cluster: Cluster, rank: int, program: int, log: list[Span] | None) -> None:
+        self._simulation, self._log = cluster.simulation, log
+        self._rank, self._program = rank, program
+        self._begin = 0.0
+
+    def begin(self) -> None:
+        """Something starts."""
+        self._begin = self._simulation.now
+
+    def end(self, kind: str, peer: int, index: int, count: int = 1) -> None:
+        """It is over."""
+        if self._log is not None:
+            self._log.append(
+                Span(
+                    self._begin,
+                    self._simulation.now,
+                    self._rank,
+                    self._program,
+                    kind,
+                    peer,
+                    index,
+                    count,
+                )
+            )
+
+
+def tiling_of(machine: Machine, configuration: Configuration) -> Tiling:
+    """How a fused kernel with this configuration runs its tiles."""
+    return triton_tiling(
+        machine, configuration.block_m, configuration.block_n, configuration.group_m
+    )
+
+
+class Multiplier:
+    """Tiles of one persistent kernel on one GPU: what each computes, and who reads memory for it."""
+
+    def __init__(self, cluster: Cluster, rank: int, tiling: Tiling, n: int, k: int) -> None:
+        machine = cluster.machine
+        self.tiling, self.tiles_n = tiling, ceil_div(n, tiling.block_n)
+        self._simulation, self._gpu = cluster.simulation, cluster.gpu(rank)
+        self._compute = compute_us(machine, tiling, k)
+        self._sharing = sharing_us(machine, tiling, n, k)
+        self._a_bytes = tiling.block_m * k * BYTES
+        self._b_bytes = tiling.block_n * k * BYTES
+        self._c_bytes = tiling.block_m * tiling.block_n * BYTES
+        self._read: set[Hashable] = set()
+        self._began: dict[int, float] = {}
+
+    def tile(self, rows_key: Hashable, tile_m: int, tile_n: int) -> Process:
+        """One tile; ``rows_key`` says in which rows of A ``tile_m`` counts."""
+        now = self._simulation.now
+        nbytes = self._c_bytes
+        band = (rows_key, tile_m // self.tiling.group_m, tile_n)
+        if band not in self._read:
+            self._read.add(band)
+            if now - self._began.get(tile_n, -math.inf) > self._sharing:
+                self._began[tile_n] = now
+                nbytes += self._b_bytes
+        if (rows_key, tile_m) not in self._read:
+            self._read.add((rows_key, tile_m))
+            nbytes += self._a_bytes
+        passed = self._gpu.memory.reserve(now, nbytes)
+        yield self._gpu.cores.work(self._compute)
+        yield passed - self._simulation.now
+        yield self.tiling.gap_us
+
+    def tiles(
+        self, rows: int, start: int, program: int, programs: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """A program's tiles of some rows, numbered from ``start``, as the kernels take them.
+
+        (number within the rows, tile_m, tile_n) in the order of ``tiling.grouped_tile``.
+        """
+        tiles_m = ceil_div(rows, self.tiling.block_m)
+        end = start + tiles_m * self.tiles_n
+        for number in range(first_tile.fn(start, program, programs), end, programs):
+            tile = number - start
+            yield tile, *grouped_tile.fn(tile, tiles_m, self.tiles_n, self.tiling.group_m)
+
+
+def persistent(
+    cluster: Cluster, rank: int, programs: int, body: Callable[[int], Process]
+) -> Process:
+    """One kernel of ``programs`` resident programs, each holding an SM to its end."""
+    cores = cluster.gpu(rank).cores
+
+    def program(index: int) -> Process:
+        yield cores.acquire()
+        yield from body(index)
+        cores.release()
+
+    yield cluster.machine.launch_us
+    done = [cluster.spawn(program(index), f"program of rank {rank}") for index in range(programs)]
+    yield from done
+
+
+def library_matmul(cluster: Cluster, rank: int, rows: int, n: int, k: int) -> Process:
+    """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch.
+
+    It is over no sooner than its traffic has passed the memory, which launches share.
+    """
+    machine, gpu = cluster.machine, cluster.gpu(rank)
+    if not rows or not n:
+        return
+    tiling, cores = library_tiling(machine, rows, n, k), gpu.cores
+    left = tiling.tiles(rows, n)
+    each = compute_us(machine, tiling, k)
+
+    def worker() -> Process:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            yield cores.acquire()
+            yield cores.work(each)
+            yield tiling.gap_us
+            cores.release()
+
+    yield machine.launch_us
+    nbytes = traffic_bytes(machine, tiling, rows, n, k)
+    passed = gpu.memory.reserve(cluster.simulation.now, nbytes)
+    workers = min(left, cores.sms)
+    done = [cluster.spawn(worker(), f"matmul of rank {rank}") for _ in range(workers)]
+    yield from done
+    yield passed - cluster.simulation.now
+
+
+def nccl_us(machine: Machine, nbytes: float, world_size: int, nodes: int = 1) -> float:
+    """All-gather or reduce-scatter of ``nbytes`` in all, by rings through all ranks.
+
+    Every rank receives ``(W - 1) / W`` of it. Between nodes as many rings as a node has cards share it.
+    """
+    if world_size == 1:
+        return 0.0
+    rate = machine.nccl_gbs
+    if nodes > 1:
+        rate = min(rate, machine.nic_gbs * (world_size // nodes))
+    passing = nbytes * (world_size - 1) / world_size / (rate * 1e3)
+    hops, node_hops = world_size - nodes, nodes - 1
+    simple = machine.nccl_base_us + machine.nccl_hop_us * hops
+    simple += machine.nccl_node_hop_us * node_hops
+    short = machine.nccl_short_base_us + machine.nccl_short_hop_us * hops
+    short += machine.nccl_short_node_hop_us * node_hops
+    return min(simple + passing, short + passing / 0.92)
+
+
+def collective_us(machine: Machine, shape: Shape) -> float:
+    """NCCL's share of the unfused sequence; an all-reduce is a reduce-scatter and an all-gather."""
+    together = shape.world_size if machine.virtual_ranks else 1
+    nbytes = shape.moved_bytes * together
+    once = nccl_us(machine, nbytes, shape.world_size, shape.nodes)
+    return 2 * once if shape.op == "matmul_all_reduce" else once
+
+
+def alone_us(machine: Machine, shape: Shape) -> float:
+    """cuBLAS by itself; of all ranks one after another where they share a GPU."""
+    together = shape.world_size if machine.virtual_ranks else 1
+    return together * library_us(machine, shape.m, shape.n, shape.k)
+
+
+def unfused_us(machine: Machine, shape: Shape) -> float:
+    """torch's sequence: NCCL and cuBLAS one after another, no sooner than the host issues them."""
+    device = alone_us(machine, shape) + collective_us(machine, shape) + 2 * machine.launch_us
+    return max(device, 3 * machine.torch_op_us)

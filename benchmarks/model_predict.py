@@ -1,0 +1,202 @@
+"""One call for all algorithms: ``predict(machine, shape, algorithm)``.
+
+Algorithms of interlace: ``fused`` (the copy engine sends), ``fused by SMs`` (copier programs send),
+``pipelined``, ``interlace unfused``; on several nodes ``fused`` is the hierarchical one. Of others:
+``unfused`` (NCCL and cuBLAS), ``symm_mem`` and those of ``model_peers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import model_gather
+import model_nodes
+import model_peers as peers
+import model_reduce
+import torch
+from model_cluster import Cluster, everyone_of
+from model_engine import Process
+from model_kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
+from model_machines import Machine
+
+from interlace.kernels.tiling import owner_order
+from interlace.runtime.configuration import Configuration, gpu_default
+
+HOPPER = 90
+NODE_SUMMERS = 16  # programs that sum for other nodes, see model_nodes
+INTERLACE = ("fused", "fused by SMs", "pipelined", "interlace unfused")
+
+
+def default_configuration(shape: Shape) -> Configuration:
+    """``gpu_default`` of 9.0 for this shape, sending left to the copy engine."""
+    rows = max(shape.rows) if shape.op != "matmul_all_reduce" else shape.m
+    chosen = gpu_default(HOPPER, torch.bfloat16, rows, shape.n, shape.k)
+    return replace(chosen, copiers=0)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """An algorithm as one process per rank, and what its host needs to issue it."""
+
+    process: Callable[[Cluster, int, Shape], Process]
+    host_us: Callable[[Cluster], float] = lambda cluster: 0.0
+    equal_rows: bool = True
+
+
+def _pulled(variant: peers.Variant) -> Simulated:
+    return Simulated(
+        lambda cluster, rank, shape: peers.pulled_gather(cluster, rank, shape, variant),
+        peers.gather_host_us,
+    )
+
+
+def _pushed(variant: peers.Variant) -> Simulated:
+    return Simulated(
+        lambda cluster, rank, shape: peers.pushed_scatter(cluster, rank, shape, variant),
+        peers.scatter_host_us,
+    )
+
+
+PEERS: dict[str, dict[str, Simulated]] = {
+    "all_gather_matmul": {
+        "symm_mem": Simulated(peers.symm_mem_gather, peers.symm_mem_gather_host_us),
+        "symm_mem multimem": Simulated(peers.multimem_gather),
+        "symm_mem native": _pulled(peers.NATIVE),
+        "SMR 128 x 128": _pulled(replace(peers.SMR, block_n=128)),
+        "SMR 256 x 128": _pulled(replace(peers.SMR, block_m=256, block_n=128)),
+        "SMR 128 x 256": _pulled(peers.SMR),
+        "Kraken": _pulled(peers.KRAKEN),
+        "Flux": _pulled(peers.FLUX),
+        "Triton-distributed": _pulled(peers.TRITON_DISTRIBUTED),
+        "Triton-distributed nodes": Simulated(peers.node_gather),
+    },
+    "matmul_reduce_scatter": {
+        "symm_mem": Simulated(peers.symm_mem_scatter, peers.symm_mem_scatter_host_us),
+        "Kraken": _pushed(peers.KRAKEN_SCATTER),
+        "Triton-distributed": _pushed(peers.TRITON_DISTRIBUTED_SCATTER),
+        "Triton-distributed nodes": Simulated(peers.node_scatter),
+    },
+    "matmul_all_reduce": {},
+}
+
+
+def _own_first(rank: int, world_size: int) -> list[int]:
+    owners: list[int] = owner_order(rank, world_size)
+    return [rank, *owners[:-1]]
+
+
+OWNER_ORDERS: dict[str, Callable[[int, int], Sequence[int]]] = {
+    "owner_order": owner_order,
+    "own first": _own_first,
+    "rank 0 first": lambda rank, world_size: range(world_size),
+}
+_SUMMERS = {
+    None: NODE_SUMMERS,
+    "16 programs sum": NODE_SUMMERS,
+    "8 programs sum": 8,
+    "all sum at the end": 0,
+}
+
+
+def orders(shape: Shape) -> tuple[str, ...]:
+    """Orders of ``fused`` to compare; the first is what the kernels do, or would."""
+    if shape.op == "all_gather_matmul":
+        return tuple(model_nodes.GATHER_ORDERS) if shape.nodes > 1 else ("interleaved", "by source")
+    if shape.op == "matmul_reduce_scatter":
+        return tuple(name for name in _SUMMERS if name) if shape.nodes > 1 else tuple(OWNER_ORDERS)
+    return ()
+
+
+def algorithms(op: str) -> tuple[str, ...]:
+    """What there is for an op."""
+    own: tuple[str, ...] = ("fused",) if op == "matmul_all_reduce" else INTERLACE
+    if op == "matmul_reduce_scatter":
+        own = tuple(name for name in own if name != "fused by SMs")
+    return ("unfused", *own, *PEERS[op])
+
+
+def _process(
+    shape: Shape,
+    algorithm: str,
+    configuration: Configuration,
+    log: list[Span] | None,
+    order: str | None,
+) -> Simulated:
+    if algorithm in PEERS[shape.op]:
+        return PEERS[shape.op][algorithm]
+    if algorithm == "fused by SMs" and not configuration.copiers:
+        configuration = replace(configuration, copiers=32)
+    rows = shape.rows
+
+    def one(cluster: Cluster, rank: int, shape: Shape) -> Process:
+        if shape.op == "matmul_all_reduce":
+            return model_reduce.all_reduce(cluster, rank, shape, configuration, log)
+        gathers = shape.op == "all_gather_matmul"
+        if algorithm == "pipelined":
+            if gathers:
+                return model_gather.pipelined(cluster, rank, shape, rows, configuration)
+            return model_reduce.pipelined(cluster, rank, shape, rows)
+        if algorithm == "interlace unfused":
+            unfused = model_gather.unfused if gathers else model_reduce.unfused
+            return unfused(cluster, rank, shape, rows)
+        if shape.nodes > 1:
+            if gathers:
+                taken = order or "node_order"
+                return model_nodes.gather(cluster, rank, shape, rows, configuration, order=taken)
+            return model_nodes.scatter(
+                cluster, rank, shape, rows, configuration, summers=_SUMMERS[order]
+            )
+        if gathers:
+            taken = order or "interleaved"
+            return model_gather.fused(cluster, rank, shape, rows, configuration, log, taken)
+        owners = None if order is None else OWNER_ORDERS[order](rank, shape.world_size)
+        return model_reduce.fused(cluster, rank, shape, rows, configuration, log, owners)
+
+    return Simulated(one, equal_rows=False)
+
+
+def predict(
+    machine: Machine,
+    shape: Shape,
+    algorithm: str = "fused",
+    configuration: Configuration | None = None,
+    *,
+    everyone: bool = False,
+    log: list[Span] | None = None,
+    order: str | None = None,
+) -> Prediction:
+    """What the model says. ``everyone`` simulates every rank even where one can stand for all.
+
+    ``order`` is one of ``orders(shape)`` instead of what the kernels do.
+    """
+    if order is not None and order not in orders(shape):
+        raise ValueError(f"order is {order!r}, not one of {', '.join(orders(shape))}")
+    if algorithm not in algorithms(shape.op):
+        raise ValueError(
+            f"{shape.op} has no algorithm {algorithm!r}; it has {', '.join(algorithms(shape.op))}"
+        )
+    prediction = Prediction(
+        shape,
+        machine.name,
+        algorithm,
+        0.0,
+        alone_us(machine, shape),
+        collective_us(machine, shape),
+        log=log,
+    )
+    if algorithm == "unfused":
+        prediction.microseconds = unfused_us(machine, shape)
+        return prediction
+    configuration = configuration or default_configuration(shape)
+    simulated = _process(shape, algorithm, configuration, log, order)
+    unequal = everyone_of(shape.rows)
+    if unequal and simulated.equal_rows:
+        raise ValueError(f"{algorithm} is modelled for equal shards only, not {shape.rows}")
+    each = everyone or unequal or order == "rank 0 first"
+    cluster = Cluster(machine, shape.world_size, shape.nodes, everyone=each)
+    for rank in cluster.ranks:
+        cluster.spawn(simulated.process(cluster, rank, shape), f"rank {rank}")
+    prediction.microseconds = max(cluster.run(), simulated.host_us(cluster))
+    prediction.usage = cluster.usage()
+    return prediction

@@ -1,0 +1,186 @@
+"""Matmul + reduce-scatter and matmul + all-reduce as interlace does them.
+
+Segments, tiles and slots are ``launch_formulas``' and ``tiling``'s. A program of the fused kernel computes
+a tile, stores it to its owner and publishes it before it takes the next: the store is not overlapped by
+the program's own arithmetic, only by that of others that the power limit then lets go faster::
+
+    program   | multiply | store, publish | multiply | store, publish | ... | wait for all sources, sum |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model_cluster import Cluster
+from model_engine import Process
+from model_kernels import Logged, Multiplier, Shape, Span, library_matmul, persistent, tiling_of
+from model_matmul import BYTES
+
+from interlace.kernels.tiling import owner_order
+from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.configuration import Configuration
+
+
+def sum_tile_us(
+    cluster: Cluster, configuration: Configuration, programs: int, sums: int, sources: int
+) -> float:
+    """``reduce_tile``: reads a tile of every source and stores the sum, at what one SM gets of memory.
+
+    ``sums`` is how many tiles a GPU has to sum, by at most ``programs`` at the same time.
+    """
+    machine = cluster.machine
+    nbytes = (sources + 1) * configuration.block_m * configuration.block_n * BYTES
+    rate = min(machine.sum_gbs, machine.hbm_gbs / max(1, min(programs, sums)))
+    return nbytes / (rate * 1e3)
+
+
+def fused(
+    cluster: Cluster,
+    rank: int,
+    shape: Shape,
+    rows: Sequence[int],
+    configuration: Configuration,
+    log: list[Span] | None = None,
+    order: Sequence[int] | None = None,
+) -> Process:
+    """``matmul_reduce_scatter_fused``; ``order`` of owners instead of ``tiling.owner_order``."""
+    machine, world_size = cluster.machine, cluster.world_size
+    tiling, block_m = tiling_of(machine, configuration), configuration.block_m
+    tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
+    segments = formulas.segments_of(rows)
+    lines = formulas.segment_lines(rank, world_size, segments, block_m, tiles_n)
+    if order is not None:
+        lines = _reordered(lines, order, block_m, tiles_n)
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    grid = formulas.persistent_grid(0, tiles, cluster.resident_programs(configuration))
+    own_tiles = formulas.ceil_div(rows[rank], block_m) * tiles_n
+    sum_us = sum_tile_us(cluster, configuration, grid, own_tiles, world_size)
+    matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
+
+    def program(index: int) -> Process:
+        note = Logged(cluster, rank, index, log)
+        for owner, first_row, count, start in lines:
+            here = formulas.ceil_div(count, block_m) * tiles_n
+            for tile, tile_m, tile_n in matmul.tiles(count, start, index, grid):
+                note.begin()
+                yield from matmul.tile(first_row, tile_m, tile_n)
+                note.end("tile", owner, tile, tile)
+                nbytes = count * shape.n * BYTES / here
+                yield from _store(cluster, rank, owner, nbytes, tile, note)
+        for tile in range(index, own_tiles, grid):
+            note.begin()
+            for source in range(world_size):
+                yield cluster.flag(source, rank, ("tile", tile))
+            note.end("wait", rank, tile)
+            note.begin()
+            yield sum_us
+            note.end("sum", rank, tile)
+
+    yield from persistent(cluster, rank, grid, program)
+    yield machine.launch_us  # finish_kernel
+
+
+def _reordered(
+    lines: Sequence[Sequence[int]], order: Sequence[int], block_m: int, tiles_n: int
+) -> list[list[int]]:
+    """The same segments in another order of owners, numbered anew."""
+    found, start = [], 0
+    by_owner = {line[0]: line for line in lines}
+    for owner in order:
+        _, first, count, _ = by_owner[owner]
+        found.append([owner, first, count, start])
+        start += formulas.ceil_div(count, block_m) * tiles_n
+    return found
+
+
+def _store(
+    cluster: Cluster, rank: int, owner: int, nbytes: float, tile: int, note: Logged
+) -> Process:
+    """``store_tile`` and ``publish``: the release waits until the owner has the stores."""
+    machine = cluster.machine
+    if owner == rank:
+        cluster.publish(rank, rank, ("tile", tile))
+        return
+    note.begin()
+    yield from cluster.copy(rank, owner, nbytes, machine.sm_store_gbs)
+    yield machine.signal_us
+    cluster.publish(rank, owner, ("tile", tile))
+    note.end("store", owner, tile)
+
+
+def all_reduce(
+    cluster: Cluster,
+    rank: int,
+    shape: Shape,
+    configuration: Configuration,
+    log: list[Span] | None = None,
+) -> Process:
+    """``matmul_all_reduce_fused``, one-shot: every tile to every rank, everyone sums all."""
+    machine, world_size = cluster.machine, cluster.world_size
+    tiling = tiling_of(machine, configuration)
+    tiles = tiling.tiles(shape.m, shape.n)
+    grid = formulas.persistent_grid(0, tiles, cluster.resident_programs(configuration))
+    nbytes = shape.m * shape.n * BYTES / tiles
+    sum_us = sum_tile_us(cluster, configuration, grid, tiles, world_size)
+    matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
+
+    def program(index: int) -> Process:
+        note = Logged(cluster, rank, index, log)
+        for tile, tile_m, tile_n in matmul.tiles(shape.m, 0, index, grid):
+            note.begin()
+            yield from matmul.tile("all", tile_m, tile_n)
+            note.end("tile", rank, tile, tile)
+            for peer in owner_order(rank, world_size):
+                yield from _store(cluster, rank, peer, nbytes, tile, note)
+        for tile in range(index, tiles, grid):
+            for source in range(world_size):
+                yield cluster.flag(source, rank, ("tile", tile))
+            note.begin()
+            yield sum_us
+            note.end("sum", rank, tile)
+
+    yield from persistent(cluster, rank, grid, program)
+    yield machine.launch_us
+
+
+def pipelined(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+    """``matmul_reduce_scatter_pipelined``: a ``torch.mm`` per owner into its workspace, then the sum."""
+    machine, world_size = cluster.machine, cluster.world_size
+    yield machine.launch_us
+    for owner in owner_order(rank, world_size):
+        nbytes = rows[owner] * shape.n * BYTES
+        multiplying = cluster.spawn(
+            library_matmul(cluster, rank, rows[owner], shape.n, shape.k), "matmul"
+        )
+        if owner != rank:
+            yield from cluster.copy(rank, owner, nbytes)
+        yield multiplying
+        if owner != rank:
+            yield machine.copy_issue_us
+            cluster.publish(rank, owner, "product")
+    for source in range(world_size):
+        if source != rank:
+            yield cluster.flag(source, rank, "product")
+    yield 2 * machine.launch_us + _fold_us(cluster, rows[rank] * shape.n * BYTES)
+
+
+def _fold_us(cluster: Cluster, nbytes: float) -> float:
+    """``reductions.fold`` by torch: per source a read of it, a read and a write of the sums in fp32."""
+    moved = cluster.world_size * nbytes * 5
+    return moved / (cluster.machine.hbm_gbs * 1e3) + cluster.world_size * cluster.machine.launch_us
+
+
+def unfused(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+    """``matmul_reduce_scatter_unfused``: one ``torch.mm``; then every owner reads all and sums."""
+    machine, world_size = cluster.machine, cluster.world_size
+    yield machine.launch_us
+    yield from library_matmul(cluster, rank, shape.m, shape.n, shape.k)
+    for step in range(1, world_size):
+        yield machine.copy_issue_us
+        cluster.publish(rank, (rank + step) % world_size, "product")
+    nbytes = rows[rank] * shape.n * BYTES
+    for source in range(world_size):
+        if source != rank:
+            yield cluster.flag(source, rank, "product")
+            yield from cluster.copy(source, rank, nbytes)
+    yield machine.launch_us + _fold_us(cluster, nbytes)
