@@ -13,8 +13,10 @@ Two paths, chosen by the constexpr ``DESCRIPTORS``:
 descriptors. Making a descriptor costs a write and a fence, so callers make B's once per program and A's
 once per chunk or segment, outside their tile loops.
 
-Each tile's k loop is nested in the caller's tile loop and not flattened into it: a wait in front of it
-then stays in front of its loads.
+Each tile's k loop is nested in the caller's tile loop. A caller may let the compiler flatten the two into
+one (``flatten``), so that the loads of the next tile are under way while this one is stored; or give loads,
+products and stores warps of their own (``warp_specialize``). Both only where no wait is inside the tile
+loop: the compiler would move loads in front of it.
 """
 
 import triton
@@ -25,6 +27,19 @@ import triton.language as tl
 def tile_offsets(tile, BLOCK: tl.constexpr):
     """Indices of a tile's rows or columns, int64 so that a product with a stride cannot wrap."""
     return tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _accumulate(a, b, acc, INPUT_PRECISION: tl.constexpr, FAST_ACCUM: tl.constexpr):
+    """``acc + a @ b``. Of fp8 operands, each step's sum is added in fp32 unless ``FAST_ACCUM``.
+
+    The tensor cores of 9.0 keep fewer bits than fp32 has while they add up products of fp8 numbers.
+    """
+    if FAST_ACCUM or not a.dtype.is_fp8():
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    else:
+        acc = tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
+    return acc
 
 
 @triton.jit
@@ -43,6 +58,7 @@ def _multiply_pointers(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    FAST_ACCUM: tl.constexpr,
 ):
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
@@ -57,7 +73,7 @@ def _multiply_pointers(
         mask_k = offs_k < K - k
         a = tl.load(a_ptrs, mask=mask_m & mask_k[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=mask_n & mask_k[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = _accumulate(a, b, acc, INPUT_PRECISION, FAST_ACCUM)
         a_ptrs += BLOCK_K
         b_ptrs += step_b
     return acc
@@ -90,7 +106,7 @@ def columns_operand(b_ptr, stride_bk, stride_bn, N, K, BLOCK_N: tl.constexpr, BL
 @triton.jit
 def _multiply_descriptors(a, b, K, tile_m, tile_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                          INPUT_PRECISION: tl.constexpr):  # fmt: skip
+                          INPUT_PRECISION: tl.constexpr, FAST_ACCUM: tl.constexpr):  # fmt: skip
     row = (tile_m * BLOCK_M).to(tl.int32)
     column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -100,7 +116,7 @@ def _multiply_descriptors(a, b, K, tile_m, tile_n, BLOCK_M: tl.constexpr, BLOCK_
             b_tile = b.load([k, column])
         else:
             b_tile = b.load([column, k]).T
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+        acc = _accumulate(a_tile, b_tile, acc, INPUT_PRECISION, FAST_ACCUM)
     return acc
 
 
@@ -121,6 +137,7 @@ def multiply_tile(
     BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    FAST_ACCUM: tl.constexpr,
 ):
     """``A[tile_m] @ B[:, tile_n]`` in fp32, ``[BLOCK_M, BLOCK_N]``, of operands made as above."""
     if DESCRIPTORS == "":
@@ -139,6 +156,7 @@ def multiply_tile(
             BLOCK_N,
             BLOCK_K,
             INPUT_PRECISION,
+            FAST_ACCUM,
         )
     else:
         acc = _multiply_descriptors(
@@ -152,29 +170,6 @@ def multiply_tile(
             BLOCK_K,
             DESCRIPTORS,
             INPUT_PRECISION,
+            FAST_ACCUM,
         )
     return acc
-
-
-@triton.jit
-def add_bias(acc, bias_ptr, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BIAS: tl.constexpr):  # fmt: skip
-    """Add a bias in fp32. ``BIAS``: "" none, "n" one value per column, "m" one per row."""
-    if BIAS == "n":
-        offs_n = tile_offsets(tile_n, BLOCK_N)
-        acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    if BIAS == "m":
-        offs_m = tile_offsets(tile_m, BLOCK_M)
-        acc += tl.load(bias_ptr + offs_m, mask=offs_m < rows, other=0.0).to(tl.float32)[:, None]
-    return acc
-
-
-@triton.jit
-def store_tile(c_ptr, stride_cm, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr):  # fmt: skip
-    """Round a tile to C's dtype and store it. Always ``tl.store``: a tile may be published next."""
-    offs_m = tile_offsets(tile_m, BLOCK_M)
-    offs_n = tile_offsets(tile_n, BLOCK_N)
-    mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-    pointers = c_ptr + offs_m[:, None] * stride_cm + offs_n[None, :]
-    tl.store(pointers, acc.to(c_ptr.dtype.element_ty), mask=mask)

@@ -9,7 +9,8 @@ All ranks add the same contributions in rank order, so the results are bitwise e
 import triton
 import triton.language as tl
 
-from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand, store_tile
+from interlace.kernels.epilogue import emit_tile
+from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
 from interlace.kernels.matmul_reduce_scatter import reduce_tile
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
 from interlace.kernels.tiling import grouped_tile
@@ -39,10 +40,12 @@ def matmul_all_reduce_kernel(
     GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     AVERAGE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    SUBTILE: tl.constexpr,
 ):
-    """``output[M, N] = sum over ranks of input_r[M, K_r] @ weight_r[K_r, N] (+ bias[N])``, everywhere.
+    """``output[M, N] = activation(sum over ranks of input_r @ weight_r (+ bias[N]))``, everywhere.
 
     Legend: as matmul_reduce_scatter_kernel, with every rank the owner of all M rows.
 
@@ -83,14 +86,33 @@ def matmul_all_reduce_kernel(
             BLOCK_K,
             DESCRIPTORS,
             INPUT_PRECISION,
+            True,
         )
         for step in range(world_size):
             peer = (rank + 1 + step) % world_size
-            wait_credit(peers_ptr, rank, world_size, peer, epoch)
-            to_ptr = data_pointer(peers_ptr, peer, data_offset, output_ptr) + rank * rows * N
-            store_tile(to_ptr, N, acc, tile_m, tile_n, rows, N, BLOCK_M, BLOCK_N)
-            slot_byte = slot_offset + (rank * tiles + tile) * 8
-            publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+            if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
+                to_ptr = data_pointer(peers_ptr, peer, data_offset, output_ptr) + rank * rows * N
+                emit_tile(
+                    to_ptr,
+                    N,
+                    acc,
+                    bias_ptr,
+                    bias_ptr,
+                    bias_ptr,
+                    tile_m,
+                    tile_n,
+                    rows,
+                    N,
+                    BLOCK_M,
+                    BLOCK_N,
+                    "",
+                    "",
+                    "",
+                    SUBTILE,
+                    False,
+                )
+                slot_byte = slot_offset + (rank * tiles + tile) * 8
+                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
     own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)
     for tile in range(program, tiles, programs):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
@@ -111,5 +133,6 @@ def matmul_all_reduce_kernel(
             BLOCK_M,
             BLOCK_N,
             BIAS,
+            ACTIVATION,
             AVERAGE,
         )

@@ -2,13 +2,19 @@
 
 Every rank holds a slice of K, so its product is a partial sum of all rows. Rows belong to owners. The
 persistent matmul produces the next rank's rows first and its own last; each tile is stored into the
-owner's workspace, region [source rank], and signalled. Then the same programs sum the own rows::
+owner's workspace, region [source rank], and signalled once its program has done all it has for that
+owner. Then the same programs sum the own rows::
 
     rank 0 of 3   | tiles of rank 1 | tiles of rank 2 | own tiles | sum own tiles over sources 0,1,2 |
+                                 publish           publish     publish
 
 The rotation makes rank r+1's contributions from r arrive first everywhere, so that no owner is the
 target of all ranks at once. Summing in the same kernel needs no further stream, and since producing
 never waits for a sum of this op, no order of programs can block.
+
+Why not a signal after every tile: it ends in a barrier, and a loop with a barrier in it is not pipelined
+across tiles. Nobody waits for a tile before its owner has produced its own rows, and those come last; by
+then all others have been publishing for the time that one part takes.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile).
@@ -17,16 +23,16 @@ atomics round at every step), and a second reduce kernel (it cannot start on the
 import triton
 import triton.language as tl
 
-from interlace.kernels.matmul import (
-    add_bias,
-    columns_operand,
-    multiply_tile,
-    rows_operand,
-    store_tile,
-    tile_offsets,
-)
+from interlace.kernels.epilogue import activate, add_bias, emit_tile, output_operand, store_tile
+from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand, tile_offsets
 from interlace.kernels.reduction import SEGMENT_COLUMNS, sum_contributions, wait_contributions
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
+from interlace.kernels.signal import (
+    complete_descriptor_stores,
+    current_epoch,
+    peer_pointer,
+    publish,
+    wait_credit,
+)
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import data_pointer
 
@@ -51,9 +57,10 @@ def reduce_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     AVERAGE: tl.constexpr,
 ):
-    """Sum one tile of ``[W, rows, N]`` contributions over sources, add the bias, store it.
+    """Sum one tile of ``[W, rows, N]`` contributions over sources, add the bias, activate, store it.
 
     In slices of rows: a whole tile of sums and of loaded values does not fit the registers.
     """
@@ -74,6 +81,7 @@ def reduce_tile(
             (SLICE, BLOCK_N),
         )
         total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, BIAS)
+        total = activate(total, ACTIVATION)
         store_tile(output_ptr, N, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
 
 
@@ -82,9 +90,11 @@ def matmul_reduce_scatter_kernel(
     peers_ptr,
     input_ptr,
     input_stride,
+    row_scale_ptr,
     weight_ptr,
     weight_stride_k,
     weight_stride_n,
+    column_scale_ptr,
     bias_ptr,
     output_ptr,
     segments_ptr,
@@ -101,23 +111,35 @@ def matmul_reduce_scatter_kernel(
     GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
     AVERAGE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    FAST_ACCUM: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
-    """``output[own_rows, N] = sum over ranks of (input_r[M, K_r] @ weight_r[K_r, N])[own] (+ bias)``.
+    """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
-    Legend: ``input`` has rows ``input_stride`` apart; ``output`` is contiguous and its dtype is that
-    of the contributions. ``segments``: a line per owner in ``tiling.owner_order``: owner, first row,
-    rows, number of the first tile. Program p of P takes tiles t with ``t % P == p``.
+    Legend: ``input`` is ``[M, K_r]``, rows ``input_stride`` apart, ``weight`` ``[K_r, N]``; ``output`` is
+    contiguous and its dtype is that of the contributions. ``segments``: a line per owner in
+    ``tiling.owner_order``: owner, first row, rows, number of the first tile. Program p of P takes tiles
+    t with ``t % P == p``. ``SCALES``: of this rank's product; "row": ``row_scale`` is ``[M]`` and
+    ``column_scale`` ``[N]``; "tensor": one number each.
 
-    Ordering: a producer waits for the owner's credit, stores the tile with ``tl.store``, publishes
-    the slot (source, tile). The owner waits for the slots of all sources, then loads. The
-    workspace is free again when finish_kernel, next on the stream, has given this rank's credit.
+    Ordering: a producer waits for the owner's credit and stores its tiles of that owner; descriptor
+    stores it then waits for, until they are complete; then it publishes the slot (source, tile) of
+    each. The owner waits for the slots of all sources, then loads. The workspace is free again when
+    finish_kernel, next on the stream, has given this rank's credit.
 
     Example: W = 2, M = 128, N = 64, 64 x 64 tiles, one program per rank. Rank 0 computes rows 64-127,
     stores them in region 0 of rank 1 and publishes slot 0 there; then rows 0-63 into its own region
     0, slot 0; then waits for slots 0 (source 0) and 1 (source 1) and adds both regions.
     """
+    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
     epoch = current_epoch(peers_ptr, rank)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -135,35 +157,74 @@ def matmul_reduce_scatter_kernel(
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
         if first < start + tiles:
-            wait_credit(peers_ptr, rank, world_size, owner, epoch)
-            to_ptr = data_pointer(peers_ptr, owner, data_offset, output_ptr) + rank * rows * N
-            a_ptr = input_ptr + first_row * input_stride
-            a = rows_operand(
-                a_ptr, input_stride, rows.to(tl.int32), K, BLOCK_M, BLOCK_K, DESCRIPTORS
-            )
-            for number in range(first, start + tiles, programs):
-                tile = number - start
-                tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                acc = multiply_tile(
-                    a,
-                    input_stride,
-                    rows.to(tl.int32),
-                    b,
-                    weight_stride_k,
-                    weight_stride_n,
+            if wait_credit(peers_ptr, rank, world_size, owner, epoch) >= epoch - 1:
+                to_ptr = data_pointer(peers_ptr, owner, data_offset, output_ptr) + rank * rows * N
+                a_ptr = input_ptr + first_row * input_stride
+                a = rows_operand(
+                    a_ptr, input_stride, rows.to(tl.int32), K, BLOCK_M, BLOCK_K, DESCRIPTORS
+                )
+                c = output_operand(
+                    to_ptr,
                     N,
-                    K,
-                    tile_m,
-                    tile_n,
+                    rows.to(tl.int32),
+                    N,
                     BLOCK_M,
                     BLOCK_N,
-                    BLOCK_K,
-                    DESCRIPTORS,
-                    INPUT_PRECISION,
+                    SUBTILE,
+                    OUT_DESCRIPTOR,
                 )
-                store_tile(to_ptr, N, acc, tile_m, tile_n, rows, N, BLOCK_M, BLOCK_N)
-                slot_byte = slot_offset + (rank * tiles + tile) * 8
-                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
+                scale_ptr = row_scale_ptr
+                if SCALES == "row":
+                    scale_ptr += first_row
+                for number in tl.range(
+                    first,
+                    start + tiles,
+                    programs,
+                    flatten=FLATTEN,
+                    warp_specialize=WARP_SPECIALIZE,
+                ):
+                    tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, GROUP_M)
+                    acc = multiply_tile(
+                        a,
+                        input_stride,
+                        rows.to(tl.int32),
+                        b,
+                        weight_stride_k,
+                        weight_stride_n,
+                        N,
+                        K,
+                        tile_m,
+                        tile_n,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        DESCRIPTORS,
+                        INPUT_PRECISION,
+                        FAST_ACCUM,
+                    )
+                    emit_tile(
+                        c,
+                        N,
+                        acc,
+                        bias_ptr,
+                        scale_ptr,
+                        column_scale_ptr,
+                        tile_m,
+                        tile_n,
+                        rows,
+                        N,
+                        BLOCK_M,
+                        BLOCK_N,
+                        "",
+                        "",
+                        SCALES,
+                        SUBTILE,
+                        OUT_DESCRIPTOR,
+                    )
+                complete_descriptor_stores(COMPILED_STORES)
+                for number in range(first, start + tiles, programs):
+                    slot_byte = slot_offset + (rank * tiles + number - start) * 8
+                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
     own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, BLOCK_M)
     own_tiles = own_tiles_m * tiles_n
@@ -186,5 +247,6 @@ def matmul_reduce_scatter_kernel(
             BLOCK_M,
             BLOCK_N,
             BIAS,
+            ACTIVATION,
             AVERAGE,
         )

@@ -108,16 +108,16 @@ def reduce_scatter_kernel(
         blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
         first = first_tile(start, program, programs)
         if first < start + blocks:
-            wait_credit(peers_ptr, rank, world_size, owner, epoch)
-            to_ptr = data_pointer(peers_ptr, owner, data_offset, input_ptr) + rank * elements
-            for number in range(first, start + blocks, programs):
-                block = number - start
-                element = tl.cast(block, tl.int64) * BLOCK
-                count = min(elements - element, BLOCK)
-                from_ptr = input_ptr + first_element + element
-                copy_elements(to_ptr + element, from_ptr, count, BLOCK)
-                slot_byte = slot_offset + (rank * blocks + block) * 8
-                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
+            if wait_credit(peers_ptr, rank, world_size, owner, epoch) >= epoch - 1:
+                to_ptr = data_pointer(peers_ptr, owner, data_offset, input_ptr) + rank * elements
+                for number in range(first, start + blocks, programs):
+                    block = number - start
+                    element = tl.cast(block, tl.int64) * BLOCK
+                    count = min(elements - element, BLOCK)
+                    from_ptr = input_ptr + first_element + element
+                    copy_elements(to_ptr + element, from_ptr, count, BLOCK)
+                    slot_byte = slot_offset + (rank * blocks + block) * 8
+                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
     own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
@@ -161,10 +161,10 @@ def all_reduce_kernel(
         slot_byte = slot_offset + (rank * blocks + block) * 8
         for step in range(world_size):
             peer = (rank + 1 + step) % world_size
-            wait_credit(peers_ptr, rank, world_size, peer, epoch)
-            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + region
-            copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
-            publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+            if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
+                to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + region
+                copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
+                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
     own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
     for block in range(program, blocks, programs):
         slot_byte = slot_offset + block * 8

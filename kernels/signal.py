@@ -81,6 +81,12 @@ def peer_pointer(peers_ptr, peer, byte_offset):
 
 
 @triton.jit
+def is_mapped(peers_ptr, peer):
+    """Whether ``peer``'s memory can be addressed here; a rank of another node is put to instead."""
+    return tl.load(peers_ptr + peer) != 0
+
+
+@triton.jit
 def current_epoch(peers_ptr, rank):
     """The epoch of the op that runs now; constant during the op."""
     return tl.load(peer_pointer(peers_ptr, rank, 0) + _EPOCH) + 1
@@ -94,7 +100,24 @@ def publish(slot_ptr, epoch):
 
 
 @triton.jit
-def _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen):
+def complete_descriptor_stores(COMPILED: tl.constexpr):
+    """Wait until the descriptor (TMA) stores of this program are in memory, and not only read."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _give_up(
+    peers_ptr, rank, world_size, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr
+):
+    complete_descriptor_stores(COMPILED_STORES)
     header = peer_pointer(peers_ptr, rank, 0)
     unclaimed = tl.zeros((), tl.int64)
     claim = unclaimed + 1
@@ -106,14 +129,19 @@ def _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen):
             tl.store(header + _CLAIMED + 4, seen)
             tl.store(header + _CLAIMED + 5, tl.program_id(0))
             for peer in range(world_size):
-                publish(peer_pointer(peers_ptr, peer, 0) + _ABORT, epoch)
+                if is_mapped(peers_ptr, peer):
+                    publish(peer_pointer(peers_ptr, peer, 0) + _ABORT, epoch)
 
 
 @triton.jit
-def wait(peers_ptr, rank, world_size, source, slot_byte, epoch):
+def wait(
+    peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False
+):
     """Poll the own slot at ``slot_byte`` until it is at least ``epoch``; ``source`` publishes it.
 
-    Returns the value seen, smaller than ``epoch`` only when the wait was given up.
+    Returns the value seen, smaller than ``epoch`` only when the wait was given up. ``COMPILED_STORES``
+    says that this program may have descriptor stores under way, in a compiled kernel: no publish may
+    overtake them, and the one that tells of giving up is one.
     """
     slot_ptr = peer_pointer(peers_ptr, rank, slot_byte)
     seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
@@ -127,14 +155,14 @@ def wait(peers_ptr, rank, world_size, source, slot_byte, epoch):
                 if tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") != 0:
                     polls_left = polls_left * 0
         if seen < epoch:
-            _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen)
+            _give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen, COMPILED_STORES)
     return seen
 
 
 @triton.jit
 def wait_credit(peers_ptr, rank, world_size, peer, epoch):
     """Wait until ``peer`` has finished the op before this one, so its buffer may be written again."""
-    return wait(peers_ptr, rank, world_size, peer, (_CREDIT + peer) * 8, epoch - 1)
+    return wait(peers_ptr, rank, world_size, peer, (peer + _CREDIT) * 8, epoch - 1)
 
 
 @triton.jit
@@ -190,7 +218,7 @@ def wait_credits_kernel(peers_ptr, rank, world_size):
 
 @triton.jit(do_not_specialize=["rank", "world_size"])
 def finish_kernel(peers_ptr, rank, world_size):
-    """End an op on this rank: credit to every peer, then the epoch advances in device memory.
+    """End an op on this rank: credit to every mapped peer, then the epoch advances in device memory.
 
     Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
     peers may write into it. The epoch word is read only by this rank's later ops, which are ordered
@@ -200,7 +228,8 @@ def finish_kernel(peers_ptr, rank, world_size):
     """
     epoch = current_epoch(peers_ptr, rank)
     for peer in range(world_size):
-        publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), epoch)
+        if is_mapped(peers_ptr, peer):
+            publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), epoch)
     tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)
 
 

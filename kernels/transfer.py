@@ -84,10 +84,15 @@ def push_chunks(
     programs,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    row_scale_ptr=None,
+    scale_offset=0,
+    SCALED: tl.constexpr = False,
 ):
     """Do every ``programs``-th send of the table: wait for the peer's credit, copy, publish.
 
-    ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time.
+    Where the wait is given up nothing is stored: the peer may still be reading what is there.
+    ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time. ``SCALED``: a number per
+    row, ``row_scale_ptr[row]``, goes with its chunk, to ``scale_offset`` of the peer's workspace.
     """
     for send in range(program, num_sends, programs):
         line = sends_ptr + send * _COLUMNS
@@ -96,16 +101,26 @@ def push_chunks(
         rows = tl.load(line + 2)
         gathered_row = tl.load(line + 3)
         slot = tl.load(line + 4)
-        wait_credit(peers_ptr, rank, world_size, peer, epoch)
-        to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row * columns
-        from_ptr = input_ptr + first_row * input_stride
-        if BLOCK_ROWS == 0:
-            copy_elements(to_ptr, from_ptr, rows, BLOCK_COLUMNS)
-        else:
-            copy_rows(
-                to_ptr, columns, from_ptr, input_stride, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS
-            )
-        publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
+        if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
+            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row * columns
+            from_ptr = input_ptr + first_row * input_stride
+            if BLOCK_ROWS == 0:
+                copy_elements(to_ptr, from_ptr, rows, BLOCK_COLUMNS)
+            else:
+                copy_rows(
+                    to_ptr,
+                    columns,
+                    from_ptr,
+                    input_stride,
+                    rows,
+                    columns,
+                    BLOCK_ROWS,
+                    BLOCK_COLUMNS,
+                )
+            if SCALED:
+                scales_ptr = data_pointer(peers_ptr, peer, scale_offset, row_scale_ptr)
+                copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
+            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "num_sends", "num_arrivals"])

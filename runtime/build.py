@@ -14,7 +14,7 @@ from interlace.runtime.compile_pool import compile_all
 from interlace.runtime.compile_request import Measurement, Request
 from interlace.runtime.faults import Fault
 from interlace.runtime.machine_code import STRICT_ARCHES as STRICT_ARCHES
-from interlace.runtime.machine_code import spilled
+from interlace.runtime.machine_code import spilled, too_much_shared
 
 # The only kernel that loads data of peers by descriptor. The others wait for room or for sums, and
 # their descriptors are of the caller's own operands.
@@ -46,6 +46,7 @@ class Report:
         if self.error is not None:
             return [f"does not compile: {self.error}"]
         found = [str(fault) for fault in self.faults]
+        found += [fault.short() for fault in too_much_shared(self.arch, self.shared)]
         if self.default:
             found += [fault.short() for fault in spilled(self.arch, self.stack, self.spills)]
         return found
@@ -86,6 +87,7 @@ def request(entry: Entry) -> Request:
         entry.num_warps,
         entry.num_stages,
         ("unfenced descriptor load",) if own else (),
+        libraries=dict(entry.libraries),
     )
 
 

@@ -14,6 +14,9 @@ Variants of a fused kernel, named in this order::
     bias n, bias m     one value per column, one per row
     copiers            programs of this kernel push the chunks; without, the copy engine does
     few rows           at most 64 rows per rank
+    scaled tensor      fp8 operands, bf16 output: one scale for each operand; "row": per row and column
+    fast               as many bits as the tensor cores keep while they add up, and not fp32's
+    silu, ...          the activation
 """
 
 from __future__ import annotations
@@ -23,49 +26,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from interlace.kernels.epilogue import ACTIVATIONS
+from interlace.runtime.catalogue_entry import Constant
+from interlace.runtime.catalogue_entry import Entry as Entry
 from interlace.runtime.configuration import Configuration, gpu_default
+from interlace.runtime.nvshmem_catalogue import between_nodes
 
 ARCHES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
-
-Constant = int | str | bool
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One kernel variant for one architecture.
-
-    ``module`` and ``kernel`` name the function; ``types`` are Triton's names by argument ("*bf16",
-    "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
-    lists the arguments that are multiples of 16 (pointers: 16-byte aligned). ``default`` is False for
-    what a call gets only with an override, or with operands whose strides and bases rule TMA out.
-    """
-
-    module: str
-    kernel: str
-    variant: str
-    arch: int
-    types: dict[str, str]
-    constants: dict[str, Constant] = field(default_factory=dict)
-    divisible: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 3
-    default: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the kernel contains a matmul."""
-        return "BLOCK_K" in self.constants
 
 
 def entries(arch: int) -> list[Entry]:
     """Everything that is built for ``arch``."""
-    return [*signals(arch), *_collectives(arch), *_fused(arch)]
+    return [*signals(arch), *_collectives(arch), *_fused(arch), *between_nodes(arch)]
 
 
 def signals(arch: int) -> Iterator[Entry]:
@@ -182,10 +157,28 @@ class Operands:
     bias: str = ""
     rows: int = MANY_ROWS
     overrides: dict[str, int] = field(default_factory=dict)
+    activation: str = ""
+    scales: str = ""
+    fast_accum: bool = True
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return (DTYPES | SCALED_DTYPES)[self.dtype]
+
+    @property
+    def output_dtype(self) -> str:
+        return "bf16" if self.scales else self.dtype
 
     def configuration(self, arch: int) -> Configuration:
         """What is launched for these operands."""
-        default = gpu_default(arch, DTYPES[self.dtype], self.rows, self.columns, self.inner)
+        default = gpu_default(
+            arch,
+            self.torch_dtype,
+            self.rows,
+            self.columns,
+            self.inner,
+            fast_accum=self.fast_accum,
+        )
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def describe(self) -> str:
@@ -194,6 +187,9 @@ class Operands:
         words += ["odd K"] if self.inner % 16 else []
         words += [f"bias {self.bias}"] if self.bias else []
         words += ["few rows"] if self.rows < MANY_ROWS else []
+        words += [f"scaled {self.scales}"] if self.scales else []
+        words += ["fast"] if self.scales and self.fast_accum else []
+        words += [self.activation] if self.activation else []
         return " ".join(words)
 
 
@@ -222,6 +218,25 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_reduce_scatter(arch, operands)
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
+    for activation in ACTIVATIONS:
+        yield all_gather_matmul(arch, Operands(tma=tma, bias="n", activation=activation))
+        yield matmul_reduce_scatter(arch, Operands(tma=tma, bias="n", activation=activation))
+    yield matmul_all_reduce(arch, Operands(tma=tma, bias="n", activation="gelu"))
+    if arch >= 90:
+        for operands in _scaled():
+            yield all_gather_matmul(arch, operands)
+            yield matmul_reduce_scatter(arch, operands)
+
+
+def _scaled() -> Iterator[Operands]:
+    """fp8: weights are contiguous along K, as torch asks for."""
+    fp8 = Operands("fp8e4nv", "nk", scales="tensor", fast_accum=False)
+    yield fp8
+    yield replace(fp8, scales="row", bias="n")
+    yield replace(fp8, fast_accum=True)
+    yield replace(fp8, fast_accum=True, scales="row")
+    yield replace(fp8, dtype="fp8e5", scales="row")
+    yield replace(fp8, rows=64)
 
 
 def _matmul(
@@ -239,8 +254,8 @@ def _matmul(
         "input_stride": "i32",
         "weight_ptr": pointer,
         across: "i32",
-        "bias_ptr": pointer,
-        "output_ptr": pointer,
+        "bias_ptr": f"*{operands.output_dtype}",
+        "output_ptr": f"*{operands.output_dtype}",
         "N": "i32",
         "K": "i32",
     }
@@ -253,6 +268,8 @@ def _matmul(
         "GROUP_M": configuration.group_m,
         "DESCRIPTORS": descriptors,
         "BIAS": operands.bias,
+        "ACTIVATION": operands.activation,
+        "SUBTILE": configuration.epilogue_subtile,
         "INPUT_PRECISION": "ieee",
     }
     pointers = ("input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
@@ -265,8 +282,30 @@ def _matmul(
     return configuration, types, constants, divisible
 
 
+def _scales(operands: Operands) -> dict[str, str]:
+    """Types of the scales, which are the output's where there are none."""
+    dtype = "fp32" if operands.scales else operands.dtype
+    return dict.fromkeys(("row_scale_ptr", "column_scale_ptr"), f"*{dtype}")
+
+
+def _loop(
+    configuration: Configuration, operands: Operands, *, published: bool = False
+) -> dict[str, Constant]:
+    """Constants of the kernels whose tile loop the compiler may rearrange."""
+    return {
+        "SCALES": operands.scales,
+        "FAST_ACCUM": operands.fast_accum,
+        "FLATTEN": configuration.flatten and operands.tma,
+        "WARP_SPECIALIZE": configuration.warp_specialize and operands.tma,
+        "OUT_DESCRIPTOR": configuration.output_descriptors
+        and operands.tma
+        and not (published and configuration.warp_specialize),
+        "COMPILED": True,
+    }
+
+
 def _is_default(arch: int, operands: Operands) -> bool:
-    allowed = gpu_default(arch, DTYPES[operands.dtype], operands.rows).descriptors
+    allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
     return bool(operands.tma or odd or not allowed)
 
@@ -280,16 +319,23 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
         "all_gather_matmul_kernel",
         operands.describe() + (" copiers" if copiers else ""),
         arch,
-        {**types, **tables, "num_sends": "i32", "num_chunks": "i32"},
+        {
+            **types,
+            **_scales(operands),
+            **tables,
+            "num_sends": "i32",
+            "num_chunks": "i32",
+            "scale_offset": "i32",
+        },
         {
             **constants,
+            **_loop(configuration, operands),
             "COPIERS": configuration.copiers if copiers else 0,
             "COPY_ROWS": configuration.copy_rows,
             "COPY_COLUMNS": configuration.copy_columns,
             "ALIGNED": operands.inner % 16 == 0,
-            "COMPILED": True,
         },
-        (*divisible, *tables),
+        (*divisible, *_scales(operands), *tables, "scale_offset"),
         configuration.num_warps,
         configuration.num_stages,
         _is_default(arch, operands),
@@ -298,19 +344,25 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
 
 def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + reduce-scatter."""
-    types = {"segments_ptr": "*i64", "own_rows": "i32"}
-    return _reduction(arch, operands, "matmul_reduce_scatter", types, average)
+    types = {"segments_ptr": "*i64", "own_rows": "i32", **_scales(operands)}
+    constants = _loop(operands.configuration(arch), operands, published=True)
+    return _reduction(arch, operands, "matmul_reduce_scatter", types, average, constants)
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + all-reduce."""
-    return _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"}, average)
+    return _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"}, average, {})
 
 
 def _reduction(
-    arch: int, operands: Operands, op: str, types: dict[str, str], average: bool
+    arch: int,
+    operands: Operands,
+    op: str,
+    types: dict[str, str],
+    average: bool,
+    own: dict[str, Constant],
 ) -> Entry:
-    """A fused reduction, with the ``types`` that it has of its own."""
+    """A fused reduction, with the ``types`` and the constants that it has of its own."""
     configuration, shared, constants, divisible = _matmul(arch, operands)
     return Entry(
         f"interlace.kernels.{op}",
@@ -318,8 +370,8 @@ def _reduction(
         operands.describe() + (" average" if average else ""),
         arch,
         {**shared, **types},
-        {**constants, "AVERAGE": average},
-        (*divisible, *(name for name in types if name == "segments_ptr")),
+        {**constants, **own, "AVERAGE": average},
+        (*divisible, *(name for name in types if name.endswith("_ptr"))),
         configuration.num_warps,
         configuration.num_stages,
         _is_default(arch, operands),

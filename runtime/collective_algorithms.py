@@ -21,8 +21,9 @@ from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
 from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
+from interlace.runtime.hierarchical_algorithms import gather_parts
 from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import Layout, Workspace
+from interlace.runtime.memory import Layout, Workspace, bytes_of
 from interlace.runtime.reductions import fold
 from interlace.runtime.stream import Event
 
@@ -106,6 +107,10 @@ def all_gather_copy(
 ) -> Event:
     """``outputs[r] = input of rank r``; flat tensors, lengths may differ."""
     rank, world_size = communicator.rank, communicator.world_size
+    if communicator.place.nodes is not None:
+        parts, before = [bytes_of(output) for output in outputs], communicator.compute.record()
+        nodes = communicator.place.nodes
+        return gather_parts(communicator, nodes, parts, bytes_of(input), before) or before
     nbytes = max(output.numel() for output in outputs) * input.dtype.itemsize
     taken = [
         Taken(source, 0, outputs[source])

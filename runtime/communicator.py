@@ -52,7 +52,11 @@ class Communicator:
         self.compute = place.new_stream("compute")
         self.copying = place.new_stream("copy", priority=True)
         self._arena = Arena(
-            place.allocate, self.world_size, channels=CHANNELS, spin_limit=place.poll_limit()
+            place.allocate,
+            self.world_size,
+            channels=CHANNELS,
+            spin_limit=place.poll_limit(),
+            alike=not place.interpreted,
         )
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._tables: dict[Any, torch.Tensor] = {}
@@ -60,6 +64,20 @@ class Communicator:
         self.calls: dict[Any, Call] = {}  # that come again and again; the API's
         self._generation = 0
         self._closed = False
+        self.elsewhere: Callable[[], Communicator] | None = None
+        self.answered: tuple[bytes, list[bytes]] | None = (
+            None  # an agreement that is reached already
+        )
+        self.plans: Any = place.new_plans(self)
+
+    def on(self, tensor: Any) -> Communicator:
+        """The communicator of the same ranks on the device of ``tensor``, if there is one; else this.
+
+        ``elsewhere()`` is that: the one for GPUs of a process group that serves both, made collectively.
+        """
+        if self.elsewhere is None or not isinstance(tensor, torch.Tensor):
+            return self
+        return self if tensor.device.type == self.device_type else self.elsewhere()
 
     # -- host-side agreement -------------------------------------------------------------------
 
@@ -89,7 +107,14 @@ class Communicator:
         if self.world_size == 1:
             return [mine]
         call = Call(op, part=mine)
-        return compare(self.place.exchange(call.message, op))
+        answered, self.answered = self.answered, None
+        if answered is not None and answered[0] == call.message:
+            answers = answered[1]
+        else:
+            answers = self.place.agree(call)
+        if self.plans is not None and self.place.watcher is not None:
+            self.place.watcher.agreed(call, answers)
+        return compare(answers)
 
     @contextlib.contextmanager
     def accepting(self, op: str) -> Iterator[None]:
@@ -148,6 +173,11 @@ class Communicator:
         """An int64 table for kernels, computed and moved to the device once per ``key``."""
         table = self._tables.get(key)
         if table is None:
+            if self.place.capturing:
+                raise InterlaceError(
+                    f"rank {self.rank}: an op needs a table that cannot be made during a graph capture; "
+                    "call it once with tensors like these before the capture"
+                )
             flat = [value for row in rows() for value in row] or [0]
             table = torch.tensor(flat, dtype=torch.int64).to(self.place.device)
             self._tables[key] = table
@@ -167,12 +197,45 @@ class Communicator:
                 # A kernel that pushes waits for its receiver's credit only; a third rank may still
                 # be reading what the receiver had staged for it.
                 self.compute.wait_credits(workspace)
+            if self.plans is not None and self.place.watcher is not None:
+                self.place.watcher.begins(workspace, layout)
             body(workspace)
             self.compute.wait_event(self.copying.record())
             self.compute.finish(workspace)
             end = self.compute.record()
-        self._last_on_channel[workspace.channel] = (end, layout.pulled)
+        self.ended(workspace, end, pulled=layout.pulled)
         return end
+
+    def ended(self, workspace: Workspace, end: Event, *, pulled: bool) -> None:
+        """``end`` is that of the op in ``workspace``; ``pulled`` as of its layout."""
+        self._last_on_channel[workspace.channel] = (end, pulled)
+
+    # -- what was enqueued before, once more: see ``cuda_plans.py`` ------------------------------
+
+    @property
+    def next_channel(self) -> int:
+        """The channel of the next op."""
+        return self._arena.next_channel
+
+    def will_lease(self, steps: Sequence[Any]) -> bool:
+        """Whether the next ops would get the ``workspace`` of each of these, one after another."""
+        for after, step in enumerate(steps):
+            if self._arena.next_buffer(after) is not step.workspace.buffer:
+                return False
+        return True
+
+    def lease_again(self, workspace: Workspace) -> Workspace:
+        """The next workspace, which is ``workspace``, free for ops that push."""
+        self._arena.skip()
+        if self._last_on_channel[workspace.channel][1]:
+            self.compute.wait_credits(workspace)
+        return workspace
+
+    def lasting_tensors(self) -> list[torch.Tensor]:
+        """What lives on the device as long as this group does."""
+        buffers = self._arena.buffers()
+        memory = [part for buffer in buffers for part in buffer.peer_bytes]
+        return [*self._tables.values(), *(buffer.peers for buffer in buffers), *memory]
 
     def may_run_now(self) -> bool:
         """Whether a synchronous op may run in the caller, without an engine. Raises if the group failed."""
@@ -194,6 +257,8 @@ class Communicator:
         self.place.check()
         future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
         work = Work(op, self.place, future)
+        if self.plans is not None:
+            self.plans.learn(op, future.result().result)  # which is there: a GPU's host never waits
         return work if async_op else work.wait()
 
     @property

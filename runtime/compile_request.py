@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from interlace.runtime.faults import Fault
@@ -32,7 +32,8 @@ class Request:
     argument ("*bf16", "i32") and ``constants`` the arguments fixed at compile time: together all
     arguments. ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
     ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
-    left in files of that name (``compile_artifacts.py``).
+    left in files of that name (``compile_artifacts.py``). ``libraries`` are paths of bitcode by name; what
+    is linked is not looked at for faults, because most of it is not the kernel's.
     """
 
     module: str
@@ -46,6 +47,7 @@ class Request:
     num_stages: int = 3
     ignore: tuple[str, ...] = ()
     artifacts: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,12 @@ def compile_kernel(request: Request) -> Any:
         constexprs=dict(constants),
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in request.divisible},
     )
-    options = {"num_warps": request.num_warps, "num_stages": request.num_stages}
+    options: dict[str, Any] = {
+        "num_warps": request.num_warps,
+        "num_stages": request.num_stages,
+    }
+    if request.libraries:
+        options["extern_libs"] = request.libraries
     return triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
 
 
@@ -144,7 +149,9 @@ def measure(request: Request) -> Measurement:
             arch=arch,
             num_warps=request.num_warps,
             ignore=request.ignore,
-        ),
+        )
+        if not request.libraries
+        else (),
     )
 
 
@@ -165,7 +172,9 @@ def _describe(error: BaseException) -> str:
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        last = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(cause).splitlines()]
+        # ptxas' own words come before the command to run it again
+        last = [line for line in lines if line and not line.startswith("Repro command")]
         causes.append(f"{type(cause).__name__}: {last[-1] if last else ''}")
         cause = cause.__cause__
     return "; ".join(causes)[:1000]

@@ -19,6 +19,11 @@ class Configuration:
     ``copiers`` programs push chunks inside the all-gather kernel; 0 leaves that to the copy engine.
     ``chunks`` is how many chunks a shard is sent in. ``programs`` bounds a persistent grid (0: as
     many as the place keeps resident). ``descriptors`` allows the TMA path where shapes permit it.
+
+    ``epilogue_subtile`` is in how many parts a tile is stored, ``output_descriptors`` whether by TMA
+    where nobody publishes it. ``flatten`` makes one loop of tiles and their k loops, so that the loads of
+    a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
+    of their own. Without TMA none of the last three applies.
     """
 
     block_m: int = 128
@@ -34,6 +39,10 @@ class Configuration:
     programs: int = 0
     descriptors: bool = True
     block_elements: int = 4096
+    epilogue_subtile: int = 1
+    output_descriptors: bool = False
+    flatten: bool = False
+    warp_specialize: bool = False
 
     def inner_block(self, descriptors: str) -> int:
         """``BLOCK_K`` for a path of the matmul; ranks need not agree on it.
@@ -60,6 +69,11 @@ def override(**values: int | bool) -> Iterator[None]:
         _override.reset(token)
 
 
+def overridden() -> bool:
+    """Whether :func:`override` has set anything here."""
+    return bool(_override.get())
+
+
 def set_override(values: dict[str, int | bool]) -> None:
     """As :func:`override`, for the rest of the current context."""
     _override.set(dict(values))
@@ -71,7 +85,13 @@ def current_override() -> dict[str, int | bool]:
 
 
 def gpu_default(
-    capability: int, dtype: torch.dtype, rows: int, columns: int = 4096, inner: int = 4096
+    capability: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int = 4096,
+    inner: int = 4096,
+    *,
+    fast_accum: bool = True,
 ) -> Configuration:
     """What a GPU of compute ``capability`` (90 is 9.0) runs for a matmul, before overrides.
 
@@ -91,11 +111,24 @@ def gpu_default(
             block_n=64,
             block_k=32,
             num_stages=2,
+            epilogue_subtile=2,
             copy_columns=256,
             descriptors=False,
         )
     if rows <= 64:
         chosen = replace(chosen, block_m=64)
+    if dtype.itemsize == 1:
+        # Sums that are exact to fp32 are kept beside the tensor cores' own, which takes registers.
+        wide = fast_accum and capability in (90, 100, 103)
+        return replace(
+            chosen,
+            block_n=256 if wide else 128,
+            block_k=128,
+            num_stages=4 if capability in (90, 100, 103) else 2,
+            epilogue_subtile=4 if wide else 2,
+            flatten=True,
+            output_descriptors=True,
+        )
     if columns % 16:
         # Every element has an address of its own, and addresses need registers.
         return replace(chosen, block_n=64, block_k=16)
@@ -105,10 +138,21 @@ def gpu_default(
         return replace(chosen, block_k=16)
     if not large:
         return replace(chosen, block_k=32, num_stages=4)
+    chosen = replace(
+        chosen, num_stages=4, epilogue_subtile=4, flatten=True, output_descriptors=True
+    )
     return replace(chosen, num_warps=4) if rows <= 64 else chosen
 
 
-def choose(place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int) -> Configuration:
+def choose(
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    fast_accum: bool = True,
+) -> Configuration:
     """The configuration for a ``rows x inner @ inner x columns`` matmul per rank and shard."""
     if place.interpreted:
         chosen = Configuration(
@@ -121,7 +165,7 @@ def choose(place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int
         )
     else:
         major, minor = torch.cuda.get_device_capability(place.device)
-        chosen = gpu_default(10 * major + minor, dtype, rows, columns, inner)
+        chosen = gpu_default(10 * major + minor, dtype, rows, columns, inner, fast_accum=fast_accum)
     return replace(chosen, **current_override())  # type: ignore[arg-type]
 
 

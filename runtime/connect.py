@@ -1,17 +1,26 @@
-"""The place for a group of processes: shared memory if one host has them all, else ``hosts``."""
+"""The place for a group of processes: shared memory if one host has them all, else ``hosts``.
+
+On GPUs, that place is the host's part of another one, which :func:`on_gpu` makes of it: it meets the other
+ranks, and knows which of them live.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from interlace.runtime import hosts
+from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.place import Place
 from interlace.runtime.place_hosts import HostsPlace
 from interlace.runtime.place_shm import ShmPlace
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from interlace.runtime.device_processes import DeviceProcessPlace
 
 
 def connect_place(
@@ -49,3 +58,64 @@ def connect_place(
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     hosts.forget(store, rank, prefix=prefix, nonce=nonce)  # joining has waited for everybody
     return place
+
+
+def gpu_problem() -> str:
+    """Why this process cannot run kernels on a GPU; "" if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from triton import knobs
+
+    return "TRITON_INTERPRET is set, which compiles no kernels" if knobs.runtime.interpret else ""
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process: its current one, which is made that of its number on the host if it was
+    never chosen and ``torchrun`` has given it one."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None and not torch.cuda.is_initialized():
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on_gpu(
+    host: Place,
+    device: torch.device | None = None,
+    *,
+    timeout: float,
+    high_priority: bool = False,
+) -> Place:
+    """The place on GPUs of the group whose place on the host is ``host``, and which it owns. Collective.
+
+    ``device``: this rank's, :func:`own_gpu` if None. ``high_priority``: of all its streams. Ranks of
+    several hosts get the place "nvshmem", others "cuda". Raises PlaceUnavailableError on all ranks if one
+    has no GPU, or lacks what its place needs.
+    """
+    problem = gpu_problem()
+    problems = host.exchange(problem.encode(), "joining a group on GPUs")
+    for rank, text in enumerate(problems):
+        if text:
+            raise PlaceUnavailableError(
+                f'place "cuda" needs a GPU per rank: rank {rank}: {text.decode()}'
+            )
+    device = own_gpu() if device is None else device
+    place: DeviceProcessPlace
+    if host.name == "hosts":
+        from interlace.runtime.place_nvshmem import NvshmemPlace
+
+        place = NvshmemPlace(host, device, timeout=timeout)
+    else:
+        from interlace.runtime.place_cuda import CudaPlace
+
+        place = CudaPlace(host, device, timeout=timeout)
+    place.high_priority = high_priority
+    return place
+
+
+def all_have_gpus(host: Place) -> bool:
+    """Whether every rank of ``host`` can run kernels on a GPU that no other rank has. Collective."""
+    usable = (
+        not gpu_problem() and int(os.environ.get("LOCAL_RANK", "0")) < torch.cuda.device_count()
+    )
+    answers = host.exchange(b"1" if usable else b"", "joining a group")
+    return host.name == "shm" and all(answers)

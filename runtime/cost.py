@@ -21,6 +21,20 @@ SMALLEST_FUSED_ROWS = 512
 SMALLEST_PIPELINED_BYTES = 4 << 20
 
 
+def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
+    """As :func:`choose_algorithm` for fp8 operands: "fused" or "unfused".
+
+    Only chips from 8.9 on multiply fp8 numbers, and no kernel moves scales between nodes.
+    """
+    if empty or place.nodes is not None:
+        return "unfused"
+    if place.name == "sim":
+        return "fused"
+    if place.direct_access or torch.cuda.get_device_capability(place.device) < (8, 9):
+        return "unfused"
+    return "fused" if rows >= SMALLEST_FUSED_ROWS else "unfused"
+
+
 def choose_algorithm(
     place: Place, dtype: torch.dtype, rows: int, bytes_gathered: int, *, empty: bool
 ) -> str:

@@ -50,9 +50,14 @@ RULES = {
         "Registers do not suffice: values live on the stack. Judged on sm_90 and sm_100, which have"
         " wgmma, TMA and tensor memory to save registers."
     ),
+    "shared memory": (
+        "A program wants more shared memory than an SM gives to one: 163 KiB on sm_80, 227 KiB on sm_90"
+        " and sm_100. The launch would be refused. Take fewer stages or smaller tiles."
+    ),
     "no tensor cores": (
         "A dot, other than of fp32 in ieee precision or of fp64, was compiled to ordinary"
-        " instructions, or a large one of 16-bit operands to those of an older architecture."
+        " instructions, or a large one of 16-bit or fp8 operands to those of an older architecture or of"
+        " wider operands."
     ),
 }
 

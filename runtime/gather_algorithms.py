@@ -16,6 +16,7 @@ import torch
 
 from interlace.kernels import all_gather_matmul as all_gather_matmul_kernels
 from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
+from interlace.runtime import hierarchical_fused
 from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import (
@@ -25,13 +26,14 @@ from interlace.runtime.collective_algorithms import (
 )
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
+from interlace.runtime.hierarchical_fused import GatherMoves
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import Layout, Workspace
 from interlace.runtime.operands import (
     Linear,
     is_aligned,
-    kernel_operands,
     launch_options,
+    loop_operands,
     multiply,
 )
 from interlace.runtime.stream import Event
@@ -47,14 +49,18 @@ def _chunk_table(
     rows: Sequence[int],
     size: int,
     columns: int,
+    far: GatherMoves | None,
 ) -> tuple[torch.Tensor, int]:
     """Lines of ``all_gather_matmul_kernel``'s ``chunks``; the number of tiles."""
     rank, world_size = communicator.rank, communicator.world_size
     block_m, tiles_n = configuration.block_m, formulas.ceil_div(columns, configuration.block_n)
-    table = communicator.table(
-        ("chunks", tuple(rows), size, block_m, tiles_n),
-        lambda: formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n),
-    )
+
+    def lines() -> list[list[int]]:
+        if far is not None:
+            return far.chunk_lines(block_m, tiles_n)
+        return formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+
+    table = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
     return table, formulas.tiles_of(rows, block_m, tiles_n)
 
 
@@ -65,30 +71,44 @@ def all_gather_matmul_fused(
     rows: Sequence[int],
     gathered: torch.Tensor | None,
     configuration: Configuration,
+    row_scale: torch.Tensor | None = None,
 ) -> Event:
-    """One kernel per weight; the first carries the copiers, or the copy engine sends."""
+    """One kernel per weight; the first carries the copiers, or the copy engine sends.
+
+    Between nodes a kernel of its own moves the rows (``hierarchical_fused.py``). ``row_scale``: of fp8
+    operands; one per row, which travels with it, if the weights' ``scales`` are "row".
+    """
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)
     size = formulas.chunk_rows(rows, configuration.block_m, configuration.chunks)
     sends, num_sends, _, _, slots = transfer_tables(communicator, rows, size)
+    nodes = communicator.place.nodes
+    far = None if nodes is None else GatherMoves(communicator, nodes, rows, size)
     layout = Layout()
-    layout.add_slots(slots)
+    layout.add_slots(slots if far is None else far.slots)
     layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
+    sent_scale = row_scale if linears[0].scales == "row" else None
+    scales_at = 0 if sent_scale is None else layout.add_data(total * sent_scale.element_size())
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
-    operands = [kernel_operands(communicator, configuration, input, linear) for linear in linears]
+    operands = [
+        loop_operands(communicator, configuration, input, linear, row_scale) for linear in linears
+    ]
     tables = [
-        _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1])
+        _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1], far)
         for linear in linears
     ]
 
     def body(workspace: Workspace) -> None:
         most = max(1, communicator.place.program_limit() // 4)
-        copiers = min(configuration.copiers, num_sends, most)
-        if not copiers:
-            _send_by_copy_engine(communicator, workspace, input, rows, size)
+        copiers = min(configuration.copiers, num_sends, most) if far is None else 0
+        moving = 0
+        if far is not None:
+            moving = far.start(workspace, input, configuration)
+        elif not copiers:
+            _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
         for index, (chunks, tiles) in enumerate(tables):
             mine = copiers if index == 0 else 0
-            resident = resident_programs(communicator, configuration, mine)
+            resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
             aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
             communicator.compute.launch(
                 KernelLaunch(
@@ -97,6 +117,7 @@ def all_gather_matmul_fused(
                     {
                         **workspace.kernel_arguments(),
                         **operands[index],
+                        "scale_offset": workspace.data_offset + scales_at,
                         "sends_ptr": sends,
                         "num_sends": num_sends,
                         "chunks_ptr": chunks,
@@ -105,7 +126,6 @@ def all_gather_matmul_fused(
                         "COPY_ROWS": configuration.copy_rows,
                         "COPY_COLUMNS": configuration.copy_columns,
                         "ALIGNED": aligned,
-                        "COMPILED": not communicator.place.interpreted,
                     },
                     "all_gather_matmul",
                     **launch_options(configuration),
@@ -125,6 +145,8 @@ def all_gather_matmul_fused(
                     communicator.compute.copy(gathered[begin:end], arrived[begin:end], "gathered")
             if rows[rank]:
                 communicator.compute.copy(gathered[first : first + rows[rank]], input, "own shard")
+        if far is not None:
+            far.finish(workspace)
 
     return communicator.enqueue("all_gather_matmul", layout, body)
 
@@ -135,8 +157,10 @@ def _send_by_copy_engine(
     input: torch.Tensor,
     rows: Sequence[int],
     size: int,
+    scales_at: int,
+    row_scale: torch.Tensor | None,
 ) -> None:
-    """Push the chunks of the own shard on the copy stream, in ``send_order``."""
+    """Push the chunks of the own shard on the copy stream, in ``send_order``, with their scales."""
     rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
     stream = communicator.copying
     counts = [len(chunks_of(count, size)) for count in rows]
@@ -148,6 +172,10 @@ def _send_by_copy_engine(
             begin = (first_row + first) * inner * input.element_size()
             theirs = workspace.data(peer, begin, (count, inner), input.dtype)
             stream.copy(theirs, input[first : first + count], f"chunk {chunk} to rank {peer}")
+            if row_scale is not None:
+                begin = scales_at + (first_row + first) * row_scale.element_size()
+                theirs = workspace.data(peer, begin, (count,), row_scale.dtype)
+                stream.copy(theirs, row_scale[first : first + count], "its scales")
             stream.publish(workspace, peer, first_slot + chunk)
 
 
@@ -164,6 +192,11 @@ def all_gather_matmul_pipelined(
     Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
     as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
     """
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return hierarchical_fused.all_gather_matmul_pipelined(
+            communicator, nodes, input, linears, rows, gathered, configuration
+        )
     rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
     itemsize = input.element_size()
     direct = communicator.place.direct_access
@@ -212,7 +245,7 @@ def all_gather_matmul_pipelined(
                 part = linear.output[row : row + count]
                 stream.call(
                     lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
-                        part, operand, linear.weight, linear.bias
+                        part, operand, linear.weight, linear.bias, linear.activation
                     ),
                     f"matmul chunk {chunk} of rank {source}",
                 )
@@ -252,7 +285,7 @@ def all_gather_matmul_unfused(
     for linear in linears:
         communicator.compute.call(
             lambda linear=linear: multiply(  # type: ignore[misc]
-                linear.output, gathered, linear.weight, linear.bias
+                linear.output, gathered, linear.weight, linear.bias, linear.activation
             ),
             "matmul",
         )

@@ -1,12 +1,12 @@
 """One launch of a kernel: what to run, over which grid, with which arguments, in which place.
 
-The same :class:`KernelLaunch` is compiled by Triton on a GPU and interpreted, by ``scheduler.py``, on a
-CPU.
+The same :class:`KernelLaunch` is compiled by Triton on a GPU (``cuda_launch.py``) and interpreted, by
+``scheduler.py``, on a CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,7 +14,8 @@ from typing import Any
 class KernelLaunch:
     """``kernel[grid](**arguments)`` with compile options; ``op`` names the user's call.
 
-    ``grid``: a number of programs, or up to three extents.
+    ``grid``: a number of programs, or up to three extents. ``options``: a dict with more of Triton's, for
+    a GPU only, such as ``launch_cooperative_grid``.
     """
 
     kernel: Any
@@ -23,6 +24,7 @@ class KernelLaunch:
     op: str
     num_warps: int = 4
     num_stages: int = 3
+    options: Any = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -35,17 +37,16 @@ class KernelLaunch:
         x, y, z = (*given, 1, 1)[:3]
         return int(x), int(y), int(z)
 
-    def compiled(self) -> None:
-        """Launch on the current CUDA stream."""
-        self.kernel[self.extents](
-            **self.arguments, num_warps=self.num_warps, num_stages=self.num_stages
-        )
-
-    def compile_only(self) -> None:
-        """Compile and load the kernel without running it."""
-        self.kernel.warmup(
+    def compiled(self) -> Any:
+        """The kernel for a GPU, compiled and loaded, not run: Triton's ``CompiledKernel``."""
+        made = self.kernel.warmup(
             **self.arguments,
             grid=self.extents,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
-        )._init_handles()
+            **self.options,
+        )
+        if hasattr(made, "result"):  # compiled in the background
+            made = made.result()
+        made._init_handles()
+        return made

@@ -23,6 +23,10 @@ from interlace.runtime.triton_ir import Dot, TritonIR
 
 # On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
 STRICT_ARCHES = (90, 100)
+# What one program can have.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+_FP8 = {9: "QGMMA", 10: "UTCQMMA"}
 
 _SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)([.\w]*)", re.MULTILINE)
 _SASS_LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
@@ -58,6 +62,13 @@ def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
     return [Fault("spills", message)]
 
 
+def too_much_shared(arch: int, shared: int) -> list[Fault]:
+    """A fault where a program wants more shared memory than there is: the launch would be refused."""
+    if shared <= SHARED_BYTES[arch]:
+        return []
+    return [Fault("shared memory", f"{shared} bytes, of {SHARED_BYTES[arch]} on sm_{arch}")]
+
+
 def wants_tensor_cores(dots: Sequence[Dot]) -> bool:
     """Whether a kernel with these matmuls has a use for tensor cores."""
     return any(not dot.exact for dot in dots)
@@ -66,13 +77,19 @@ def wants_tensor_cores(dots: Sequence[Dot]) -> bool:
 def without_tensor_cores(
     dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
 ) -> list[Fault]:
-    """Matmuls that became ordinary instructions, or large ones of 16 bits those of older chips."""
+    """Matmuls that became ordinary instructions, or large ones of 16 and 8 bits those of older chips.
+
+    Also large ones of fp8 whose operands were made 16 bits wide first.
+    """
     wanted = [dot for dot in dots if not dot.exact]
     large = [dot for dot in wanted if _fits(dot, num_warps)]
+    narrow = [dot for dot in large if dot.dtype.startswith("f8")]
     if wanted and not tensor_core_instructions(counts, arch, any_kind=True):
         missed, what = wanted, "no matrix instruction"
     elif large and not tensor_core_instructions(counts, arch):
         missed, what = large, f"no matrix instruction of sm_{arch}"
+    elif narrow and arch // 10 in _FP8 and not counts[_FP8[arch // 10]]:
+        missed, what = narrow, f"no matrix instruction of sm_{arch} for fp8"
     else:
         return []
     return [Fault("no tensor cores", f"{what} for a {dot}", describe(dot.chain)) for dot in missed]
@@ -81,7 +98,7 @@ def without_tensor_cores(
 def _fits(dot: Dot, num_warps: int) -> bool:
     """Whether the instructions of 9.0 and 10.x, by groups of 4 warps and 64 rows, are certainly for it."""
     whole = len(dot.shape) == 2 and dot.shape[0] % 64 == 0 and dot.shape[1] % 16 == 0
-    return whole and dot.dtype in ("bf16", "f16") and num_warps in (4, 8)
+    return whole and dot.dtype in ("bf16", "f16", "f8E4M3FN", "f8E5M2") and num_warps in (4, 8)
 
 
 def weakened(program: Program, sass: str) -> list[Fault]:

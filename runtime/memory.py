@@ -19,6 +19,7 @@ together are smaller than the current buffer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,18 +44,52 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over all of ``tensors``, if each begins where the one before it ends."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return None
+    storage = filled[0].untyped_storage().data_ptr()
+    address = filled[0].data_ptr()
+    for tensor in filled:
+        if tensor.data_ptr() != address or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        address += tensor.nbytes
+    return filled[0].as_strided((sum(tensor.numel() for tensor in filled),), (1,))
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
 @dataclass
 class SymmetricBuffer:
     """The same ``nbytes`` on every rank of a group.
 
-    ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them.
-    ``peer_bytes[r]`` is a uint8 tensor over rank r's memory; it keeps the mapping alive.
+    ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0
+    of what is not mapped; between nodes it goes on as ``kernels/hierarchical.py`` says.
+    ``peer_bytes[r]`` is a uint8 tensor over rank r's memory; it keeps the mapping alive, and is empty
+    where there is none. ``multicast`` is the address by which one store reaches all ranks, 0 where
+    there is none.
     """
 
     rank: int
     nbytes: int
     peers: torch.Tensor
     peer_bytes: Sequence[torch.Tensor]
+    multicast: int = 0
+    owner: object = None
+
+    @functools.cached_property
+    def addresses(self) -> list[int]:
+        """``peers``, for the host."""
+        return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
+
+    def mapped(self, rank: int) -> bool:
+        """Whether this rank can address rank ``rank``'s memory."""
+        return self.peer_bytes[rank].numel() > 0
 
     def view(
         self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
@@ -64,6 +99,7 @@ class SymmetricBuffer:
         for extent in shape:
             count *= extent
         end = offset + count * dtype.itemsize
+        assert self.mapped(rank), f"rank {rank}'s memory is on another node"
         assert offset >= 0 and end <= self.nbytes, (offset, end, self.nbytes)
         return self.peer_bytes[rank][offset:end].view(dtype).view(tuple(shape))
 
@@ -160,11 +196,13 @@ class Arena:
         *,
         channels: int = 2,
         spin_limit: int = 0,
+        alike: bool = False,
     ) -> None:
         assert world_size <= MAX_WORLD_SIZE
         self._allocate = allocate
         self._world_size = world_size
         self._spin_limit = spin_limit
+        self._alike = alike  # channels grow together: one call makes room for all calls like it
         self._channels: list[_Channel | None] = [None] * channels
         self._turn = 0
 
@@ -174,10 +212,27 @@ class Arena:
         self._turn += 1
         channel = self._channels[index]
         if channel is None or channel.slots < layout.slots or channel.nbytes < layout.nbytes:
-            channel = self._channels[index] = self._grown(channel, layout)
+            for number in range(len(self._channels)) if self._alike else (index,):
+                self._channels[number] = self._grown(self._channels[number], layout)
+            channel = self._channels[index]
+            assert channel is not None
         slot_offset = HEADER_WORDS * WORD
         data_offset = slot_offset + channel.slots * WORD
         return Workspace(index, channel.buffer, slot_offset, data_offset, self._world_size, op)
+
+    @property
+    def next_channel(self) -> int:
+        """The number of the channel whose turn it is."""
+        return self._turn % len(self._channels)
+
+    def next_buffer(self, after: int) -> SymmetricBuffer | None:
+        """The memory of the channel whose turn it is after so many more ops."""
+        channel = self._channels[(self._turn + after) % len(self._channels)]
+        return None if channel is None else channel.buffer
+
+    def skip(self) -> None:
+        """Take a turn without a lease: of an op that has the workspace from before."""
+        self._turn += 1
 
     def _grown(self, old: _Channel | None, layout: Layout) -> _Channel:
         slots = _doubled(old.slots if old else SMALLEST_SLOTS, layout.slots)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 
@@ -15,26 +16,42 @@ DESCRIPTOR_ALIGNMENT = 16
 
 @dataclass
 class Linear:
-    """One weight of an op: ``output = input @ weight + bias``. ``bias_along``: "n" or "m"."""
+    """One weight of an op: ``output = activation(input @ weight + bias)``. ``bias_along``: "n" or "m".
+
+    ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
+    column of the weight; ``scale`` is the weight's, fp32. ``fast_accum``: fewer bits than fp32 has may be
+    kept while products of fp8 numbers are added up.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     output: torch.Tensor
     bias_along: str = "n"
+    activation: str = ""
+    scales: str = ""
+    scale: torch.Tensor | None = None
+    fast_accum: bool = True
 
 
 def multiply(
-    output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str = "",
 ) -> None:
-    """``output = input @ weight (+ bias)`` by torch, rounding once more where dtypes differ."""
+    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
     if output.dtype != input.dtype:
         wide = torch.float64 if output.dtype == torch.float64 else torch.float32
         product = input.to(wide) @ weight.to(wide)
-        output.copy_(product if bias is None else product + bias.to(wide))
-    elif bias is None:
+        output.copy_(activate(product if bias is None else product + bias.to(wide), activation))
+        return
+    if bias is None:
         torch.mm(input, weight, out=output)
     else:
         torch.addmm(bias, input, weight, out=output)
+    if activation:
+        output.copy_(activate(output, activation))
 
 
 def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
@@ -90,7 +107,51 @@ def kernel_operands(
         "GROUP_M": configuration.group_m,
         "DESCRIPTORS": descriptors,
         "BIAS": "" if linear.bias is None else linear.bias_along,
+        "ACTIVATION": linear.activation,
+        "SUBTILE": configuration.epilogue_subtile,
         "INPUT_PRECISION": input_precision(input.dtype),
+    }
+
+
+def stores_by_descriptor(configuration: Configuration, linear: Linear, descriptors: str) -> bool:
+    """Whether tiles of the product may leave through a descriptor; ``descriptors`` is the loads' path."""
+    columns = linear.weight.shape[1]
+    return (
+        configuration.output_descriptors
+        and bool(descriptors)
+        and columns > 1
+        and columns * linear.output.element_size() % DESCRIPTOR_ALIGNMENT == 0
+        and linear.output.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+    )
+
+
+def loop_operands(
+    communicator: Communicator,
+    configuration: Configuration,
+    input: torch.Tensor,
+    linear: Linear,
+    row_scale: torch.Tensor | None = None,
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """As :func:`kernel_operands`, for the kernels whose tile loop the compiler may rearrange.
+
+    ``row_scale`` is that of the input; where there is none, scales are not looked at. ``published``: peers
+    wait for the tiles, so they do not leave through descriptors from warps of their own.
+    """
+    shared = kernel_operands(communicator, configuration, input, linear)
+    by_descriptor = bool(shared["DESCRIPTORS"])
+    return {
+        **shared,
+        "row_scale_ptr": linear.output if row_scale is None else row_scale,
+        "column_scale_ptr": linear.output if linear.scale is None else linear.scale,
+        "SCALES": linear.scales,
+        "FAST_ACCUM": linear.fast_accum,
+        "FLATTEN": configuration.flatten and by_descriptor,
+        "WARP_SPECIALIZE": configuration.warp_specialize and by_descriptor,
+        "OUT_DESCRIPTOR": stores_by_descriptor(configuration, linear, shared["DESCRIPTORS"])
+        and not (published and configuration.warp_specialize),
+        "COMPILED": not communicator.place.interpreted,
     }
 
 

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from interlace.runtime.call import Call
 from interlace.runtime.engine import Engine
 from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.hierarchical_nodes import Nodes
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory
 from interlace.runtime.memory import SymmetricBuffer
@@ -31,6 +33,7 @@ class Place(ABC):
     interpreted : True where Triton kernels run in the interpreter.
     linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
+    nodes : which ranks share a node, where not all memory is mapped; None on one node.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Place(ABC):
     interpreted: bool
     direct_access: bool
     linger = 0.0
+    watcher: Any = None  # of what a call enqueues, where that is planned; see ``cuda_plans.py``
+    nodes: Nodes | None = None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -51,6 +56,13 @@ class Place(ABC):
 
         Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
         """
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
+
+        A place may answer for peers that have agreed to the same call before, and check that later.
+        """
+        return self.exchange(call.message, call.op)
 
     def arrive(self) -> None:
         """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
@@ -75,6 +87,10 @@ class Place(ABC):
         Where torch code runs at once (on a CPU) this blocks; on a GPU it does not.
         """
 
+    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+        """A future of ``value``, which is there at ``event``; None where a plain one will do."""
+        return None
+
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         """The place of this rank within the group of ``ranks`` (ranks of this group, in order).
@@ -85,6 +101,10 @@ class Place(ABC):
     def set_timeout(self, seconds: float) -> None:
         """Bound every later wait of this rank in this group, where waits have a bound of their own."""
         return
+
+    def trouble(self, doing: str) -> Exception | None:
+        """Why ``doing``, which waits for peers, can never end, if that is known. From any thread."""
+        return None
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -154,13 +174,25 @@ class Place(ABC):
 
     def new_engine(self, communicator: Any) -> Engine:
         """What does the plain collectives of ``communicator``, which is on this place."""
-        from interlace.runtime.stream_engine import StreamEngine  # which needs places itself
+        from interlace.runtime.hierarchical_engine import HierarchicalEngine  # which need places
+        from interlace.runtime.stream_engine import StreamEngine
 
+        if self.nodes is not None:
+            return HierarchicalEngine(communicator, self.nodes)
         return StreamEngine(communicator)
+
+    def new_plans(self, communicator: Any) -> Any:
+        """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
+        return None
 
     def launching(self) -> AbstractContextManager[None]:
         """Entered around the launches of one collective op, after all allocation is done."""
         return nullcontext()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
+        return False
 
     @property
     def idle(self) -> bool:
@@ -184,4 +216,8 @@ class Place(ABC):
 
     def check(self) -> None:
         """Raise what the group has failed with, if it has."""
+        return
+
+    def settle(self) -> None:
+        """Return once all that this rank has enqueued has ended; raise what it failed with."""
         return

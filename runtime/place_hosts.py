@@ -317,6 +317,13 @@ class HostsPlace(Place):
         if self._parent is not None:
             self._parent.check()
 
+    def trouble(self, doing: str) -> Exception | None:
+        try:
+            self.check()
+        except InterlaceError as error:
+            return error
+        return None
+
     def abort(self, reason: str) -> None:
         """Make every wait of every rank end with an AbortedError that says ``reason``."""
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))

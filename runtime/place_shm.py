@@ -231,6 +231,11 @@ class ShmPlace(Place):
         """Raise AbortedError if the group, or one it was split from, was aborted."""
         self._group.check()
 
+    def trouble(self, doing: str) -> Exception | None:
+        """A death, an abort. A peer that has left in good order is no trouble."""
+        present = [rank for rank in range(self.world_size) if not self._group.has_left(rank)]
+        return self._group.interruption(doing, [rank for rank in present if rank != self.rank])
+
     def abort(self, reason: str) -> None:
         """Make every wait of every rank end with an AbortedError that says ``reason``.
 

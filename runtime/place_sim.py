@@ -183,6 +183,8 @@ class SimStream(Stream):
         def item() -> None:
             epoch = _epoch(workspace)
             for peer in range(workspace.world_size):
+                if not workspace.buffer.mapped(peer):
+                    continue  # the op has put its credits itself
                 credit = _credits(workspace, peer)[workspace.rank : workspace.rank + 1]
                 self._signal(credit, epoch, workspace.op)
                 self._scheduler.progress()

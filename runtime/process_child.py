@@ -34,6 +34,7 @@ from interlace.runtime.place_shm import ShmPlace
 from interlace.runtime.waiting import usable_cores
 
 Setup = Callable[[Place], Any]
+"""Called with a rank's place; the place to close at the end of the run, if that is another one."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -81,7 +82,7 @@ def serve(connection: Connection, parent_thread_stays: bool) -> None:
 
 
 def _perform(task: Task) -> Report:
-    place: ShmPlace | None = None
+    place: Place | None = None
     try:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
@@ -96,8 +97,10 @@ def _perform(task: Task) -> Report:
             generation=task.run,
         )
         if setup is not None:
-            setup(place)
-        report = Report(False, _pickled_result(function(*arguments, **keywords)))
+            place = setup(place) or place
+        result = function(*arguments, **keywords)
+        place.settle()
+        report = Report(False, _pickled_result(result))
     except BaseException as error:
         report = _failure(error)
         if place is not None:

@@ -18,7 +18,9 @@ import torch
 from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
+from interlace.runtime import hierarchical_fused
 from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.activations import activate
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import resident_programs, segment_table
 from interlace.runtime.communicator import Communicator
@@ -29,6 +31,7 @@ from interlace.runtime.operands import (
     Linear,
     kernel_operands,
     launch_options,
+    loop_operands,
     multiply,
 )
 from interlace.runtime.reductions import fold, fold_unrounded
@@ -45,8 +48,15 @@ def matmul_reduce_scatter_fused(
     configuration: Configuration,
     *,
     average: bool,
+    row_scale: torch.Tensor | None = None,
 ) -> Event:
-    """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part."""
+    """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part.
+
+    Between nodes a matmul per part, and a kernel that hands over and sums (``hierarchical_fused.py``).
+    ``row_scale``: of fp8 operands.
+    """
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
@@ -57,7 +67,7 @@ def matmul_reduce_scatter_fused(
     layout.add_slots(formulas.reduce_slots(world_size, rows, block_m, tiles_n))
     layout.add_data(formulas.contributed_bytes(world_size, rows, row_bytes))
     # before the streams wait for what the caller has issued
-    operands = kernel_operands(communicator, configuration, input, linear)
+    operands = loop_operands(communicator, configuration, input, linear, row_scale, published=True)
     table = segment_table(communicator, segments, block_m, tiles_n)
     resident = resident_programs(communicator, configuration)
 
@@ -81,6 +91,28 @@ def matmul_reduce_scatter_fused(
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
+def _between_nodes(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    average: bool,
+) -> Event | None:
+    """Matmul + reduce-scatter where ranks are on several nodes; None where they are not."""
+    nodes = communicator.place.nodes
+    if nodes is None:
+        return None
+    return hierarchical_fused.matmul_reduce_scatter(
+        communicator,
+        nodes,
+        input,
+        linear,
+        segments,
+        lambda parts: sum_with_bias(parts, linear, average=average),
+        average=average,
+    )
+
+
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator,
     input: torch.Tensor,
@@ -90,6 +122,8 @@ def matmul_reduce_scatter_pipelined(
     average: bool,
 ) -> Event:
     """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     layout = Layout()
@@ -123,16 +157,18 @@ def matmul_reduce_scatter_pipelined(
 
 
 def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: bool) -> None:
-    """Sum in rank order, add the bias once, round once."""
+    """Sum in rank order, add the bias once, activate, round once."""
     reduction = "avg" if average else "sum"
-    if linear.bias is None:
+    if linear.bias is None and not linear.activation:
         fold(reduction, parts, linear.output)
         return
     wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
     total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
     fold_unrounded(reduction, parts, total)
-    bias = linear.bias.to(wide)
-    linear.output.copy_(total + (bias if linear.bias_along == "n" else bias[:, None]))
+    if linear.bias is not None:
+        bias = linear.bias.to(wide)
+        total += bias if linear.bias_along == "n" else bias[:, None]
+    linear.output.copy_(activate(total, linear.activation))
 
 
 def matmul_reduce_scatter_unfused(
@@ -144,13 +180,14 @@ def matmul_reduce_scatter_unfused(
     average: bool,
 ) -> Event:
     """The whole product first, staged in the own workspace; then everyone sums its part of all."""
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize
-    exact = linear.bias is None and dtype in (
-        torch.float32,
-        torch.float64,
-    )  # one rounding either way
+    # one rounding either way
+    exact = linear.bias is None and not linear.activation
+    exact = exact and dtype in (torch.float32, torch.float64)
     if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
         return _small_reduce_scatter(communicator, input, linear, segments, average=average)
     layout = Layout(pulled=True)
@@ -208,6 +245,16 @@ def matmul_all_reduce_fused(
     average: bool,
 ) -> Event:
     """One-shot: one kernel, every tile to every rank."""
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return hierarchical_fused.matmul_all_reduce(
+            communicator,
+            nodes,
+            input,
+            linear,
+            lambda own, parts: sum_with_bias(parts, own, average=average),
+            average=average,
+        )
     world_size = communicator.world_size
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)

@@ -74,7 +74,7 @@ class StreamEngine(Engine):
     def _messages(self, call: Call) -> list[bytes]:
         if self.world_size == 1:
             return [call.message]
-        return self._communicator.place.exchange(call.message, call.op)
+        return self._communicator.place.agree(call)
 
     def _told(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""

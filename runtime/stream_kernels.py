@@ -13,29 +13,10 @@ import torch
 from interlace.runtime import collective_algorithms as algorithms
 from interlace.runtime import configuration
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.memory import neighbours, overlap
 from interlace.runtime.stream import Event
 
 REDUCTIONS = ("sum", "avg")
-
-
-def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor over all of ``tensors``, if each begins where the one before it ends."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
-        return None
-    storage = filled[0].untyped_storage().data_ptr()
-    address = filled[0].data_ptr()
-    for tensor in filled:
-        if tensor.data_ptr() != address or tensor.untyped_storage().data_ptr() != storage:
-            return None
-        address += tensor.nbytes
-    return filled[0].as_strided((sum(tensor.numel() for tensor in filled),), (1,))
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors share memory."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def all_gather(

@@ -126,6 +126,8 @@ class Work(TorchWork):
         """A future of the list of tensors that the op fills; of its result for a functional op."""
         with self._lock:
             if self._future is None:
+                self._future = self._ordered_future()
+            if self._future is None:
                 settled: torch.futures.Future[None] = torch.futures.Future()
                 # set_exception() would make a value that only Python takes for an error; what a callback
                 # raises is an error for C++ as well
@@ -135,6 +137,14 @@ class Work(TorchWork):
                 else:
                     self._outcome.add_done_callback(lambda _: settled.set_result(None))
             return self._future
+
+    def _ordered_future(self) -> torch.futures.Future[Any] | None:
+        """One that orders streams, of an op that was enqueued on some."""
+        outcome = self._outcome
+        if outcome is None or not outcome.done() or outcome.exception() is not None:
+            return None
+        event = outcome.result().event
+        return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
         """What the future is of, once the host part has ended; raises what the op failed with."""

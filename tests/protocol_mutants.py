@@ -13,7 +13,7 @@ from mutations import Edit, Mutant
 
 _PUBLISH = 'tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")'
 _POLL = 'seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")'
-_CREDIT = "return wait(peers_ptr, rank, world_size, peer, (_CREDIT + peer) * 8, epoch - 1)"
+_CREDIT = "return wait(peers_ptr, rank, world_size, peer, (peer + _CREDIT) * 8, epoch - 1)"
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ CASES = [
         _signal(
             "credit kept from one rank",
             (
-                "    for peer in range(world_size):\n        publish(peer_pointer(peers_ptr, peer, (_CREDIT",
-                "    for peer in range(1, world_size):\n        publish(peer_pointer(peers_ptr, peer, (_CREDIT",
+                "        if is_mapped(peers_ptr, peer):\n            publish(peer_pointer(peers_ptr, peer, (_CREDIT",
+                "        if peer > 0:\n            publish(peer_pointer(peers_ptr, peer, (_CREDIT",
             ),
         ),
         "schedules",
@@ -142,13 +142,13 @@ CASES = [
             "kernels/transfer.py",
             "published before the copy",
             (
-                "        to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
-                "        publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n"
-                "        to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
+                "            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
+                "            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n"
+                "            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
             ),
             (
-                "            )\n        publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n",
-                "            )\n",
+                "rows, 128)\n            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n",
+                "rows, 128)\n",
             ),
         ),
         "races",
@@ -169,8 +169,8 @@ CASES = [
             "kernels/transfer.py",
             "wrong peer signalled",
             (
-                "        publish(peer_pointer(peers_ptr, peer, slot_offset",
-                "        publish(peer_pointer(peers_ptr, (peer + 1) % world_size, slot_offset",
+                "            publish(peer_pointer(peers_ptr, peer, slot_offset",
+                "            publish(peer_pointer(peers_ptr, (peer + 1) % world_size, slot_offset",
             ),
         ),
         "races",
@@ -243,15 +243,20 @@ CASES = [
     Case(
         _in(
             "kernels/matmul_reduce_scatter.py",
-            "tile published before its store",
+            "tiles published before their stores",
             (
-                "                store_tile(to_ptr, N, acc, tile_m, tile_n, rows, N, BLOCK_M, BLOCK_N)\n",
+                "                complete_descriptor_stores(COMPILED_STORES)\n"
+                "                for number in range(first, start + tiles, programs):\n"
+                "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
+                "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
                 "",
             ),
             (
-                "                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
-                "                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n"
-                "                store_tile(to_ptr, N, acc, tile_m, tile_n, rows, N, BLOCK_M, BLOCK_N)\n",
+                "                for number in tl.range(\n",
+                "                for number in range(first, start + tiles, programs):\n"
+                "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
+                "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n"
+                "                for number in tl.range(\n",
             ),
         ),
         "races",
@@ -261,7 +266,10 @@ CASES = [
         _in(
             "kernels/matmul_reduce_scatter.py",
             "one slot for all tiles",
-            ("slot_offset + (rank * tiles + tile) * 8", "slot_offset + rank * tiles * 8"),
+            (
+                "slot_offset + (rank * tiles + number - start) * 8",
+                "slot_offset + rank * tiles * 8",
+            ),
         ),
         "races",
         _RS,
@@ -271,11 +279,8 @@ CASES = [
             "kernels/matmul_reduce_scatter.py",
             "descriptor store published",
             (
-                "                store_tile(to_ptr, N, acc, tile_m, tile_n, rows, N, BLOCK_M, BLOCK_N)\n",
-                "                c = tl.make_tensor_descriptor(\n"
-                "                    to_ptr, [rows.to(tl.int32), N], [N, 1], [BLOCK_M, BLOCK_N])\n"
-                "                c.store([(tile_m * BLOCK_M).to(tl.int32), (tile_n * BLOCK_N).to(tl.int32)],\n"
-                "                        acc.to(to_ptr.dtype.element_ty))\n",
+                "                complete_descriptor_stores(COMPILED_STORES)\n",
+                "",
             ),
         ),
         "lint",
@@ -288,8 +293,8 @@ CASES = [
             "kernels/all_gather_matmul.py",
             "fence of descriptor loads dropped",
             (
-                "                        fence_descriptor_loads(COMPILED)\n",
-                "                        pass\n",
+                "                    fence_descriptor_loads(COMPILED)\n",
+                "                    pass\n",
             ),
         ),
         "lint",

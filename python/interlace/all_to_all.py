@@ -76,6 +76,7 @@ def _all_to_all(
         )
     try:
         first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
+        first = checks.imported("input_tensor_list[0]", first, communicator.rank)
         dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
         inputs = one_per_rank(
             "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,

@@ -21,10 +21,12 @@ REDUCE_OPS = ("sum", "avg")
 
 
 def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
-    """``value`` if it is a tensor on the group's device."""
+    """``value`` if it is a tensor on the group's device; one over its memory if it is another array."""
     rank = communicator.rank
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
+        value = imported(name, value, rank)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
     if value.device.type != communicator.place.device.type:
         raise ValueError(
             f"{name} is on {value.device}, the group's memory on {communicator.place.device}, "
@@ -44,6 +46,26 @@ def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
             "interlace.functional takes tensors that stand for others"
         )
     return value.detach()
+
+
+def imported(name: str, value: Any, rank: int) -> Any:
+    """A tensor over the memory of ``value`` if that is an array of another library: CuPy, NumPy, JAX ...
+
+    By DLPack, so nothing is copied and what is written is written in place; on a GPU torch's current stream
+    waits for what the other library has enqueued. Anything else comes back as it is.
+    """
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__dlpack__"):
+        return value
+    if not getattr(getattr(value, "flags", None), "writeable", True):
+        raise TypeError(  # torch would take it, and write it
+            f"{name} is a {type(value).__name__} that is read-only on rank {rank}; give a copy"
+        )
+    try:
+        return torch.from_dlpack(value)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise TypeError(
+            f"{name} is a {type(value).__name__} that cannot be taken as a tensor on rank {rank}: {error}"
+        ) from error
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -67,11 +89,20 @@ def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return checked
 
 
+def requires_grad(tensors: Sequence[Any]) -> bool:
+    """Whether a tensor among these, or among the lists among these, does."""
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_grad(each):
+            return True
+    return False
+
+
 def warn_without_gradients(op: str, *tensors: Any) -> None:
     """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
-    flat = [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
-    wanted = any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat)
-    if wanted and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and requires_grad(tensors):
         warnings.warn(
             f"interlace.{op} does not record gradients of unequal parts, nor in sim: its output is "
             "detached from inputs that require them; call it under torch.no_grad() if that is meant",

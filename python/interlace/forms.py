@@ -48,6 +48,7 @@ def _parts(
 ) -> list[torch.Tensor]:
     rank, world_size = communicator.rank, communicator.world_size
     take = dense.target if written else dense.source
+    whole = checks.imported(name, whole, rank)
     if isinstance(whole, torch.Tensor):
         tensor = take(name, whole, communicator)
         if tensor.dtype is not like.dtype:

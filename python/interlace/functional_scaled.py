@@ -31,6 +31,7 @@ def all_gather_scaled_matmul(
     return_gathered: bool = False,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    algorithm: str = "auto",
 ) -> Any:
     """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
 
@@ -38,7 +39,8 @@ def all_gather_scaled_matmul(
     ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
     is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
     ``(1, n)`` for each. ``out_dtype`` is bfloat16 by default. ``return_gathered`` gives the gathered,
-    unscaled ``input`` first.
+    unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies fp8 where it
+    arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the gather), "auto".
 
     No gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
     """
@@ -57,7 +59,7 @@ def all_gather_scaled_matmul(
         functional._check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
     own = (
         input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
-        use_fast_accum,
+        use_fast_accum, algorithm,
     )  # fmt: skip
     if functional._direct(input, input_scale, *weights, *scales, *biases):
         started = scaled.all_gather_scaled_matmul(bound(group, tag), *own)
@@ -82,13 +84,14 @@ def scaled_matmul_reduce_scatter(
     tag: str = "",
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    algorithm: str = "auto",
 ) -> torch.Tensor:
     """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
 
     Operands, scales and ``out_dtype``, in which products travel, as for :func:`all_gather_scaled_matmul`,
     but every rank may have another scale; any dimension of the product may be scattered. ``reduce_op``:
-    "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is added once. The matmul is done when the
-    call returns, the reduction is in flight.
+    "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is added once. ``algorithm`` as there; with
+    "unfused" the matmul is done when the call returns, and the reduction is in flight.
 
     No gradients. ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`` adds the bias on every rank.
     """
@@ -104,7 +107,7 @@ def scaled_matmul_reduce_scatter(
     )
     own = (
         input, weight, input_scale, weight_scale, bias, reduce_op, scatter_dim, out_dtype,
-        use_fast_accum,
+        use_fast_accum, algorithm,
     )  # fmt: skip
     if functional._direct(input, weight, input_scale, weight_scale, bias):
         return functional._started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))

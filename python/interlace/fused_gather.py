@@ -15,8 +15,9 @@ import torch
 from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import prefix_sums
-from interlace.runtime import collective_algorithms, configuration
+from interlace.runtime import activations, collective_algorithms, configuration
 from interlace.runtime import gather_algorithms as algorithms
+from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear, multiply
@@ -30,6 +31,7 @@ def all_gather_matmul(
     *,
     gather_dim: int = 0,
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    activation: str | Sequence[str | None] | None = None,
     group: Any = None,
     return_gathered: bool = False,
     async_op: bool = False,
@@ -46,6 +48,8 @@ def all_gather_matmul(
         sequence of weights that share the gather. ``n`` may differ between ranks.
     gather_dim : dimension of ``input`` that is sharded; the last one too.
     bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the output, taken before
+        it is rounded; for several weights also a sequence with one entry (or None) each.
     return_gathered : also return the gathered input, contiguous along ``gather_dim``.
     algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
     out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
@@ -58,7 +62,8 @@ def all_gather_matmul(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike.
+    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike; the
+    activation is then torch's, after the op, because its gradient needs what it was taken of.
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
@@ -72,6 +77,9 @@ def all_gather_matmul(
         and input.dim() > 1
         and recorded.equal_shards(group, input, gather_dim)
     ):
+        several = not isinstance(weight, torch.Tensor)
+        rank = resolve(group).rank
+        names = _activations(activation, len(weight) if several else 1, several, rank)
         return recorded.run(
             "all_gather_matmul",
             async_op,
@@ -85,19 +93,30 @@ def all_gather_matmul(
                 algorithm=algorithm,
                 out_dtype=out_dtype,
             ),
+            lambda result: _activated(result, names, several, return_gathered),
         )
     checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
     return _all_gather_matmul(
-        resolve(group),
+        resolve(group).on(input),
         input,
         weight,
         gather_dim=gather_dim,
         bias=bias,
+        activation=activation,
         return_gathered=return_gathered,
         async_op=async_op,
         algorithm=algorithm,
         out_dtype=out_dtype,
     )
+
+
+def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
+    """What the op returns, after the activations."""
+    outputs = result[1] if with_gathered else result
+    outputs = outputs if several else [outputs]
+    done: Any = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
+    done = done if several else done[0]
+    return (result[0], done) if with_gathered else done
 
 
 class Buffers(NamedTuple):
@@ -119,9 +138,20 @@ def _all_gather_matmul(
     algorithm: str,
     out_dtype: torch.dtype | None,
     buffers: Buffers | None = None,
+    activation: str | Sequence[str | None] | None = None,
 ) -> Any:
     op = "all_gather_matmul"
+    if communicator.plans is not None:
+        known = communicator.plans.again(
+            op,
+            (input, weight, bias, *(buffers or ())),
+            (gather_dim, return_gathered, algorithm, out_dtype, activation),
+            async_op=async_op,
+        )
+        if known is not None:
+            return known[0]
     rank = communicator.rank
+    weight = weight if isinstance(weight, torch.Tensor) else checks.imported("weight", weight, rank)
     several = not isinstance(weight, torch.Tensor)
     with communicator.accepting(op):
         input = checks.tensor("input", input, communicator)
@@ -136,6 +166,7 @@ def _all_gather_matmul(
         result_dtype = checks.output_dtype(out_dtype, input, rank)
         checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
         weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
+        names = _activations(activation, len(weights), several, rank)
 
     def host() -> Outcome:
         lengths = _agree_on_shards(
@@ -161,7 +192,7 @@ def _all_gather_matmul(
             communicator,
             input,
             dim,
-            list(zip(weights, biases, strict=True)),
+            list(zip(weights, biases, names, strict=True)),
             lengths,
             algorithm,
             result_dtype,
@@ -174,6 +205,27 @@ def _all_gather_matmul(
         return Outcome((gathered, result) if return_gathered else result, event)
 
     return communicator.run(op, host, async_op=async_op)
+
+
+Products = list[tuple[torch.Tensor, torch.Tensor | None, str]]  # weight, bias, activation
+
+
+def _activations(activation: Any, count: int, several: bool, rank: int) -> list[str]:
+    """One name for each of ``count`` weights."""
+    if not several or activation is None or isinstance(activation, str):
+        return [activations.checked("activation", activation, rank)] * count
+    if not isinstance(activation, Sequence):
+        raise TypeError(
+            f"activation must be a name or a sequence like weight, got {type(activation).__name__} "
+            f"on rank {rank}"
+        )
+    if len(activation) != count:
+        raise ValueError(
+            f"activation has {len(activation)} entries, weight has {count}, on rank {rank}"
+        )
+    return [
+        activations.checked(f"activation[{i}]", each, rank) for i, each in enumerate(activation)
+    ]
 
 
 def _weights_and_biases(
@@ -229,7 +281,7 @@ def _gather_rows(
     communicator: Communicator,
     input: torch.Tensor,
     dim: int,
-    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    linears: Products,
     lengths: list[int],
     algorithm: str,
     dtype: torch.dtype,
@@ -252,7 +304,7 @@ def _gather_rows(
         communicator.place,
         input.dtype,
         max(rows),
-        max(w.shape[1] for w, _ in linears),
+        max(w.shape[1] for w, _, _ in linears),
         inner,
     )
     empty = not total * inner
@@ -282,7 +334,7 @@ def _gather_inner(
     communicator: Communicator,
     input: torch.Tensor,
     dim: int,
-    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    linears: Products,
     lengths: list[int],
     algorithm: str,
     dtype: torch.dtype,
@@ -323,7 +375,11 @@ def _gather_inner(
     for target in targets:
         communicator.compute.call(
             lambda target=target: multiply(  # type: ignore[misc]
-                target.output, whole.reshape(total, inner), target.weight, target.bias
+                target.output,
+                whole.reshape(total, inner),
+                target.weight,
+                target.bias,
+                target.activation,
             ),
             "matmul",
         )
@@ -332,7 +388,7 @@ def _gather_inner(
 
 
 def _targets(
-    linears: list[tuple[torch.Tensor, torch.Tensor | None]],
+    linears: Products,
     rows: int,
     dtype: torch.dtype,
     input: torch.Tensor,
@@ -340,8 +396,13 @@ def _targets(
 ) -> list[Linear]:
     """Each weight with its bias and a matrix for its output."""
     if buffers is not None:
-        return [Linear(w, b, out) for (w, b), out in zip(linears, buffers.outputs, strict=True)]
+        return [
+            Linear(w, b, out, activation=name)
+            for (w, b, name), out in zip(linears, buffers.outputs, strict=True)
+        ]
     return [
-        Linear(w, b, torch.empty(rows, w.shape[1], dtype=dtype, device=input.device))
-        for w, b in linears
+        Linear(
+            w, b, torch.empty(rows, w.shape[1], dtype=dtype, device=input.device), activation=name
+        )
+        for w, b, name in linears
     ]

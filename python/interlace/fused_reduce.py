@@ -14,8 +14,9 @@ import torch
 from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import split_rows
-from interlace.runtime import collective_algorithms, configuration
+from interlace.runtime import activations, collective_algorithms, configuration
 from interlace.runtime import reduce_algorithms as algorithms
+from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear
@@ -30,6 +31,7 @@ def matmul_reduce_scatter(
     reduce_op: str = "sum",
     scatter_dim: int = 0,
     bias: torch.Tensor | None = None,
+    activation: str | None = None,
     group: Any = None,
     async_op: bool = False,
     algorithm: str = "auto",
@@ -45,6 +47,8 @@ def matmul_reduce_scatter(
     scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
         ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
     bias : ``(n,)``, added once to the reduced output.
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the reduced output and
+        the bias, taken before they are rounded.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
 
     Returns
@@ -55,7 +59,8 @@ def matmul_reduce_scatter(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike.
+    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike; the
+    activation is then torch's, after the op, because its gradient needs what it was taken of.
 
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
@@ -70,6 +75,7 @@ def matmul_reduce_scatter(
         and _are_matrices(input, weight)
         and recorded.equal_parts(group, input, weight, scatter_dim)
     ):
+        name = activations.checked("activation", activation, resolve(group).rank)
         return recorded.run(
             "matmul_reduce_scatter",
             async_op,
@@ -83,15 +89,17 @@ def matmul_reduce_scatter(
                 algorithm=algorithm,
                 out_dtype=out_dtype,
             ),
+            lambda result: activate(result, name),
         )
     checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
     return _matmul_reduce_scatter(
-        resolve(group),
+        resolve(group).on(input),
         input,
         weight,
         reduce_op=reduce_op,
         scatter_dim=scatter_dim,
         bias=bias,
+        activation=activation,
         async_op=async_op,
         algorithm=algorithm,
         out_dtype=out_dtype,
@@ -120,12 +128,24 @@ def _matmul_reduce_scatter(
     algorithm: str,
     out_dtype: torch.dtype | None,
     buffer: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> Any:
     """``buffer``: the matrix that gets the own part's rows, or columns transposed, if there is one."""
     op = "matmul_reduce_scatter"
+    if communicator.plans is not None:
+        known = communicator.plans.again(
+            op,
+            (input, weight, bias, buffer),
+            (reduce_op, scatter_dim, algorithm, out_dtype, activation),
+            async_op=async_op,
+        )
+        if known is not None:
+            return known[0]
     rank, world_size = communicator.rank, communicator.world_size
     with communicator.accepting(op):
-        request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+        request = _Product(
+            op, input, weight, bias, reduce_op, algorithm, out_dtype, activation, communicator
+        )
         dim = checks.dimension("scatter_dim", scatter_dim, request.input.dim(), rank)
 
     def host() -> Outcome:
@@ -159,7 +179,7 @@ def _matmul_reduce_scatter(
         own_bias = request.bias
         if along_n and own_bias is not None:
             own_bias = own_bias[first : first + count]
-        linear = Linear(right, own_bias, output, "m" if along_n else "n")
+        linear = Linear(right, own_bias, output, "m" if along_n else "n", request.activation)
         event = _reduce_scatter(communicator, left, linear, segments, request)
         if buffer is not None:
             return Outcome(None, event)
@@ -185,6 +205,7 @@ class _Product:
         reduce_op: Any,
         algorithm: Any,
         out_dtype: Any,
+        activation: Any,
         communicator: Communicator,
     ) -> None:
         rank = communicator.rank
@@ -205,6 +226,7 @@ class _Product:
         self.algorithm = checks.one_of("algorithm", algorithm, checks.ALGORITHMS, rank)
         self.dtype = checks.output_dtype(out_dtype, self.input, rank)
         checks.fused_algorithm_allowed(self.algorithm, self.input.dtype, self.dtype, rank)
+        self.activation = activations.checked("activation", activation, rank)
         self.inner = [self.input.shape[-1]]
 
     def agree(self, dim: int | None) -> None:
@@ -218,6 +240,7 @@ class _Product:
             "algorithm": self.algorithm,
             "out_dtype": self.dtype,
             "whether there is a bias": self.bias is not None,
+            "activation": self.activation or None,
         }
         mine = (tuple(names.values()), self.input.dtype, self.input.shape[-1])
         answers = self.communicator.agree(self.op, mine)
@@ -274,6 +297,7 @@ def matmul_all_reduce(
     *,
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
+    activation: str | None = None,
     group: Any = None,
     async_op: bool = False,
     algorithm: str = "auto",
@@ -290,6 +314,7 @@ def matmul_all_reduce(
     [tensor([[16.]]), tensor([[16.]])]
     """
     if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
+        name = activations.checked("activation", activation, resolve(group).rank)
         return recorded.run(
             "matmul_all_reduce",
             async_op,
@@ -302,14 +327,16 @@ def matmul_all_reduce(
                 algorithm=algorithm,
                 out_dtype=out_dtype,
             ),
+            lambda result: activate(result, name),
         )
     checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
     return _matmul_all_reduce(
-        resolve(group),
+        resolve(group).on(input),
         input,
         weight,
         reduce_op=reduce_op,
         bias=bias,
+        activation=activation,
         async_op=async_op,
         algorithm=algorithm,
         out_dtype=out_dtype,
@@ -327,11 +354,23 @@ def _matmul_all_reduce(
     algorithm: str,
     out_dtype: torch.dtype | None,
     buffer: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> Any:
     """``buffer``: the matrix that gets all rows, if there is one."""
     op = "matmul_all_reduce"
+    if communicator.plans is not None:
+        known = communicator.plans.again(
+            op,
+            (input, weight, bias, buffer),
+            (reduce_op, algorithm, out_dtype, activation),
+            async_op=async_op,
+        )
+        if known is not None:
+            return known[0]
     with communicator.accepting(op):
-        request = _Product(op, input, weight, bias, reduce_op, algorithm, out_dtype, communicator)
+        request = _Product(
+            op, input, weight, bias, reduce_op, algorithm, out_dtype, activation, communicator
+        )
 
     def host() -> Outcome:
         request.agree(None)
@@ -348,7 +387,7 @@ def _matmul_all_reduce(
             event = algorithms.matmul_all_reduce_fused(
                 communicator,
                 left,
-                Linear(request.weight, request.bias, output),
+                Linear(request.weight, request.bias, output, activation=request.activation),
                 config,
                 average=request.average,
             )
@@ -368,7 +407,7 @@ def _two_shot(
     segments = split_rows(left.shape[0], communicator.world_size)
     parts = [output[first : first + count] for first, count in segments]
     own = parts[communicator.rank]
-    linear = Linear(request.weight, request.bias, own)
+    linear = Linear(request.weight, request.bias, own, activation=request.activation)
     _reduce_scatter(communicator, left, linear, segments, request)
     return collective_algorithms.all_gather_copy(
         communicator, own.view(-1), [part.view(-1) for part in parts]

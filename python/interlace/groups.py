@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from interlace import rank_lists
+from interlace.runtime import connect
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.connect import connect_place
 from interlace.runtime.errors import InterlaceError
@@ -96,14 +97,20 @@ def world_size_of(name: str) -> int:
     return resolve(name).world_size
 
 
-def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
+def init(
+    *, timeout: float | timedelta = DEFAULT_TIMEOUT, device: str | torch.device | None = None
+) -> Communicator:
     """Join the default group of a job of several processes, one rank each, on one host or several.
 
     Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
     is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT``). ``timeout``, in seconds, bounds every wait of the group.
+    ``MASTER_ADDR``, ``MASTER_PORT``). ``timeout``, in seconds, bounds every wait of the group. ``device``
+    is where the group's tensors are: "cpu", or "cuda" for GPUs, of which ranks of one host may share one.
+    By default "cuda" if every rank has a GPU of its own and torch's default group, if it is initialized,
+    is not one for CPUs alone.
 
-    Returns the group. Raises :class:`InterlaceError` if neither source is there.
+    Returns the group. Raises :class:`InterlaceError` if neither source is there, and
+    ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -137,10 +144,25 @@ def init(*, timeout: float | timedelta = DEFAULT_TIMEOUT) -> Communicator:
             is_master=rank == 0 and not agent_store,
             timeout=timedelta(seconds=seconds),
         )
+    kind = None if device is None else torch.device(device)
+    if kind is not None and kind.type not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got {device!r} on rank {rank}')
     place = connect_place(store, rank, world_size, timeout=seconds, name="default")
+    if kind is None and _may_be_gpus() and connect.all_have_gpus(place):
+        kind = torch.device("cuda")
+    if kind is not None and kind.type == "cuda":
+        own = kind if kind.index is not None else None
+        place = connect.on_gpu(place, own, timeout=seconds)
     _of_process = Communicator(place, range(world_size))
     _made_from = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     return _of_process
+
+
+def _may_be_gpus() -> bool:
+    """Whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
+    if not dist.is_initialized():
+        return True
+    return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]
 
 
 def _forget(reason: str) -> None:
@@ -241,6 +263,8 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
             timeout=DEFAULT_TIMEOUT,
             name=f"group {group.group_name}",
         )
+        if whole.device_type == "cuda":
+            place = connect.on_gpu(place, whole.place.device, timeout=DEFAULT_TIMEOUT)
         communicator = _of_process_group[group] = Communicator(place, ranks)
     return communicator
 

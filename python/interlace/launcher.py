@@ -21,6 +21,7 @@ def run(
     place: str = "sim",
     seed: int = 0,
     timeout: float = 300.0,
+    processes: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
@@ -32,7 +33,8 @@ def run(
     ----------
     place : ``"sim"``, ranks simulated in this process in an order drawn from ``seed``; ``"shm"``, one
         process per rank on this host (``fn`` and its arguments must pickle); ``"cuda"``, virtual ranks
-        that share the current GPU.
+        that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn.
+    processes : for ``"cuda"``. Ranks that share a GPU then take turns on it, which is slow.
     seed : the schedule of ``"sim"``; the same seed is the same schedule.
     timeout : seconds after which the run is given up with a ``CollectiveTimeoutError``.
 
@@ -50,18 +52,21 @@ def run(
     check_run(fn, world_size, timeout)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
+    if not isinstance(processes, bool) or (processes and place != "cuda"):
+        raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
     host = host_function(fn, args, kwargs)
     if place == "sim":
         from interlace.runtime.place_sim import run_sim
 
         return run_sim(host, world_size, seed=seed, timeout=timeout)
-    if place == "cuda":
-        from interlace.runtime.place_cuda import run_virtual_ranks
+    if place == "cuda" and not processes:
+        from interlace.runtime.place_cuda_virtual import run_virtual_ranks
 
         return run_virtual_ranks(host, world_size, timeout=timeout)
     from interlace.runtime.processes import run_processes
 
-    setup = functools.partial(_install, configuration.current_override())
+    install = _install_on_gpu if place == "cuda" else _install
+    setup = functools.partial(install, configuration.current_override(), timeout)
     return run_processes(fn, args, kwargs, world_size, timeout=timeout, setup=setup)
 
 
@@ -91,7 +96,19 @@ def host_function(
     return host
 
 
-def _install(overrides: dict[str, int | bool], place: Place) -> None:
+def _install(overrides: dict[str, int | bool], timeout: float, place: Place) -> Place:
     """Set a new process up for a run as the caller's context is."""
     configuration.set_override(overrides)
     groups.install(place, all_threads=True)
+    return place
+
+
+def _install_on_gpu(overrides: dict[str, int | bool], timeout: float, place: Place) -> Place:
+    """As :func:`_install`, on one of the host's GPUs."""
+    import torch
+
+    from interlace.runtime import connect
+
+    if not connect.gpu_problem():
+        torch.cuda.set_device(place.rank % torch.cuda.device_count())
+    return _install(overrides, timeout, connect.on_gpu(place, timeout=timeout))

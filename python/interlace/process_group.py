@@ -10,13 +10,16 @@ internal form of interlace's own function; a call that torch's dispatcher has to
 - Dynamo must not trace into a method: see ``process_group_rules.keep_outside_compilation``.
 - C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
   group over the same ranks, made when it is first needed, which takes all ranks of the group.
+- Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
+  the first of them comes. Where ranks have no GPU for kernels they go through copies on the host.
 - ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``functional_kernels.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +29,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from interlace import functional_kernels
 from interlace.process_group_collectives import Collectives
-from interlace.process_group_rules import keep_outside_compilation
+from interlace.process_group_rules import keep_outside_compilation, underlying
+from interlace.process_group_staging import HostCopies
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.place import Place
+from interlace.runtime.work import Work
 
 LINGER_SECONDS = 0.2
+ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
 
 
 def connect_place(store: Any, rank: int, world_size: int, timeout: float, name: str) -> Place:
@@ -50,7 +56,12 @@ def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
         options.timeout,
         name=options.group_id,
         ranks=ranks,
+        high_priority=bool(getattr(backend_options, "is_high_priority_stream", False)),
     )
+
+
+class _OnGpu(HostCopies):
+    """In place of copies: the tensors of the call under way are on a GPU, and stay there."""
 
 
 class InterlaceProcessGroup(Collectives):
@@ -68,6 +79,7 @@ class InterlaceProcessGroup(Collectives):
         *,
         name: str = "group",
         ranks: Sequence[int] | None = None,
+        high_priority: bool = False,
     ) -> None:
         super().__init__(rank, size)
         functional_kernels.register()
@@ -77,6 +89,50 @@ class InterlaceProcessGroup(Collectives):
         self._store, self._timeout = store, timeout
         self._group_name, self._group_description = name, "undefined"
         self._gloo: Any = None
+        self._high_priority = high_priority
+        if self._has_gpus:
+            self.interlace_communicator.elsewhere = lambda: self.device_communicator
+
+    # -- on GPUs -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def device_communicator(self) -> Communicator:
+        """This group on its ranks' GPUs. Making it is collective."""
+        from interlace.runtime import connect
+
+        ranks = tuple(range(self.size()))
+        host = self._place.subgroup(ranks, ON_GPU)
+        place = connect.on_gpu(
+            host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
+        )
+        return Communicator(place, self.interlace_communicator.ranks)
+
+    @functools.cached_property
+    def _has_gpus(self) -> bool:
+        """Whether ranks' tensors on GPUs are served there; ranks of one job find the same."""
+        from interlace.runtime import connect
+
+        return self._place.name == "shm" and not connect.gpu_problem()
+
+    def _unusual(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        plain = underlying(tensors)
+        if plain and all(isinstance(t, torch.Tensor) and t.is_cuda for t in plain):
+            if self._has_gpus:
+                self._copies = _OnGpu()
+                return plain
+        elif type(self._copies) is _OnGpu:
+            self._copies = None  # of a call that was refused before it ran
+        return super()._unusual(tensors)
+
+    def _run_on_copies(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        if type(self._copies) is not _OnGpu:
+            return super()._run_on_copies(name, outputs, function, *args)
+        self._copies = None
+        with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+            work = function(self.device_communicator, *args)
+        return self._completed if work is None else work
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -103,7 +159,8 @@ class InterlaceProcessGroup(Collectives):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(self._place.device.type)]
+        kinds = [self._place.device.type, *(["cuda"] if self._has_gpus else [])]
+        return [torch.device(kind) for kind in kinds]
 
     supports_coalescing = False
     supports_shrinking = False
@@ -147,7 +204,10 @@ class InterlaceProcessGroup(Collectives):
 
     def abort(self) -> None:
         """Make every wait of every rank end with an error; the group cannot be used any more."""
-        self._place.abort(f"rank {self.rank()} aborted process group {self._group_name!r}")
+        reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
+        if "device_communicator" in self.__dict__:
+            self.device_communicator.place.abort(reason)
+        self._place.abort(reason)
         self._end("aborted")
 
     def shutdown(self) -> None:
@@ -158,6 +218,8 @@ class InterlaceProcessGroup(Collectives):
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
+            if "device_communicator" in self.__dict__:
+                self.device_communicator.close()
             self.interlace_communicator.close()
             self._store = None
         if self._gloo is not None:

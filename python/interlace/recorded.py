@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.utils._pytree import tree_map_only
 
+from interlace import checks
 from interlace.groups import resolve
 from interlace.process_group_rules import modes_active
 from interlace.runtime.stream import Outcome
@@ -23,8 +24,7 @@ def wanted(group: Any, *tensors: Any) -> bool:
     """Whether autograd is to know of a call with these arguments, tensors or lists of tensors, and can."""
     if not torch.is_grad_enabled() or modes_active():
         return False
-    flat = [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
-    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat):
+    if not checks.requires_grad(tensors):
         return False
     return resolve(group).place.name != "sim"  # see ops/library.py
 
@@ -50,23 +50,31 @@ def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_d
     return not shape[scatter_dim] % resolve(group).world_size
 
 
-def run(op: str, async_op: bool, call: Callable[[Any], Any]) -> Any:
-    """What ``call`` makes with ``interlace.functional``: plain tensors, or a Work that returns them."""
+def run(
+    op: str,
+    async_op: bool,
+    call: Callable[[Any], Any],
+    then: Callable[[Any], Any] = lambda result: result,
+) -> Any:
+    """What ``call`` makes with ``interlace.functional``: plain tensors, or a Work that returns them.
+
+    ``then`` is done to these when they are complete; autograd knows of it too.
+    """
     from interlace import functional
     from interlace.ops import pending
 
     with pending.watched() as works:
         result = call(functional)
-    work = RecordedWork(op, result, works)
+    work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
 
 
 class RecordedWork(TorchWork):
     """The handle of an op whose result has a history."""
 
-    def __init__(self, op: str, result: Any, works: list[Any]) -> None:
+    def __init__(self, op: str, result: Any, works: list[Any], then: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._op, self._result, self._works = op, result, works
+        self._op, self._result, self._works, self._then = op, result, works, then
         self._waited = False
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
@@ -76,7 +84,7 @@ class RecordedWork(TorchWork):
         if not self._waited:
             for work in self._works:
                 work.wait(timeout)
-            self._result = tree_map_only(torch.Tensor, wait, self._result)
+            self._result = self._then(tree_map_only(torch.Tensor, wait, self._result))
             self._waited = True
         return self._result
 

@@ -1,11 +1,13 @@
 """float64 references of every op, and how far a correct result may be from them.
 
-A bound is derived from the dtypes alone. It has two sources, both standard (Higham, *Accuracy and
+A bound is derived from the dtypes alone. It has three sources, two of them standard (Higham, *Accuracy and
 Stability of Numerical Algorithms*, chapter 3), with ``u`` a unit roundoff and ``S = |A| |B|``:
 
 accumulation  a sum of n products, in any order, errs by at most ``gamma(n) * S``, where
               ``gamma(n) = n u / (1 - n u)`` and u is that of fp32 (of float64 if that is accumulated)
 rounding      each rounding of x to a dtype errs by ``u |x|``, and near zero by half its smallest denormal
+activation    makes an error of x at most its steepest slope times as large, and errs by itself by at most
+              ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
 All functions take tensors of any float dtype and give float64.
@@ -18,6 +20,12 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels.tiling import split_rows
+from interlace.runtime.activations import SLOPES, activate
+
+# Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
+# 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
+# torch and of CUDA by at most 4.
+ACTIVATION_ROUNDINGS = 8
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -67,18 +75,27 @@ def _product_error(
     return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
 
 
+def _activated(
+    error: torch.Tensor, value: torch.Tensor, name: str, unit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The error bound of an activation of ``value``, which is itself off by ``error``; its value."""
+    own = ACTIVATION_ROUNDINGS * unit * (value.abs() + error) if name else 0.0
+    return SLOPES[name] * error + own, activate(value, name)
+
+
 def matmul_bound(
     input: torch.Tensor,
     weight: torch.Tensor,
     out_dtype: torch.dtype,
     *,
     bias: torch.Tensor | None = None,
+    activation: str = "",
     roundings: int = 1,
 ) -> torch.Tensor:
-    """Of ``input @ weight + bias``, elementwise ``[..., n]``.
+    """Of ``activation(input @ weight + bias)``, elementwise ``[..., n]``.
 
-    ``roundings`` to ``out_dtype``: 1 where the bias is added to the accumulator, as the kernels do;
-    2 allows a rounding before it, as some of torch's CPU matmuls do.
+    ``roundings`` to ``out_dtype``: 1 where bias and activation are taken of the accumulator, as the
+    kernels do; 2 allows a rounding before each, as some of torch's CPU matmuls do.
     """
     value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
     for _ in range(roundings - 1):
@@ -86,6 +103,9 @@ def matmul_bound(
     if bias is not None:
         value = value + bias.double()
         error = error + accumulation_unit(input.dtype, out_dtype) * (value.abs() + error)
+    if activation and roundings > 1:
+        error = _rounded(error, value, out_dtype)
+    error, value = _activated(error, value, activation, accumulation_unit(input.dtype, out_dtype))
     return _rounded(error, value, out_dtype)
 
 
@@ -94,14 +114,15 @@ def all_gather_matmul_reference(
     weight: torch.Tensor,
     gather_dim: int = 0,
     bias: torch.Tensor | None = None,
+    activation: str = "",
 ) -> torch.Tensor:
-    """``cat(shards, gather_dim) @ weight + bias``.
+    """``activation(cat(shards, gather_dim) @ weight + bias)``.
 
     >>> all_gather_matmul_reference([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1)).tolist()
     [[2.0], [2.0]]
     """
     product = _product(torch.cat(list(shards), gather_dim), weight)
-    return product if bias is None else product + bias.double()
+    return activate(product if bias is None else product + bias.double(), activation)
 
 
 def all_gather_matmul_bound(
@@ -110,12 +131,15 @@ def all_gather_matmul_bound(
     out_dtype: torch.dtype,
     gather_dim: int = 0,
     bias: torch.Tensor | None = None,
+    activation: str = "",
     *,
     roundings: int = 1,
 ) -> torch.Tensor:
     """Of :func:`all_gather_matmul_reference`."""
     whole = torch.cat(list(shards), gather_dim)
-    return matmul_bound(whole, weight, out_dtype, bias=bias, roundings=roundings)
+    return matmul_bound(
+        whole, weight, out_dtype, bias=bias, activation=activation, roundings=roundings
+    )
 
 
 def matmul_all_reduce_reference(
@@ -123,11 +147,12 @@ def matmul_all_reduce_reference(
     weights: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
     reduce_op: str = "sum",
+    activation: str = "",
 ) -> torch.Tensor:
-    """``sum (or average) over ranks of inputs[r] @ weights[r], + bias``."""
+    """``activation(sum (or average) over ranks of inputs[r] @ weights[r], + bias)``."""
     total = torch.stack([_product(a, b) for a, b in zip(inputs, weights, strict=True)]).sum(0)
     total = total / len(inputs) if reduce_op == "avg" else total
-    return total if bias is None else total + bias.double()
+    return activate(total if bias is None else total + bias.double(), activation)
 
 
 def matmul_all_reduce_bound(
@@ -136,6 +161,7 @@ def matmul_all_reduce_bound(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     reduce_op: str = "sum",
+    activation: str = "",
 ) -> torch.Tensor:
     """Of :func:`matmul_all_reduce_reference`, each rank's product rounded to ``out_dtype`` once."""
     errors, magnitudes = [], []
@@ -150,6 +176,7 @@ def matmul_all_reduce_bound(
         total = total / len(inputs)
     if bias is not None:
         total = total + accumulation_unit(dtype, out_dtype) * (value.abs() + total)
+    total, value = _activated(total, value, activation, accumulation_unit(dtype, out_dtype))
     return _rounded(total, value, out_dtype)
 
 

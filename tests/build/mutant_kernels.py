@@ -171,6 +171,21 @@ def unrolled_kernel(input_ptr, output_ptr, slots_ptr, rank, WORLD_SIZE: tl.const
 
 
 @triton.jit
+def matmul_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, epoch, M, N, K,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr):  # fmt: skip
+    """Right; how much shared memory it needs is a matter of stages."""
+    a = tl.make_tensor_descriptor(input_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    b = tl.make_tensor_descriptor(weight_ptr, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        acc = tl.dot(a.load([tl.program_id(0) * BLOCK_M, k]), b.load([k, 0]), acc)
+    tl.store(output_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
+
+
+@triton.jit
 def spilling_kernel(input_ptr, output_ptr, BLOCK: tl.constexpr):
     """More live values than registers."""
     offsets = tl.arange(0, BLOCK)

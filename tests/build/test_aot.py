@@ -107,7 +107,7 @@ print(json.dumps([shown, cupy.allocations, top]))
     # 4096 rows are 32 tiles, so chunks of 8 tiles, each sent to 3 peers
     assert (sent["num_sends"], sent["num_chunks"], sent["rank"], sent["K"]) == (12, 16, 1, 8192)
     assert (sent["bias_ptr"], sent["profile_scratch"]) == (0, 0)
-    assert sent["global_scratch"] and allocations == [132 * 256], "once for all launches"
+    assert sent["global_scratch"] and allocations == [132 * 384], "once for all launches"
     assert [number for _, number in finish["args"]] == [sent["peers_ptr"], 1, 4, 0, 0]
 
 
@@ -136,7 +136,7 @@ def test_scratch_is_of_a_stream(cupy: Any, bundles: dict[str, pathlib.Path]) -> 
         values = {**VALUES, "rows": [rows] * 4, "resident": 64 if rows <= 4096 else 80}
         arguments = arguments_of(cupy)
         bundle.launch("all_gather_matmul_kernel", values, arguments, stream=stream)
-    assert cupy.allocations == [64 * 256, 64 * 256, 80 * 256]
+    assert cupy.allocations == [64 * 384, 64 * 384, 80 * 384]
     scratch = [int(launch["args"][-2]) for launch in cupy.launches]
     assert scratch[0] == scratch[2] != scratch[1] != scratch[3]
 

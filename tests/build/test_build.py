@@ -155,6 +155,7 @@ GOOD = Report("some kernel", 90, True, registers=80, tensor_cores=4)
 )
 def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
+    monkeypatch.setattr(command, "linked", lambda arch, folder: [])
     out = io.StringIO()
     assert command.build(Console(file=out, width=200), [90], False) == code
     name, variant = GOOD.name.split()
@@ -174,5 +175,6 @@ def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(command, "build_entries", collect)
+    monkeypatch.setattr(command, "linked", lambda arch, folder: [])  # see test_nvshmem.py
     assert command.build(Console(file=io.StringIO()), [80, 90], False) == 0
     assert seen == [*catalogue.entries(80), *catalogue.entries(90)]

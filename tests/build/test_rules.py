@@ -260,6 +260,15 @@ def test_instruction_counts() -> None:
     assert [kinds(counts, a, any_kind=True) for a in (80, 90, 100)] == [1, 2, 2]
 
 
+def test_shared_memory_has_a_limit_on_every_chip() -> None:
+    limits = {80: 166912, 90: 232448, 100: 232448}
+    for arch, limit in limits.items():
+        assert machine_code.too_much_shared(arch, limit) == []
+        assert [fault.rule for fault in machine_code.too_much_shared(arch, limit + 1)] == [
+            "shared memory"
+        ]
+
+
 def test_spills_are_judged_where_registers_should_do() -> None:
     assert machine_code.spilled(80, 8, 2) == machine_code.spilled(90, 0, 0) == []
     assert [machine_code.spilled(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
@@ -274,6 +283,10 @@ def test_spills_are_judged_where_registers_should_do() -> None:
         ((16, 256), "bf16", False, ["HMMA"], 4, False),
         ((4, 64, 64), "bf16", False, ["HMMA"], 4, False),
         ((16, 256), "bf16", False, ["FFMA"], 4, True),
+        ((128, 128), "f8E4M3FN", False, ["QGMMA"], 8, False),
+        ((128, 128), "f8E4M3FN", False, ["HGMMA"], 8, True),
+        ((128, 128), "f8E5M2", False, ["HMMA"], 4, True),
+        ((16, 128), "f8E5M2", False, ["HMMA"], 4, False),
         ((64, 64), "f32", True, ["FFMA"], 4, False),
         ((64, 64), "f32", False, ["FFMA"], 4, True),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import interlace
+from gpu import device_ranks as ranks
 from interlace.cli import check
 
 
@@ -44,3 +45,27 @@ def test_an_error_on_one_rank_leaves_the_gpu_usable() -> None:
     with pytest.raises(KeyError):
         interlace.run(fails, 3, place="cuda")
     assert float((torch.ones(8, device="cuda") * 2).sum()) == 16.0
+
+
+@pytest.mark.parametrize("name", ranks.REPLAYED)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replays_of_graphs(name: str, world_size: int) -> None:
+    assert interlace.run(ranks.replays, world_size, name, 100, place="cuda") == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_operations(world_size: int) -> None:
+    wrong = interlace.run(
+        ranks.operations, world_size, list(ranks.OPS), 5, True, True, place="cuda"
+    )
+    assert wrong == [[]] * world_size
+
+
+def test_inputs_may_be_dropped_at_once() -> None:
+    assert interlace.run(ranks.dropped_inputs, 4, 20, place="cuda") == [[]] * 4
+
+
+def test_cupy_arrays() -> None:
+    pytest.importorskip("cupy")
+    expected = [3.0 * 16, 2.0 * 16**3]
+    assert interlace.run(ranks.cupy_arrays, 2, place="cuda") == [expected] * 2

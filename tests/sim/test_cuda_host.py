@@ -1,72 +1,47 @@
-"""The host side of virtual ranks on a GPU, with a stand-in for the CUDA calls: what is launched when.
+"""The host side of virtual ranks on a GPU, on the fake one: what is launched when.
 
-Nothing is computed here. What is checked is the order that keeps ranks from blocking each other on a
-real GPU: every kernel of an op is loaded on every rank before any rank launches one, and no rank goes
-on before all have launched.
+What is checked is the order that keeps ranks from blocking each other on a real GPU: every kernel of an op
+is loaded on every rank before any rank launches one, and no rank goes on before all have launched.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+import os
 
 import pytest
 import torch
-import triton
 
 import interlace
-from interlace.runtime import place_cuda
+from fake_cuda import FakeGpu
+from fake_driver import MULTIPROCESSORS, install
+from interlace.runtime import device_place
+from interlace.runtime.cuda_launch import LaunchCache, Prepared
 from interlace.runtime.launch import KernelLaunch
 
 Log = list[tuple[str, int, str]]
 
 
-class FakeStream:
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-
-
-class FakeEvent:
-    def record(self, stream: Any = None) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """Pretend that there is a GPU; what ranks load and launch, in order."""
+    """Pretend that there is a GPU; what ranks prepare and launch, in order."""
+    install(monkeypatch, FakeGpu())
     entries: Log = []
+    known: dict[Prepared, tuple[int, str]] = {}
+    prepare, run = LaunchCache.prepare, Prepared.run
 
-    @contextlib.contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        yield
+    def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+        prepared = prepare(self, launch, stream, capture)
+        known[prepared] = (launch.arguments["rank"], launch.name)
+        if launch.op != "a signal":  # which is loaded ahead of its first use
+            entries.append(("load", *known[prepared]))
+        return prepared
 
-    for name, value in {
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda: None,
-        "current_stream": lambda: FakeStream(),
-        "stream": on,
-        "Stream": FakeStream,
-        "Event": FakeEvent,
-        "get_device_capability": lambda device: (9, 0),
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(place_cuda, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    def running(self: Prepared, stream: int) -> None:
+        entries.append(("launch", *known[self]))
+        run(self, stream)
 
-    def note(what: str) -> Any:
-        return lambda launch: entries.append((what, launch.arguments["rank"], launch.name))
-
-    monkeypatch.setattr(KernelLaunch, "compile_only", note("load"))
-    monkeypatch.setattr(KernelLaunch, "compiled", note("launch"))
+    monkeypatch.setattr(LaunchCache, "prepare", preparing)
+    monkeypatch.setattr(Prepared, "run", running)
     return entries
 
 
@@ -99,11 +74,17 @@ def test_all_ranks_load_before_any_launches(log: Log) -> None:
 
 def test_grids_of_all_ranks_fit_the_gpu(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[int] = []
-    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: programs.append(launch.grid))
+    run = KernelLaunch.compiled
+
+    def noting(launch: KernelLaunch) -> object:
+        programs.append(launch.extents[0])
+        return run(launch)
+
+    monkeypatch.setattr(KernelLaunch, "compiled", noting)
     for world_size in (1, 4, 16):
         programs.clear()
         interlace.run(call_ops, world_size, place="cuda")
-        assert max(programs) * world_size <= 132
+        assert programs and max(programs) * world_size <= MULTIPROCESSORS
 
 
 def test_every_op_ends_with_the_credit(log: Log) -> None:
@@ -125,7 +106,36 @@ def test_an_error_is_raised_and_names_the_rank(log: Log) -> None:
 
 def test_a_wait_that_gave_up_is_reported() -> None:
     header = [6, 1, 100, 1, 2, 1064, 7, 6, 3]
-    error = place_cuda.signal_report(0, header)
+    error = device_place.signal_report(0, header)
     assert error is not None and error.waited_for == (2,)
     assert "waiting for rank 2: slot at byte 1064 was 6, expected 7" in str(error)
-    assert place_cuda.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
+    assert device_place.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
+
+
+def test_virtual_ranks_ask_for_a_hardware_queue_per_stream(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    interlace.run(call_ops, 2, place="cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    interlace.run(call_ops, 2, place="cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_refuses_without_a_gpu_and_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({}, {"processes": True}):
+        with pytest.raises(interlace.InterlaceError, match="torch sees no CUDA device"):
+            interlace.run(call_ops, 1, place="cuda", **options)
+    install(monkeypatch, FakeGpu())
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    with pytest.raises(interlace.InterlaceError, match="TRITON_INTERPRET is set"):
+        interlace.run(call_ops, 1, place="cuda")
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_processes_is_for_cuda(place: str) -> None:
+    with pytest.raises(ValueError, match=r'processes must be a bool, and is for place="cuda"'):
+        interlace.run(call_ops, 2, place=place, processes=True)

@@ -6,6 +6,7 @@ tolerance is the bound of ``interlace.reference``.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
+from interlace.runtime.activations import NAMES as ACTIVATIONS
 from interlace.runtime.configuration import override
-from support import LAYOUTS, laid_out, noise, poisoned
+from support import LAYOUTS, failure, laid_out, noise, poisoned
 
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -40,6 +42,7 @@ class Case:
     dtype: torch.dtype
     out_dtype: torch.dtype | None
     bias: bool
+    activation: str
     algorithm: str
     layouts: tuple[str, str]
     seed: int
@@ -90,6 +93,10 @@ def configurations(draw: Any) -> dict[str, Any]:
         "programs": draw(st.integers(1, 4)),
         "copy_rows": draw(st.sampled_from([4, 16])),
         "descriptors": draw(st.booleans()),
+        "epilogue_subtile": draw(st.sampled_from([1, 2, 4])),
+        "output_descriptors": draw(st.booleans()),
+        "flatten": draw(st.booleans()),
+        "warp_specialize": draw(st.booleans()),
     }
 
 
@@ -127,6 +134,7 @@ def cases(draw: Any, *, gather: bool) -> Case:
         dtype=dtype,
         out_dtype=draw(st.sampled_from([None, None, *dtypes])),
         bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(["", "", *ACTIVATIONS])),
         algorithm=algorithm,
         layouts=(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))),
         seed=draw(st.integers(0, 1 << 16)),
@@ -157,6 +165,7 @@ def gather_on_rank(case: Case) -> Any:
         weights if several else weights[0],
         gather_dim=case.dim,
         bias=biases if several else biases[0],
+        activation=case.activation,
         return_gathered=True,
         algorithm=case.algorithm,
         out_dtype=case.out_dtype,
@@ -173,9 +182,17 @@ def check_gather(case: Case) -> None:
             assert output.dtype == case.result_dtype
             check(
                 output,
-                reference.all_gather_matmul_reference(shards, weight, case.dim, bias),
+                reference.all_gather_matmul_reference(
+                    shards, weight, case.dim, bias, case.activation
+                ),
                 reference.all_gather_matmul_bound(
-                    shards, weight, case.result_dtype, case.dim, bias, roundings=case.roundings
+                    shards,
+                    weight,
+                    case.result_dtype,
+                    case.dim,
+                    bias,
+                    case.activation,
+                    roundings=case.roundings,
                 ),
                 f"output {index} on rank {rank}",
             )
@@ -187,6 +204,7 @@ def reduce_on_rank(case: Case, scatter: bool) -> torch.Tensor:
     options: dict[str, Any] = {
         "reduce_op": "avg" if case.average else "sum",
         "bias": case.bias_vector(0),
+        "activation": case.activation,
         "algorithm": case.algorithm,
         "out_dtype": case.out_dtype,
     }
@@ -201,8 +219,10 @@ def check_reduce(case: Case, *, scatter: bool) -> None:
     weights = [case.weight(rank, 0, x.shape[-1]) for rank, x in enumerate(inputs)]
     how = "avg" if case.average else "sum"
     bias = case.bias_vector(0)
-    expected = reference.matmul_all_reduce_reference(inputs, weights, bias, how)
-    bound = reference.matmul_all_reduce_bound(inputs, weights, case.result_dtype, bias, how)
+    expected = reference.matmul_all_reduce_reference(inputs, weights, bias, how, case.activation)
+    bound = reference.matmul_all_reduce_bound(
+        inputs, weights, case.result_dtype, bias, how, case.activation
+    )
     results = run(case, lambda case: reduce_on_rank(case, scatter))
     dim = case.dim if scatter else 0
     split = reference.split if scatter else lambda whole, world, dim: [whole] * world
@@ -243,6 +263,7 @@ def simple(world: int, **changes: Any) -> Case:
         "dtype": F32,
         "out_dtype": None,
         "bias": True,
+        "activation": "",
         "algorithm": "fused",
         "layouts": ("contiguous", "contiguous"),
         "seed": world,
@@ -285,3 +306,97 @@ def test_many_tiles(copiers: int, descriptors: bool, weight_layout: str) -> None
             configuration=configuration,
         )
     )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> None:
+    """Large and small arguments: 60 inner products of normal numbers."""
+    case = simple(
+        2,
+        lengths=[20, 7],
+        inner=[60],
+        columns=[24],
+        dtype=dtype,
+        activation=activation,
+        algorithm=algorithm,
+        configuration={f"block_{axis}": 16 for axis in "mnk"} | {"epilogue_subtile": 2},
+    )
+    check_gather(case)
+    scattered = dataclasses.replace(case, lengths=[27], seed=3)
+    check_reduce(scattered, scatter=True)
+    check_reduce(scattered, scatter=False)
+
+
+def test_every_weight_has_an_activation_of_its_own() -> None:
+    """As the two halves of a gated MLP have."""
+    x, gate, up = noise(0, 1, (8, 16)), noise(0, 2, (16, 16)), noise(0, 3, (16, 8))
+
+    def on_rank(algorithm: str) -> list[torch.Tensor]:
+        return interlace.all_gather_matmul(
+            x, [gate, up], activation=["silu", None], algorithm=algorithm
+        )
+
+    for algorithm in ("fused", "pipelined", "unfused"):
+        (gated, plain), _ = interlace.run(on_rank, 2, algorithm)
+        whole = torch.cat([x, x])
+        torch.testing.assert_close(gated, torch.nn.functional.silu(whole @ gate))
+        torch.testing.assert_close(plain, whole @ up)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("extreme", [torch.inf, -torch.inf, torch.nan, 1e30, -1e30])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_extreme_numbers(activation: str, extreme: float) -> None:
+    """As torch's functions have it, infinities and nan included."""
+    x, weight = torch.eye(4), torch.eye(4)
+    x[1, 1] = extreme
+    fused, plain = (
+        interlace.run(
+            lambda algorithm: interlace.all_gather_matmul(
+                x, weight, activation=activation, algorithm=algorithm
+            ),
+            2,
+            algorithm,
+        )
+        for algorithm in ("fused", "unfused")
+    )
+    torch.testing.assert_close(fused[0], plain[0], equal_nan=True)
+
+
+MISUSES = [
+    (
+        {"activation": "tanh"},
+        "activation must be None or one of relu, gelu, gelu_tanh, silu, got 'tanh'",
+    ),
+    ({"activation": 3}, "activation must be None or one of"),
+    ({"activation": ["relu", "silu"]}, "activation must be None or one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISUSES)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_wrong_activations_are_refused(op: str, options: dict[str, Any], message: str) -> None:
+    error = failure(lambda: getattr(interlace, op)(torch.eye(4), torch.eye(4), **options), 2)
+    assert isinstance(error, ValueError) and message in str(error) and "on rank" in str(error)
+
+
+def test_as_many_activations_as_weights() -> None:
+    def on_rank(activation: Any) -> Any:
+        return interlace.all_gather_matmul(torch.eye(4), [torch.eye(4)] * 2, activation=activation)
+
+    error = failure(on_rank, 2, ["relu"])
+    assert isinstance(error, ValueError) and "activation has 1 entries, weight has 2" in str(error)
+    error = failure(on_rank, 2, 7)
+    assert isinstance(error, TypeError) and "sequence like weight" in str(error)
+
+
+def test_ranks_agree_on_the_activation() -> None:
+    def on_rank() -> None:
+        name = ["relu", "silu"][interlace.get_rank()]
+        interlace.matmul_all_reduce(torch.eye(4), torch.eye(4), activation=name)
+
+    error = failure(on_rank, 2)
+    assert isinstance(error, ValueError)
+    assert "activation differs between ranks: relu on rank 0, silu on rank 1" in str(error)

@@ -10,24 +10,45 @@ from typing import TYPE_CHECKING
 
 from interlace.runtime.build import STRICT_ARCHES, Report
 from interlace.runtime.build import build as build_entries
-from interlace.runtime.catalogue import entries
+from interlace.runtime.catalogue import Entry, entries
+from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.nvshmem_catalogue import linked
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 
-def build(console: Console, arches: list[int], as_json: bool) -> int:
+def build(console: Console, arches: list[int], as_json: bool, nvshmem: str | None = None) -> int:
     """Build the catalogue for ``arches`` (90 is 9.0) and print a line per variant.
+
+    Kernels that put are linked with NVSHMEM's device library too, if it is installed or in the folder
+    ``nvshmem``; stderr says so if it is not.
 
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
     9.0 and 10.0, is a default that spills; else 0. With ``as_json`` a list goes to stdout instead.
     """
     wanted = [entry for arch in arches for entry in entries(arch)]
+    wanted += [entry for arch in arches for entry in _linked(arch, nvshmem)]
     with compiling(len(wanted)) as on_report:
         reports = build_entries(wanted, on_report=on_report)
     show(console, reports, as_json)
     return 1 if any(report.problems() for report in reports) else 0
+
+
+def _linked(arch: int, folder: str | None) -> list[Entry]:
+    """The variants that are linked with NVSHMEM; none, and a message, where it is not installed."""
+    from rich.console import Console
+
+    try:
+        return linked(arch, folder)
+    except PlaceUnavailableError as error:
+        if folder is not None:
+            raise
+        Console(stderr=True).print(
+            f"not linked with NVSHMEM: {error}", style="yellow", soft_wrap=True
+        )
+        return []
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def _gathering(
         theirs = [product.scales.right for product in products if product.scales is not None]
         arguments = (
             input, weights, scales.left, theirs, biases, dim, kept, scales.out_dtype, scales.fast,
-            *group,
+            ALGORITHM, *group,
         )  # fmt: skip
     started = call(graph, op, arguments, like)
     return [
@@ -171,7 +171,7 @@ def fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Produ
                 reduce_op,
                 dim,
             )
-            options = (scales.out_dtype, scales.fast, size, name)
+            options = (scales.out_dtype, scales.fast, ALGORITHM, size, name)
         elif collective.kind == "reduce_scatter":
             op = _ops.matmul_reduce_scatter.default
             arguments = (left, right, bias, reduce_op, dim)

@@ -147,20 +147,21 @@ OPS = (
     Op(
         "all_gather_scaled_matmul",
         "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
-        "int gather_dim, bool return_gathered, ScalarType? out_dtype, bool use_fast_accum",
+        "int gather_dim, bool return_gathered, ScalarType? out_dtype, bool use_fast_accum, "
+        "str algorithm",
         scaled.all_gather_scaled_matmul,
-        lambda input, weights, s, ws, biases, dim, return_gathered, out_dtype, fast, size: _views(
+        lambda input, weights, s, ws, biases, dim, kept, out_dtype, fast, algorithm, size: _views(
             scaled.gathered_products(input, weights, s, ws, biases, dim, out_dtype, size)
-        )[: None if return_gathered else -1],
+        )[: None if kept else -1],
         (scaled.setup_no_gradient, scaled.no_gradient),
         "Tensor[]",
     ),
     Op(
         "scaled_matmul_reduce_scatter",
         "Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias, "
-        "str reduce_op, int scatter_dim, ScalarType? out_dtype, bool use_fast_accum",
+        "str reduce_op, int scatter_dim, ScalarType? out_dtype, bool use_fast_accum, str algorithm",
         scaled.scaled_matmul_reduce_scatter,
-        lambda input, weight, *args: scaled.scattered(input, weight, args[4], args[5], args[7]),
+        lambda input, weight, *args: scaled.scattered(input, weight, args[4], args[5], args[8]),
         (scaled.setup_no_gradient, scaled.no_gradient),
     ),
 )

@@ -12,25 +12,31 @@ scaled_matmul_reduce_scatter  the whole product first, before the call returns; 
                               ``out_dtype``, in flight.
 ============================  ========================================================================
 
+That is ``algorithm`` "unfused". "fused" is one kernel (``scaled_kernels.py``), in flight as a whole, which
+accumulates in fp32; products of a reduction are scaled before they travel, in ``out_dtype``.
+
 ``out_dtype`` is bfloat16 if none is given. There are no gradients.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from interlace import checks
-from interlace.ops import plain, shapes
+from interlace.ops import plain, scaled_kernels, shapes
 from interlace.ops.pending import Started
 from interlace.runtime import collective_algorithms
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.cost import choose_scaled_algorithm
 from interlace.runtime.stream import Outcome
 from interlace.shapes import rows_of
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALGORITHMS = ("auto", "fused", "unfused")
 
 _scaled_mm: Any = torch._scaled_mm
 
@@ -106,6 +112,24 @@ def _check(
         raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
 
 
+def _wants_kernel(
+    communicator: Communicator, algorithm: str, rows: int, inner: int, columns: int
+) -> bool:
+    """Whether ``algorithm`` is "fused", or "auto" takes the kernel if it can; equal on all ranks."""
+    checks.one_of("algorithm", algorithm, ALGORITHMS, communicator.rank)
+    empty = not rows * inner * columns
+    chosen = choose_scaled_algorithm(communicator.place, rows, empty=empty)
+    return not empty and (algorithm == "fused" or (algorithm == "auto" and chosen == "fused"))
+
+
+def _kernel_can(op: str, algorithm: str, why_not: Sequence[str]) -> bool:
+    """Whether the kernel can do it on every rank; ValueError if it cannot and must."""
+    for rank, why in enumerate(why_not):
+        if why and algorithm == "fused":
+            raise ValueError(f'{op}: algorithm="fused" cannot do this: {why}, on rank {rank}')
+    return not any(why_not)
+
+
 # -- all_gather_scaled_matmul --------------------------------------------------------------------------
 
 
@@ -148,6 +172,7 @@ def all_gather_scaled_matmul(
     return_gathered: bool,
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
+    algorithm: str = "auto",
 ) -> Started:
     op, size = "all_gather_scaled_matmul", communicator.world_size
     with communicator.accepting(op):
@@ -156,6 +181,9 @@ def all_gather_scaled_matmul(
         products = gathered_products(
             input, weights, input_scale, weight_scales, biases, gather_dim, out_dtype, size
         )
+        inner, widest = input.shape[-1], max(weight.shape[1] for weight in weights)
+        rows = products[-1].matrix.shape[0]
+        kernel = _wants_kernel(communicator, algorithm, rows, inner, widest)
     *outputs, gathered = products
     dim = gather_dim % input.dim()
     by_row = is_by_row(input, input_scale)
@@ -163,13 +191,34 @@ def all_gather_scaled_matmul(
     scale = rows_of(input_scale, dim).contiguous() if by_row else input_scale
 
     def host() -> Outcome:
-        mine = (tuple(input.shape), dim, input.dtype, by_row)
+        why_not = scaled_kernels.why_not(communicator, inner, weights, out_dtype) if kernel else ""
+        mine = (tuple(input.shape), dim, input.dtype, by_row, algorithm, use_fast_accum, why_not)
         answers = communicator.agree(op, mine)
         for index, name in enumerate(("shape of input", "gather_dim", "dtype of input")):
             values = [answer[index] for answer in answers]
             checks.equal_on_all(op, name, values, communicator.rank)
         kinds = [answer[3] for answer in answers]
         checks.equal_on_all(op, "whether input_scale is by row", kinds, communicator.rank)
+        for index, name in ((4, "algorithm"), (5, "use_fast_accum")):
+            values = [answer[index] for answer in answers]
+            checks.equal_on_all(op, name, values, communicator.rank)
+        if kernel and _kernel_can(op, algorithm, [answer[6] for answer in answers]):
+            given = [
+                (weight, weight_scale, biases[number] if biases else None, outputs[number].matrix)
+                for number, (weight, weight_scale) in enumerate(
+                    zip(weights, weight_scales, strict=True)
+                )
+            ]
+            event = scaled_kernels.gather(
+                communicator,
+                shard,
+                scale,
+                by_row,
+                given,
+                gathered.matrix if return_gathered else None,
+                use_fast_accum,
+            )
+            return Outcome(None, event)
         _gather(communicator, shard.view(torch.uint8), gathered.matrix.view(torch.uint8))
         whole_scale = scale
         if by_row:
@@ -248,11 +297,49 @@ def scaled_matmul_reduce_scatter(
     scatter_dim: int,
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
+    algorithm: str = "auto",
 ) -> Started:
-    with communicator.accepting("scaled_matmul_reduce_scatter"):
+    op = "scaled_matmul_reduce_scatter"
+    with communicator.accepting(op):
         for each in (input, weight, input_scale, weight_scale):
             checks.tensor("each operand", each, communicator)
         average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, communicator.rank)
+        _check(input, weight, input_scale, weight_scale, bias)
+        rows = input.numel() // max(1, input.shape[-1])
+        output = None
+        if _wants_kernel(communicator, algorithm, rows, input.shape[-1], weight.shape[1]):
+            output = scattered(input, weight, scatter_dim, out_dtype, communicator.world_size)
+    if output is not None:
+        terms = {
+            "the shape of input without k": tuple(input.shape[:-1]),
+            "the columns of weight": weight.shape[1],
+            "scatter_dim": scatter_dim % input.dim(),
+            "reduce_op": average,
+            "out_dtype": output.dtype,
+            "use_fast_accum": use_fast_accum,
+            "algorithm": algorithm,
+            "whether there is a bias": bias is not None,
+        }
+        largest = _largest_inner(communicator, input, weight, terms)
+        if largest:
+            event = functools.partial(
+                scaled_kernels.reduce,
+                communicator,
+                input,
+                weight,
+                input_scale,
+                weight_scale,
+                bias,
+                output,
+                scatter_dim,
+                average=average == "avg",
+                fast_accum=use_fast_accum,
+                inner=largest,
+            )
+            return Started(
+                [output], communicator.run(op, lambda: Outcome(None, event()), async_op=True)
+            )
+    with communicator.accepting(op):
         whole = product(
             input,
             weight,
@@ -263,6 +350,25 @@ def scaled_matmul_reduce_scatter(
             use_fast_accum,
         )
     return plain.reduce_scatter(communicator, whole, reduce_op, scatter_dim)
+
+
+def _largest_inner(
+    communicator: Communicator, input: torch.Tensor, weight: torch.Tensor, terms: dict[str, Any]
+) -> int:
+    """The largest k of all ranks, once they agree on ``terms``; 0 if the kernel cannot do it."""
+    op, inner = "scaled_matmul_reduce_scatter", input.shape[-1]
+    why = scaled_kernels.why_not(communicator, inner, [weight], terms["out_dtype"])
+
+    def host() -> Outcome:
+        answers = communicator.agree(op, (tuple(terms.values()), inner, why))
+        for index, name in enumerate(terms):
+            values = [answer[0][index] for answer in answers]
+            checks.equal_on_all(op, name, values, communicator.rank)
+        can = _kernel_can(op, terms["algorithm"], [answer[2] for answer in answers])
+        return Outcome(max(answer[1] for answer in answers) if can else 0, None)
+
+    largest: int = communicator.run(op, host, async_op=False)
+    return largest
 
 
 def setup_no_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -342,6 +342,7 @@ def all_gather_scaled_matmul(
     return_gathered: bool,
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
+    algorithm: str,
     size: int,
 ) -> Outputs:
     op = "all_gather_scaled_matmul"
@@ -379,6 +380,7 @@ def scaled_matmul_reduce_scatter(
     scatter_dim: int,
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
+    algorithm: str,
     size: int,
 ) -> Outputs:
     average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, 0) == "avg"

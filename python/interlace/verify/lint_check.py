@@ -24,7 +24,7 @@ from interlace.runtime.compile_request import (
     specialised_arguments,
 )
 from interlace.runtime.faults import RULES, Fault, selected
-from interlace.runtime.machine_code import spilled
+from interlace.runtime.machine_code import spilled, too_much_shared
 
 __all__ = ["ARCHES", "RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
 
@@ -150,6 +150,7 @@ def _report(request: Request, measured: Measurement) -> LintReport:
     if measured.error is not None:
         found.append(Fault("does not compile", measured.error, measured.where))
     found += spilled(request.arch, measured.stack, measured.spills)
+    found += too_much_shared(request.arch, measured.shared)
     return LintReport(
         request.kernel,
         request.arch,

@@ -1,0 +1,40 @@
+"""One compilation of the catalogue, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Constant = int | str | bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel variant for one architecture.
+
+    ``module`` and ``kernel`` name the function; ``types`` are Triton's names by argument ("*bf16",
+    "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
+    lists the arguments that are multiples of 16 (pointers: 16-byte aligned). ``default`` is False for
+    what a call gets only with an override, or with operands whose strides and bases rule TMA out.
+    ``libraries`` are (name, path) of bitcode that it is linked with.
+    """
+
+    module: str
+    kernel: str
+    variant: str
+    arch: int
+    types: dict[str, str]
+    constants: dict[str, Constant] = field(default_factory=dict)
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    default: bool = True
+    libraries: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the kernel contains a matmul."""
+        return "BLOCK_K" in self.constants

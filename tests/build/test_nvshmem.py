@@ -1,0 +1,156 @@
+"""Kernels that put are linked with NVSHMEM's device library, for GPUs that this machine does not have.
+
+The library comes with the test extra. Where there is none for this machine, that is said, and what needs
+no library is still checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import pathlib
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import build as command
+from interlace.runtime import nvshmem_library
+from interlace.runtime.build import Report, build
+from interlace.runtime.catalogue import ARCHES, Entry
+from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.nvshmem_catalogue import between_nodes, linked
+
+HERE = pathlib.Path(__file__).parent
+TABLE = HERE.parents[1] / "kernels" / "nvshmem.py"
+EVERYTHING = Entry(
+    "nvshmem_kernels",
+    "every_function_kernel",
+    "",
+    90,
+    {"address_ptr": "*i64", "results_ptr": "*i64", "nbytes": "i32", "pe": "i32"},
+    {"LINKED": True},
+    num_warps=1,
+    default=False,
+)
+MISSING = Entry(
+    "nvshmem_kernels", "missing_function_kernel", "", 90, {"address_ptr": "*i64"}, {"LINKED": True}
+)
+DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
+
+
+def library(arch: int) -> tuple[tuple[str, str], ...]:
+    try:
+        return linked(arch)[0].libraries
+    except PlaceUnavailableError as error:
+        pytest.skip(f"NOTHING IS LINKED: {error}")
+
+
+def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[Report], list[str]]:
+    """Reports, and the PTX of each."""
+    stems = [str(tmp_path / str(number)) for number in range(len(entries))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        reports = build(entries, artifacts=stems)
+    files = [pathlib.Path(f"{stem}.ptx") for stem in stems]
+    return reports, [file.read_text() if file.exists() else "" for file in files]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
+    """All that is declared is defined; and the host finds where NVSHMEM's state is to be put."""
+    library(arch)
+    entries = linked(arch)
+    reports, texts = built(entries, tmp_path)
+    assert {entry.kernel for entry in entries} == {each.kernel for each in between_nodes(arch)}
+    for report, ptx in zip(reports, texts, strict=True):
+        assert report.problems() == [], report.name
+        assert set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.MULTILINE)) <= DRIVER
+        assert not re.search(r"^\.extern \.(global|const)", ptx, re.MULTILINE)
+        assert re.search(r"^\.visible \.(const|global) .*\bnvshmemi_device_state_d\[", ptx, re.M)
+
+
+def test_every_function_of_the_table_links(tmp_path: pathlib.Path) -> None:
+    (report,), (ptx,) = built([replace(EVERYTHING, libraries=library(90))], tmp_path)
+    assert report.problems() == []
+    assert "nvshmemi_device_state_d" in ptx
+    named = {
+        node.name for node in ast.parse(TABLE.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    called = (HERE / "nvshmem_kernels.py").read_text()
+    assert all(f"nvshmem.{name}(" in called for name in named if not name.startswith("_"))
+
+
+def test_a_symbol_that_is_left_over_fails_the_build(tmp_path: pathlib.Path) -> None:
+    entries = [MISSING, replace(EVERYTHING, libraries=())]
+    reports, _ = built(entries, tmp_path)
+    for report in reports:
+        (problem,) = report.problems()
+        assert problem.startswith("does not compile: ") and "nresolved" in problem, problem
+
+
+def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Path) -> None:
+    reports, _ = built([replace(MISSING, libraries=library(90))], tmp_path)
+    assert "does not compile" in reports[0].problems()[0]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_kernels_without_a_library_are_clean(arch: int) -> None:
+    """The same kernels with puts that are stores: rules of memory ordering, registers, stack."""
+    for report in build(list(between_nodes(arch))):
+        assert report.problems() == [], report.name
+
+
+# -- finding the library -------------------------------------------------------------------------------
+
+
+def folder_with(tmp_path: pathlib.Path, *names: str) -> str:
+    for name in names:
+        (tmp_path / name).write_bytes(b"BC")
+    return str(tmp_path)
+
+
+def test_a_file_for_all_or_one_for_each(tmp_path: pathlib.Path) -> None:
+    folder = folder_with(tmp_path, "libnvshmem_device_sm_90.bc")
+    assert nvshmem_library.device_library(90, folder).endswith("libnvshmem_device_sm_90.bc")
+    with pytest.raises(PlaceUnavailableError, match=r"for sm_80 .* is not in .*name its folder"):
+        nvshmem_library.device_library(80, folder)
+    folder_with(tmp_path, "libnvshmem_device.bc")
+    assert nvshmem_library.device_library(80, folder).endswith("libnvshmem_device.bc")
+
+
+def test_the_variable_that_torch_reads(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", folder_with(tmp_path, "libnvshmem_device.bc"))
+    assert nvshmem_library.device_library(90) == str(tmp_path / "libnvshmem_device.bc")
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(PlaceUnavailableError, match="elsewhere"):
+        nvshmem_library.device_library(90)
+
+
+def test_the_command_links_what_it_finds_and_says_what_it_does_not(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Entry] = []
+
+    def collect(wanted: list[Entry], on_report: object) -> list[Report]:
+        seen.extend(wanted)
+        return []
+
+    monkeypatch.setattr(command, "build_entries", collect)
+    out = io.StringIO()
+    folder = folder_with(tmp_path, "libnvshmem_device.bc")
+    assert command.build(Console(file=out), [90], True, nvshmem=folder) == 0
+    names = {entry.name for entry in seen if entry.libraries}
+    assert names == {entry.name for entry in between_nodes(90, "nvshmem")}
+    seen.clear()
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path / "elsewhere"))
+    out = io.StringIO()
+    assert command.build(Console(file=out), [90], True) == 0
+    assert not [entry for entry in seen if entry.libraries] and json.loads(out.getvalue()) == []
+    assert "not linked with NVSHMEM" in capsys.readouterr().err
+    with pytest.raises(PlaceUnavailableError):
+        command.build(Console(file=out), [90], True, nvshmem=str(tmp_path / "elsewhere"))

@@ -1,0 +1,141 @@
+"""The matmul loops of the fused kernels are pipelined as they are meant to be, by their PTX and resources.
+
+A loop that the compiler refuses to pipeline still compiles, spills nothing and breaks no rule; it is only
+several times slower. What tells is shared memory: a pipelined loop has its stages there.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from interlace.runtime import catalogue
+from interlace.runtime.build import Report, build
+from interlace.runtime.catalogue import Entry, Operands
+from mutations import Edit, Mutant, importable
+
+KERNELS = {
+    "gather": catalogue.all_gather_matmul,
+    "scatter": catalogue.matmul_reduce_scatter,
+    "reduce": catalogue.matmul_all_reduce,
+}
+PLAIN, TRANSPOSED = Operands(), Operands(layout="nk")
+FP8 = Operands("fp8e4nv", "nk", scales="row", fast_accum=False)
+SPECIALIZED = Operands(layout="nk", overrides={"warp_specialize": True, "flatten": False})
+
+# A signal after every tile, as the kernel must not have it.
+SIGNALS = Mutant(
+    "a signal after every tile",
+    "kernels/matmul_reduce_scatter.py",
+    (
+        Edit(
+            "                        OUT_DESCRIPTOR,\n                    )\n"
+            "                complete_descriptor_stores(COMPILED_STORES)\n",
+            "                        OUT_DESCRIPTOR,\n                    )\n"
+            "                    complete_descriptor_stores(COMPILED_STORES)\n"
+            "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
+            "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
+        ),
+    ),
+)
+
+
+def entries() -> dict[str, Entry]:
+    made = {}
+    for arch in (90, 100):
+        for name, make in KERNELS.items():
+            made[f"{name} {arch}"] = make(arch, TRANSPOSED)
+        made[f"gather kn {arch}"] = catalogue.all_gather_matmul(arch, PLAIN, copiers=False)
+        made[f"gather fp8 {arch}"] = catalogue.all_gather_matmul(arch, FP8)
+        made[f"specialized {arch}"] = catalogue.all_gather_matmul(arch, SPECIALIZED)
+        made[f"specialized scatter {arch}"] = catalogue.matmul_reduce_scatter(arch, SPECIALIZED)
+    mutant = catalogue.matmul_reduce_scatter(90, TRANSPOSED)
+    module = mutant.module.replace("interlace.kernels", SIGNALS.package)
+    made["mutant"] = replace(mutant, module=module)
+    return made
+
+
+ENTRIES = entries()
+Built = tuple[Entry, Report, str]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]]:
+    """Entry, report and PTX by name."""
+    folder = tmp_path_factory.mktemp("pipelining")
+    SIGNALS.write(folder)
+    stems = [str(folder / name.replace(" ", "_")) for name in ENTRIES]
+    with importable(folder):
+        reports = build(list(ENTRIES.values()), artifacts=stems)
+    yield {
+        name: (ENTRIES[name], report, pathlib.Path(f"{stem}.ptx").read_text())
+        for name, report, stem in zip(ENTRIES, reports, stems, strict=True)
+    }
+
+
+def stage_bytes(entry: Entry) -> int:
+    """What one stage of the pipeline holds of both operands."""
+    block_m, block_n, block_k = (int(entry.constants[f"BLOCK_{axis}"]) for axis in "MNK")
+    itemsize = 1 if "fp8" in entry.types["input_ptr"] else 2
+    return (block_m + block_n) * block_k * itemsize
+
+
+PIPELINED = [name for name in ENTRIES if name != "mutant"]
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_all_stages_are_there(name: str, built: dict[str, Built]) -> None:
+    entry, report, _ = built[name]
+    assert report.problems() == []
+    assert entry.num_stages >= 3
+    assert report.shared >= entry.num_stages * stage_bytes(entry)
+
+
+def test_a_loop_that_is_not_pipelined_is_seen(built: dict[str, Built]) -> None:
+    entry, report, _ = built["mutant"]
+    assert report.problems() == []
+    assert report.shared < 2 * stage_bytes(entry)
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("90")])
+def test_products_of_hopper_are_asynchronous(name: str, built: dict[str, Built]) -> None:
+    """One product is still running when the next is begun; only at the end of a tile all are waited for."""
+    _, _, ptx = built[name]
+    assert "wgmma.mma_async" in ptx
+    if "fp8" in name:  # each step's sum is added up outside of the tensor core
+        assert ".f32.e4m3.e4m3" in ptx
+    else:
+        assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", ptx)
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("100")])
+def test_products_of_blackwell_are_of_its_tensor_memory(name: str, built: dict[str, Built]) -> None:
+    _, _, ptx = built[name]
+    assert "tcgen05.mma" in ptx and "wgmma" not in ptx
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_loads_and_stores_by_descriptor(name: str, built: dict[str, Built]) -> None:
+    entry, _, ptx = built[name]
+    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::(cluster|cta)\.global", ptx)
+    stores = bool(re.search(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx))
+    assert stores == bool(entry.constants.get("OUT_DESCRIPTOR"))
+
+
+def test_which_tiles_leave_by_descriptor() -> None:
+    """Not those of the one-shot all-reduce, and not those that warps of their own would publish."""
+    by = {name: entry.constants.get("OUT_DESCRIPTOR", False) for name, entry in ENTRIES.items()}
+    assert by["gather 90"] and by["scatter 90"] and by["specialized 100"]
+    assert not by["reduce 90"] and not by["specialized scatter 100"]
+
+
+def test_warps_are_specialized_on_blackwell_only(built: dict[str, Built]) -> None:
+    """Triton 3.7 refuses on Hopper where there is a wait in the kernel, and compiles as if not asked."""
+    for name in ("specialized", "specialized scatter"):
+        assert "setmaxnreg" in built[f"{name} 100"][2]
+        assert "setmaxnreg" not in built[f"{name} 90"][2]
+    assert "setmaxnreg" not in built["gather 100"][2]

@@ -1,0 +1,128 @@
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import fake_cuda
+from fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
+from interlace.runtime import cuda_driver, cuda_stream, place_cuda_virtual
+from interlace.runtime.cuda_launch import LaunchCache, Prepared
+from interlace.runtime.cuda_plans import Plans
+from interlace.runtime.launch import KernelLaunch
+
+MULTIPROCESSORS = 132
+ORIGINALS = LaunchCache.prepare, Prepared.again, Prepared.run
+REPEAT = Plans._repeat
+
+
+class FakeKernel:
+    """Triton's ``CompiledKernel``, as far as used."""
+
+    metadata = SimpleNamespace(global_scratch_size=0, num_ctas=1)
+    function = packed_metadata = None
+
+    def __init__(self, launch: KernelLaunch) -> None:
+        self._name = launch.name
+        self._parameters = list(inspect.signature(launch.kernel.fn).parameters)
+        fake_cuda.gpu().loads.append(launch.name)
+
+    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        values = rest[5:]
+        assert len(values) == len(self._parameters), (self._name, values)
+        fake_cuda.gpu().launch(self._name, stream, dict(zip(self._parameters, values, strict=True)))
+
+
+class FakeWords:
+    """``cuda_driver.StreamWords``."""
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        fake_cuda.gpu().write_word(stream, address, value)
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        fake_cuda.gpu().wait_word(stream, address, value)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
+    """Pretend that ``gpu`` is there."""
+    fake_cuda.installed = gpu
+
+    def capture_number(handle: int) -> int:
+        capture = gpu.capture_of(handle)
+        return 0 if capture is None else capture.number
+
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: gpu.synchronize(),
+        "current_stream": lambda device=None: FakeStream(handle=gpu.current),
+        "default_stream": lambda device=None: FakeStream(handle=0),
+        "stream": gpu.on,
+        "Stream": FakeStream,
+        "ExternalStream": lambda handle: FakeStream(handle=handle),
+        "Event": FakeEvent,
+        "CUDAGraph": FakeGraph,
+        "is_current_stream_capturing": lambda: gpu.capture_of(gpu.current) is not None,
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=MULTIPROCESSORS, uuid="fake"
+        ),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    words = FakeWords() if gpu._has_words else None
+    monkeypatch.setattr(cuda_driver, "stream_words", lambda device: words)
+    monkeypatch.setattr(cuda_driver, "current_stream", lambda device: gpu.current)
+    monkeypatch.setattr(cuda_driver, "capture_of", capture_number)
+    monkeypatch.setattr(cuda_driver, "leave_captures_alone", lambda: None)
+    monkeypatch.setattr(cuda_driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
+    monkeypatch.setattr(cuda_stream, "run_on", gpu.torch_code)
+    monkeypatch.setattr(place_cuda_virtual, "current_device", lambda: CPU)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: FakeKernel(launch))
+    _note_launches(monkeypatch, gpu)
+    return gpu
+
+
+def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
+    """Let ``gpu`` know what the addresses of a launch stand for."""
+    prepare, again, run = ORIGINALS
+
+    def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+        given = list(launch.arguments.values())
+        for value in given:
+            if isinstance(value, torch.Tensor):
+                gpu.know(value)
+        prepared = prepare(self, launch, stream, capture)
+        gpu.forms[prepared] = [
+            (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else None
+            for each in prepared.in_order(given)
+        ]
+        return prepared
+
+    def running_again(self: Prepared, stream: int, capture: int, values: list[Any]) -> None:
+        gpu.running = self
+        again(self, stream, capture, values)
+        gpu.running = None
+
+    def running(self: Prepared, stream: int) -> None:
+        gpu.running = self
+        run(self, stream)
+        gpu.running = None
+
+    def repeating(self: Plans, step: Any, bases: Any, arguments: Any, results: Any) -> None:
+        for tensor in (*arguments, *results, *self._communicator.lasting_tensors()):
+            gpu.know(tensor)
+        repeat(self, step, bases, arguments, results)
+
+    repeat = REPEAT
+    monkeypatch.setattr(LaunchCache, "prepare", preparing)
+    monkeypatch.setattr(Prepared, "again", running_again)
+    monkeypatch.setattr(Prepared, "run", running)
+    monkeypatch.setattr(Plans, "_repeat", repeating)

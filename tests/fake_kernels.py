@@ -1,0 +1,187 @@
+"""What the kernels do, for ``fake_cuda``: the same effect on memory, by torch, without their structure.
+
+A model is a generator: it yields conditions, and goes on once they hold. It knows tensors by address, as
+a kernel does. Signals are the real ones; how a fused kernel moves and multiplies is not modelled: whole
+chunks move, then torch multiplies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
+from interlace.kernels.transfer import TRANSFER_COLUMNS
+from interlace.runtime.cuda_ipc import tensor_over
+from interlace.runtime.memory import WORD
+
+Steps = Iterator[Callable[[], bool]]
+CPU = torch.device("cpu")
+
+
+def word(address: int) -> Any:
+    return ctypes.c_int64.from_address(address)
+
+
+class Arguments:
+    """The arguments of a launch: ``arguments.rank``; ``arguments.tensor("input_ptr")``."""
+
+    def __init__(self, values: dict[str, Any], tensor: Callable[[int], torch.Tensor]) -> None:
+        self._values, self._tensor = values, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensor(self._values[name])
+
+    def lines(self, name: str, count: int, columns: int) -> list[list[int]]:
+        return [
+            [int(each) for each in line]
+            for line in self.tensor(name)[: count * columns].view(count, columns).tolist()
+        ]
+
+    def base(self, rank: int) -> int:
+        return int(self.tensor("peers_ptr")[rank])
+
+    @property
+    def epoch(self) -> int:
+        return int(word(self.base(self.rank) + EPOCH_WORD * WORD).value) + 1
+
+    def data(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """``count`` elements of the data region of ``rank`` from element ``offset`` on."""
+        address = self.base(rank) + self.data_offset + offset * dtype.itemsize
+        return tensor_over(address, count * dtype.itemsize, CPU).view(dtype)
+
+    def publish(self, rank: int, slot: int, epoch: int) -> None:
+        word(self.base(rank) + self.slot_offset + slot * WORD).value = epoch
+
+    def arrived(self, slot: int, epoch: int) -> Callable[[], bool]:
+        address = self.base(self.rank) + self.slot_offset + slot * WORD
+        return lambda: bool(word(address).value >= epoch)
+
+    def credit(self, peer: int, epoch: int) -> Callable[[], bool]:
+        address = self.base(self.rank) + (CREDIT_WORDS + peer) * WORD
+        return lambda: bool(word(address).value >= epoch - 1)
+
+
+def publish_kernel(a: Arguments) -> Steps:
+    word(a.base(a.peer) + a.slot_byte).value = a.epoch
+    return iter(())
+
+
+def wait_kernel(a: Arguments) -> Steps:
+    epoch, slot = a.epoch, word(a.base(a.rank) + a.slot_byte)
+    yield lambda: slot.value >= epoch
+
+
+def wait_credits_kernel(a: Arguments) -> Steps:
+    for peer in range(a.world_size):
+        yield a.credit(peer, a.epoch)
+
+
+def finish_kernel(a: Arguments) -> Steps:
+    epoch = a.epoch
+    for peer in range(a.world_size):
+        word(a.base(peer) + (CREDIT_WORDS + a.rank) * WORD).value = epoch
+    word(a.base(a.rank) + EPOCH_WORD * WORD).value = epoch
+    return iter(())
+
+
+def _send(a: Arguments, input: torch.Tensor, columns: int) -> Steps:
+    for peer, first, rows, gathered, slot in a.lines("sends_ptr", a.num_sends, TRANSFER_COLUMNS):
+        yield a.credit(peer, a.epoch)
+        part = input[first : first + rows].reshape(-1)
+        a.data(peer, gathered * columns, rows * columns, input.dtype).copy_(part)
+        a.publish(peer, slot, a.epoch)
+
+
+def all_gather_kernel(a: Arguments) -> Steps:
+    input, output, epoch = a.tensor("input_ptr").view(-1), a.tensor("output_ptr").view(-1), a.epoch
+    yield from _send(a, input, 1)
+    for source, first, rows, gathered, slot in a.lines(
+        "arrivals_ptr", a.num_arrivals, TRANSFER_COLUMNS
+    ):
+        part = input[first : first + rows]
+        if source != a.rank:
+            yield a.arrived(slot, epoch)
+            part = a.data(a.rank, gathered, rows, input.dtype)
+        output[gathered : gathered + rows].copy_(part)
+
+
+def all_gather_matmul_kernel(a: Arguments) -> Steps:
+    input, output, epoch = a.tensor("input_ptr"), a.tensor("output_ptr"), a.epoch
+    weight = a.tensor("weight_ptr")
+    if a.COPIERS:
+        yield from _send(a, input, a.K)
+    lines = a.lines("chunks_ptr", a.num_chunks, TRANSFER_COLUMNS + 1)
+    for source, first, rows, gathered, slot, _ in lines:
+        part = input[first : first + rows]
+        if source != a.rank:
+            yield a.arrived(slot, epoch)
+            part = a.data(a.rank, gathered * a.K, rows * a.K, input.dtype).view(rows, a.K)
+        output[gathered : gathered + rows] = (part.float() @ weight.float()).to(output.dtype)
+
+
+def _reduced(a: Arguments, parts: list[torch.Tensor], output: torch.Tensor) -> Steps:
+    """``parts[owner]`` to every owner, a slot per source; the own ones summed into ``output``."""
+    epoch, longest = a.epoch, max(part.numel() for part in parts)
+    for owner, part in enumerate(parts):
+        yield a.credit(owner, epoch)
+        a.data(owner, a.rank * longest, part.numel(), part.dtype).copy_(part.reshape(-1))
+        a.publish(owner, a.rank, epoch)
+    total = torch.zeros(output.numel())
+    for source in range(a.world_size):
+        yield a.arrived(source, epoch)
+        total += a.data(a.rank, source * longest, output.numel(), output.dtype).float()
+    if a.AVERAGE:
+        total /= a.world_size
+    output.copy_(total.view(output.shape).to(output.dtype))
+
+
+def all_reduce_kernel(a: Arguments) -> Steps:
+    input = a.tensor("input_ptr")
+    return _reduced(a, [input] * a.world_size, a.tensor("output_ptr"))
+
+
+def _segments(a: Arguments, whole: torch.Tensor) -> list[torch.Tensor]:
+    lines = sorted(a.lines("segments_ptr", a.world_size, 4))
+    return [whole[first : first + count] for _, first, count, _ in lines]
+
+
+def reduce_scatter_kernel(a: Arguments) -> Steps:
+    whole = a.tensor("input_ptr").view(-1)
+    return _reduced(a, _segments(a, whole), a.tensor("output_ptr"))
+
+
+def _product(a: Arguments) -> torch.Tensor:
+    input = a.tensor("input_ptr")
+    return (input.float() @ a.tensor("weight_ptr").float()).to(input.dtype)
+
+
+def matmul_reduce_scatter_kernel(a: Arguments) -> Steps:
+    return _reduced(a, _segments(a, _product(a)), a.tensor("output_ptr"))
+
+
+def matmul_all_reduce_kernel(a: Arguments) -> Steps:
+    return _reduced(a, [_product(a)] * a.world_size, a.tensor("output_ptr"))
+
+
+MODELS: dict[str, Callable[[Arguments], Steps]] = {
+    model.__name__: model
+    for model in (
+        publish_kernel,
+        wait_kernel,
+        wait_credits_kernel,
+        finish_kernel,
+        all_gather_kernel,
+        all_gather_matmul_kernel,
+        all_reduce_kernel,
+        reduce_scatter_kernel,
+        matmul_reduce_scatter_kernel,
+        matmul_all_reduce_kernel,
+    )
+}

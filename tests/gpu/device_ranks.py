@@ -1,0 +1,359 @@
+"""What ranks do in the tests on a GPU, virtual ranks and processes alike. Importable by new processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.groups import default_group
+from interlace.runtime import cuda_driver
+from interlace.runtime.cuda_memory import MemoryRefused, TorchMemory
+
+ROWS, INNER, COLUMNS = 256, 128, 192
+NANOSECONDS = 1_000_000
+Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def fused_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, w, algorithm="fused")
+
+
+def pipelined_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, w, algorithm="pipelined")
+
+
+def unfused_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, w, algorithm="unfused")
+
+
+def gather_with_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    gathered, out = interlace.all_gather_matmul(x, w, algorithm="fused", return_gathered=True)
+    return torch.cat([out, gathered @ w])
+
+
+def asynchronous_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True).wait()
+
+
+def fused_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
+
+
+def pipelined_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_reduce_scatter(x, w, algorithm="pipelined")
+
+
+def reduced_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_all_reduce(x, w, algorithm="fused")
+
+
+def all_reduce(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    interlace.all_reduce(out)
+    return out
+
+
+def all_reduce_by_copies(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    interlace.all_reduce(out, algorithm="copy", async_op=True).wait()  # type: ignore[union-attr]
+    return out
+
+
+def all_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(interlace.get_world_size() * x.shape[0], x.shape[1])
+    interlace.all_gather(out, x)
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(x.shape[0] // interlace.get_world_size(), x.shape[1])
+    interlace.reduce_scatter(out, x)
+    return out
+
+
+def all_to_all(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    interlace.all_to_all_single(out, x)
+    return out
+
+
+def broadcast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    interlace.broadcast(out, 1)
+    return out
+
+
+OPS: dict[str, Op] = {
+    op.__name__: op
+    for op in (
+        fused_gather, pipelined_gather, unfused_gather, gather_with_input, asynchronous_gather,
+        fused_scatter, pipelined_scatter, reduced_product, all_reduce, all_reduce_by_copies,
+        all_gather, reduce_scatter, all_to_all, broadcast,
+    )
+}  # fmt: skip
+
+
+REPLAYED = [
+    "fused_gather",
+    "asynchronous_gather",
+    "fused_scatter",
+    "reduced_product",
+    "all_reduce",
+    "all_reduce_by_copies",
+    "all_to_all",
+]
+
+
+def input_of(rank: int, call: int) -> torch.Tensor:
+    """Small whole numbers: exact in every order of summation."""
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randint(-3, 4, (ROWS, INNER), generator=generator).float()
+
+
+def weight() -> torch.Tensor:
+    return torch.randint(
+        -2, 3, (INNER, COLUMNS), generator=torch.Generator().manual_seed(7)
+    ).float()
+
+
+def expected(name: str, rank: int, world_size: int, call: int) -> torch.Tensor:
+    """What op ``name`` gives, by torch on the CPU."""
+    inputs, w = [input_of(r, call) for r in range(world_size)], weight()
+    gathered, summed = torch.cat(inputs), sum(inputs[1:], inputs[0])
+    part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    if name == "gather_with_input":
+        return torch.cat([gathered @ w, gathered @ w])
+    if name.endswith("_gather") and name != "all_gather":
+        return gathered @ w
+    if name.endswith("_scatter") and name != "reduce_scatter":
+        return (summed @ w)[part]
+    return {
+        "reduced_product": lambda: summed @ w,
+        "all_reduce": lambda: summed,
+        "all_reduce_by_copies": lambda: summed,
+        "all_gather": lambda: gathered,
+        "reduce_scatter": lambda: summed[part],
+        "all_to_all": lambda: torch.cat([each[part] for each in inputs]),
+        "broadcast": lambda: inputs[1],
+    }[name]()
+
+
+def check(name: str, call: int, output: torch.Tensor) -> bool:
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    return torch.equal(output.cpu(), expected(name, rank, world_size, call))
+
+
+def operations(names: list[str], rounds: int, torch_memory: bool, words: bool) -> list[str]:
+    """Every op, ``rounds`` times with other inputs; what was wrong."""
+    if not torch_memory:
+        TorchMemory.allocate = _refused  # type: ignore[method-assign]
+    if not words:
+        cuda_driver.stream_words = lambda device: None  # type: ignore[assignment]
+    rank, device = interlace.get_rank(), interlace.device()
+    w, wrong = weight().to(device), []
+    for call in range(rounds):
+        x = input_of(rank, call).to(device)
+        for name in names:
+            if not check(name, call, OPS[name](x, w)):
+                wrong.append(f"{name}, call {call}, rank {rank}")
+    return wrong
+
+
+def _refused(self: TorchMemory, nbytes: int, *, overlapping: bool) -> Any:
+    raise MemoryRefused("refused by the test")
+
+
+def memory_kind() -> str:
+    place: Any = default_group().place
+    interlace.all_reduce(torch.ones(8, device=interlace.device()))
+    return str(place.memory_kind)
+
+
+def replays(name: str, count: int) -> list[int]:
+    """Replays of a captured op with other inputs, eager calls in between; the numbers of the wrong ones."""
+    rank, device = interlace.get_rank(), interlace.device()
+    x, w = input_of(rank, 0).to(device), weight().to(device)
+    place = default_group().place
+
+    def meet() -> None:
+        place.exchange(b"", "a replay")  # before anybody blocks: virtual ranks share a host
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            OPS[name](x, w)
+    meet()
+    torch.cuda.synchronize()
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        output = OPS[name](x, w)
+        graph.capture_end()
+        wrong = []
+        for number in range(count):
+            x.copy_(input_of(rank, number).to(device))
+            graph.replay()
+            kept = output.clone()
+            meet()
+            if not check(name, number, kept):
+                wrong.append(number)
+            if number % 10 == 5:
+                x.copy_(input_of(rank, 7000 + number).to(device))
+                if not check(name, 7000 + number, OPS[name](x, w)):
+                    wrong.append(7000 + number)
+    meet()
+    return wrong
+
+
+def host_goes_on() -> tuple[bool, bool]:
+    """Behind 0.2 s of other work: whether ``wait()`` has returned before it, and the op was right."""
+    device = interlace.device()
+    x, w = input_of(interlace.get_rank(), 1).to(device), weight().to(device)
+    fused_gather(x, w)
+    default_group().place.exchange(b"", "warm")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400 * NANOSECONDS)
+    start = time.perf_counter()
+    work = interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True)
+    output = work.wait()
+    early = time.perf_counter() - start < 0.1 and not work.is_completed()
+    return early, check("fused_gather", 1, output)
+
+
+def dropped_inputs(rounds: int) -> list[int]:
+    """Asynchronous ops whose inputs the caller drops, and whose memory it takes again at once."""
+    rank, device, wrong = interlace.get_rank(), interlace.device(), []
+    w = weight().to(device)
+    for call in range(rounds):
+        torch.cuda._sleep(NANOSECONDS)
+        work = interlace.all_gather_matmul(
+            input_of(rank, call).to(device), w, algorithm="fused", async_op=True
+        )
+        poison = [torch.full((ROWS, INNER), torch.nan, device=device) for _ in range(4)]
+        if not check("fused_gather", call, work.wait()):
+            wrong.append(call)
+        del poison
+    return wrong
+
+
+def leaves_the_others(how: str) -> str:
+    """Rank 1 does not take part in the second op; what rank 0 is told, and how long that took."""
+    device = interlace.device()
+    x = torch.ones(1024, device=device)
+    interlace.all_reduce(x)
+    torch.cuda.synchronize()
+    interlace.barrier()
+    if interlace.get_rank() == 1:
+        if how == "dies":
+            os._exit(3)
+        time.sleep(8)
+        return "came too late"
+    start = time.perf_counter()
+    interlace.all_reduce(x)  # known, so nobody waits on the host
+    try:
+        torch.cuda.synchronize()
+        interlace.all_reduce(x)
+    except interlace.InterlaceError as error:
+        return f"{type(error).__name__} after {time.perf_counter() - start:.2f} s: {error}"
+    return "nothing was raised"
+
+
+def mismatch() -> str:
+    device = interlace.device()
+    for length in (4, 5, 4):
+        interlace.all_reduce(torch.ones(length, device=device))
+    torch.cuda.synchronize()
+    try:
+        for length in (5 if interlace.get_rank() else 4, 4, 4, 4):
+            interlace.all_reduce(torch.ones(length, device=device))
+            torch.cuda.synchronize()
+    except (ValueError, interlace.InterlaceError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def cupy_arrays() -> list[float]:
+    """CuPy arrays as arguments, on torch's current stream."""
+    import cupy
+
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        x = cupy.full((16,), interlace.get_rank() + 1, dtype=cupy.float32)
+        interlace.all_reduce(x)
+        out = interlace.all_gather_matmul(
+            cupy.ones((16, 16), dtype=cupy.float32), cupy.ones((16, 16), dtype=cupy.float32)
+        )
+        return [float(x.sum()), float(out.sum())]
+
+
+def messages() -> list[float]:
+    """Sends and receives around the ring, of tensors that are made on the stream just before."""
+    rank, world_size, device = interlace.get_rank(), interlace.get_world_size(), interlace.device()
+    x, received = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
+    values = []
+    for number in range(3):
+        torch.cuda._sleep(NANOSECONDS)
+        x.fill_(10 * number + rank)
+        received.fill_(-1)
+        sending = interlace.isend(x, (rank + 1) % world_size)
+        receiving = interlace.irecv(received, (rank - 1) % world_size)
+        x.fill_(-2)
+        for work in (sending, receiving):
+            assert work is not None
+            work.wait()
+        values.append(float((received * 1).mean()))
+    return values
+
+
+def futures() -> tuple[float, float]:
+    """What a future's callback and its waiter see."""
+    x = torch.ones(1 << 20, device=interlace.device())
+    torch.cuda._sleep(50 * NANOSECONDS)
+    work = interlace.all_reduce(x, async_op=True)
+    assert work is not None
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    return float(doubled.wait().mean()), float(work.get_future().wait()[0].mean())
+
+
+def process_group(path: str) -> dict[str, Any]:
+    """torch.distributed on tensors of both kinds, in one group; interlace's own ops in it."""
+    import torch.distributed as dist
+
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "interlace", init_method=f"file://{path}", rank=rank, world_size=world_size
+    )
+    try:
+        on_gpu = torch.full((8,), rank + 1.0, device="cuda")
+        on_cpu = torch.full((8,), rank + 1.0)
+        dist.all_reduce(on_gpu)
+        dist.all_reduce(on_cpu)
+        work = dist.all_reduce(on_gpu, async_op=True)
+        assert work is not None
+        work.wait()
+        gathered = torch.empty(world_size * 8, device="cuda")
+        dist.all_gather_into_tensor(gathered, torch.full((8,), float(rank), device="cuda"))
+        part = torch.empty(8, device="cuda")
+        dist.reduce_scatter_tensor(part, gathered)
+        x, w = input_of(rank, 2).cuda(), weight().cuda()
+        product = interlace.all_gather_matmul(x, w, group=dist.group.WORLD, algorithm="fused")
+        sub = dist.new_group(list(range(world_size)))
+        dist.broadcast(on_gpu, 0, group=sub)
+        dist.barrier()
+        right = check("fused_gather", 2, product)
+        return {
+            "gpu": float(on_gpu[0]),
+            "cpu": float(on_cpu[0]),
+            "gathered": gathered[::8].tolist(),
+            "part": float(part[0]),
+            "product": right,
+            "devices": sorted(each.type for each in dist.group.WORLD._device_types),  # type: ignore[union-attr]
+        }
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,305 @@
+"""What ends a wait on a GPU that would not end: bounds, dead peers, aborts, and calls that do not fit.
+
+On the fake GPU; the watchdog looks when it is told to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fake_host
+import interlace
+from fake_cuda import DeviceHang, FakeGpu
+from fake_driver import install
+from interlace.groups import default_group
+from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD
+from interlace.runtime.cuda_watchdog import Watchdog
+from interlace.runtime.device_processes import DeviceProcessPlace
+from interlace.runtime.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+
+
+def own_place() -> DeviceProcessPlace:
+    place = default_group().place
+    assert isinstance(place, DeviceProcessPlace)
+    return place
+
+
+def look(seconds_later: float = 0.0) -> None:
+    place = own_place()
+    place._watched().look(place, time.monotonic() + seconds_later)
+
+
+def warm_up() -> None:
+    interlace.all_reduce(torch.ones(4), algorithm="copy")
+    torch.cuda.synchronize()
+
+
+def failing(function: Any) -> Exception:
+    with pytest.raises(interlace.InterlaceError) as caught:
+        function()
+    return caught.value
+
+
+def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> Any:
+        warm_up()
+        place = own_place()
+        if place.rank == 1:
+            return None  # does not come
+        workspace = default_group()._arena.lease(_layout(), "an op")
+        default_group().compute.wait(workspace, 1, 3)
+        with pytest.raises(DeviceHang):
+            gpu.synchronize(gpu.current)
+        look()
+        assert place.failure is None  # nobody is late yet
+        look(place.timeout - 1)
+        look(place.timeout + 1)
+        torch.cuda.synchronize()  # the stream was let go
+        return failing(lambda: interlace.all_reduce(torch.ones(4)))
+
+    error = None
+    try:
+        error = fake_host.run(on_rank, 2)[0]
+    except CollectiveTimeoutError as raised:
+        error = raised
+    assert error is not None
+    assert "an op has waited 20 s for rank 1: slot at byte" in str(error)
+
+
+def _layout() -> Any:
+    from interlace.runtime.memory import Layout
+
+    layout = Layout()
+    layout.add_slots(8)
+    return layout
+
+
+def test_time_that_a_stream_spends_before_a_wait_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> None:
+        warm_up()
+        place = own_place()
+        held = threading.Event()
+        gpu.enqueue(gpu.current, "the caller's own work", lambda: iter([held.is_set]))
+        interlace.all_reduce(torch.ones(4), algorithm="copy")
+        look()
+        look(10 * place.timeout)
+        assert place.failure is None
+        held.set()
+        torch.cuda.synchronize()
+
+    fake_host.run(on_rank, 2)
+
+
+def test_a_kernel_that_gave_up_is_found_in_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> None:
+        warm_up()
+        place = own_place()
+        if place.rank == 0:
+            header = place.header(place.workspaces()[0], 0)
+            header[CLAIMED_WORD : CLAIMED_WORD + 6] = torch.tensor([1, 1, 1064, 7, 6, 3])
+        place.host.exchange(b"", "a meeting")
+        look()
+        look()
+        place.check()
+
+    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte"):
+        fake_host.run(on_rank, 2)
+
+
+def test_a_rank_learns_that_a_kernel_of_another_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> str:
+        warm_up()
+        place = own_place()
+        place.header(place.workspaces()[0], place.rank)[ABORT_WORD] = 7
+        look()
+        look()
+        return str(failing(lambda: interlace.all_reduce(torch.ones(4))))
+
+    with pytest.raises(AbortedError, match="a kernel of another rank of the group has given up"):
+        fake_host.run(on_rank, 1)
+
+
+def test_a_dead_peer_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> None:
+        warm_up()
+        place = own_place()
+        place.host.dead = PeerDiedError(1, 4711, "work on the GPU")
+        look()
+        for buffer in place.workspaces():
+            assert int(place.header(buffer, 0)[ABORT_WORD]) == 1
+        interlace.all_reduce(torch.ones(4))
+
+    with pytest.raises(PeerDiedError, match=r"rank 1 \(pid 4711\) died"):
+        fake_host.run(on_rank, 1)
+
+
+def test_the_thread_looks_by_itself_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+    looks = threading.Semaphore(0)
+    look_once = Watchdog.look
+
+    def looking(self: Watchdog, place: Any, now: float) -> None:
+        looks.release()
+        look_once(self, place, now)
+
+    monkeypatch.setattr(Watchdog, "look", looking)
+
+    def on_rank() -> bool:
+        warm_up()
+        place = own_place()
+        watchdog = Watchdog(place, 5.0)
+        watchdog.look_after()
+        seen = all(looks.acquire(timeout=5) for _ in range(2))
+        thread = watchdog._thread
+        watchdog.stop()
+        assert thread is not None and not thread.is_alive()
+        return seen
+
+    assert fake_host.run(on_rank, 1) == [True]
+
+
+def test_a_watchdog_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+    import weakref
+
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> Any:
+        warm_up()
+        place = own_place()
+        assert place._watchdog is not None
+        return weakref.ref(place)
+
+    reference = fake_host.run(on_rank, 1)[0]
+    gc.collect()
+    assert reference() is None
+
+
+def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> None:
+        place = own_place()
+        place.fail(CollectiveTimeoutError("the first"))
+        place.fail(CollectiveTimeoutError("the second"))
+        place.check()
+
+    with pytest.raises(CollectiveTimeoutError, match="the first"):
+        fake_host.run(on_rank, 1)
+
+
+# -- calls that do not fit, after they have fitted ----------------------------------------------
+
+
+def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:
+    interlace.all_reduce(torch.ones(length, dtype=dtype))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["unknown call", "known call"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_mismatch_is_named_though_nobody_waited(
+    first: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank makes another call: one it never made, or one that all have made before."""
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> None:
+        reduce(4)
+        if first:
+            reduce(5)
+        torch.cuda.synchronize()
+        reduce(4)
+        reduce(5 if interlace.get_rank() == rank else 4)
+        for _ in range(3):
+            reduce(4)
+
+    with pytest.raises(ValueError, match="shape of tensor differs between ranks") as caught:
+        fake_host.run(on_rank, 3)
+    text = str(caught.value)
+    assert f"rank {rank}" in text or "on rank 0" in text
+    assert "(5,)" in text and "(4,)" in text
+
+
+def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> None:
+        for length in (4, 5, 4):
+            reduce(length)
+        torch.cuda.synchronize()
+        reduce(5 if interlace.get_rank() else 4)
+        own_place().host.exchange(b"", "all have called")
+        look()
+        own_place().check()
+
+    with pytest.raises(ValueError, match="shape of tensor differs between ranks"):
+        fake_host.run(on_rank, 2)
+
+
+def test_another_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> None:
+        reduce(4)
+        reduce(4)
+        if interlace.get_rank():
+            interlace.broadcast(torch.ones(4), 0)
+        else:
+            reduce(4)
+        reduce(4)
+
+    with pytest.raises(ValueError, match="ranks call different ops at the same time"):
+        fake_host.run(on_rank, 2)
+
+
+def test_shards_may_change_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may differ between ranks is asked for at every call."""
+    gpu = install(monkeypatch, FakeGpu(4))
+
+    def on_rank() -> bool:
+        rank, good = interlace.get_rank(), True
+        for lengths in ((8, 8), (8, 8), (8, 24), (16, 8), (8, 8)):
+            x = torch.full((lengths[rank], 8), rank + 1.0)
+            out = interlace.all_gather_matmul(x, torch.eye(8), algorithm="fused")
+            expected = torch.cat([torch.full((n, 8), r + 1.0) for r, n in enumerate(lengths)])
+            torch.cuda.current_stream().synchronize()
+            good &= torch.equal(out, expected)
+        return good
+
+    assert fake_host.run(on_rank, 2) == [True, True]
+    assert gpu.launches
+
+
+def test_a_refused_call_is_told_to_those_who_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> None:
+        reduce(4)
+        reduce(4)
+        if interlace.get_rank():
+            interlace.all_reduce("no tensor")  # type: ignore[arg-type]
+        else:
+            reduce(4)
+            reduce(4)
+
+    with pytest.raises(TypeError, match="must be a tensor, got str"):
+        fake_host.run(on_rank, 2)

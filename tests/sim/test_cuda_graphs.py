@@ -1,0 +1,319 @@
+"""Ops in captured graphs, on the fake GPU: replayed a hundred times with other inputs, between eager ones.
+
+The controls sow what would break it: an epoch that the host bakes in, an event from outside the capture,
+memory or a kernel that is made during it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fake_host
+import interlace
+from fake_cuda import CudaError, DeviceHang, FakeGpu
+from fake_driver import install
+from interlace.groups import default_group
+from interlace.runtime.cuda_stream import DeviceStream
+from interlace.runtime.device_place import DevicePlace
+from interlace.runtime.errors import InterlaceError
+
+REPLAYS = 100
+ROWS, INNER = 24, 8
+
+
+def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
+    return interlace.run(function, world_size, place="cuda")
+
+
+RUNS = pytest.mark.parametrize("run", [virtual, fake_host.run], ids=["virtual", "processes"])
+
+
+def gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, weight, algorithm="fused")
+
+
+def gather_pipelined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, weight, algorithm="pipelined")
+
+
+def gather_asynchronously(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    work = interlace.all_gather_matmul(x, weight, algorithm="fused", async_op=True)
+    return work.wait()
+
+
+def gather_unfused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, weight, algorithm="unfused")
+
+
+def scatter(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_reduce_scatter(x, weight, algorithm="fused")
+
+
+def scatter_pipelined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_reduce_scatter(x, weight, algorithm="pipelined")
+
+
+def reduced_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_all_reduce(x, weight, algorithm="fused")
+
+
+def all_reduce(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    fake_gpu().do(lambda: out.copy_(x))
+    interlace.all_reduce(out)
+    return out
+
+
+def all_reduce_copy(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    fake_gpu().do(lambda: out.copy_(x))
+    interlace.all_reduce(out, algorithm="copy", async_op=True).wait()
+    return out
+
+
+def all_gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(interlace.get_world_size() * ROWS, INNER)
+    interlace.all_gather(out, x)
+    return out
+
+
+def all_to_all(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    interlace.all_to_all_single(out, x)
+    return out
+
+
+def broadcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    fake_gpu().do(lambda: out.copy_(x))
+    interlace.broadcast(out, 1)
+    return out
+
+
+def fake_gpu() -> FakeGpu:
+    import fake_cuda
+
+    return fake_cuda.gpu()
+
+
+# what the whole output is, where every rank's input is filled with its value
+OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
+    gather: lambda values, rank: values,
+    gather_pipelined: lambda values, rank: values,
+    gather_asynchronously: lambda values, rank: values,
+    gather_unfused: lambda values, rank: values,
+    scatter: lambda values, rank: [sum(values)],
+    scatter_pipelined: lambda values, rank: [sum(values)],
+    reduced_product: lambda values, rank: [sum(values)],
+    all_reduce: lambda values, rank: [sum(values)],
+    all_reduce_copy: lambda values, rank: [sum(values)],
+    all_gather: lambda values, rank: values,
+    all_to_all: lambda values, rank: values,
+    broadcast: lambda values, rank: [values[1]],
+}
+
+
+def right(output: torch.Tensor, expected: list[float]) -> bool:
+    return all(
+        bool((part == value).all())
+        for part, value in zip(output.chunk(len(expected)), expected, strict=True)
+    )
+
+
+def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
+    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right."""
+
+    def on_rank() -> bool:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        x, weight, read = torch.zeros(ROWS, INNER), torch.eye(INNER), None
+
+        def values(number: int) -> list[float]:
+            return [float(4 * number + r) for r in range(world_size)]
+
+        def checked(number: int, call: Callable[[], torch.Tensor]) -> bool:
+            nonlocal read
+            value = values(number)[rank]
+            gpu.do(lambda: x.fill_(value))
+            output = call()
+            read = torch.full_like(output, torch.nan)
+            copy = read
+            gpu.do(lambda: copy.copy_(output))
+            # virtual ranks share a host: all must have replayed before one blocks
+            default_group().place.exchange(b"", "a replay")
+            torch.cuda.current_stream().synchronize()
+            return right(copy, OPS[op](values(number), rank))
+
+        good = all(checked(number, lambda: op(x, weight)) for number in range(warm_up))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        output = op(x, weight)
+        graph.capture_end()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        for number in range(replays):
+            good &= checked(100 + number, replay)
+            if number % 10 == 3:
+                good &= checked(number, lambda: op(x, weight))
+        return good
+
+    return on_rank
+
+
+@RUNS
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_replays_with_other_inputs(run: Any, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(5))
+    assert all(run(replaying(gpu, op, REPLAYS), 2))
+
+
+def test_two_graphs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(2))
+
+    def on_rank() -> bool:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
+        graphs, outputs, ops = [], [], (gather, all_reduce_copy, scatter)
+        for op in ops:
+            op(x, weight)
+        for op in ops:
+            graphs.append(torch.cuda.CUDAGraph())
+            torch.cuda.synchronize()
+            graphs[-1].capture_begin()
+            outputs.append([op(x, weight), op(x, weight), op(x, weight)])
+            graphs[-1].capture_end()
+        good = True
+        for number in range(30):
+            value = float(number + rank)
+            gpu.do(lambda value=value: x.fill_(value))
+            which = number % 3
+            graphs[which].replay()
+            torch.cuda.synchronize()
+            values = [float(number + r) for r in range(world_size)]
+            good &= all(right(out, OPS[ops[which]](values, rank)) for out in outputs[which])
+        return good
+
+    assert all(fake_host.run(on_rank, 3))
+
+
+def _baked(self: DevicePlace, workspace: Any) -> Any:
+    """The host's count of ops goes into a captured graph."""
+    finished = self._epochs[workspace.buffer.addresses[self.rank]]
+    return self._stream_words(), finished + 1
+
+
+def test_an_epoch_of_the_host_in_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(5))
+    monkeypatch.setattr(DevicePlace, "words_for", _baked)
+    with contextlib.suppress(DeviceHang):
+        assert not all(fake_host.run(replaying(gpu, all_to_all, 10), 2))
+
+
+def test_the_host_stops_counting_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager ops after a replay signal by kernels, which read the epoch where the replay left it."""
+    gpu = install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> None:
+        replaying(gpu, all_to_all, 3)()
+
+    fake_host.run(on_rank, 2)
+    written = gpu.words_written
+    assert written
+    fake_host.run(lambda: all_to_all(torch.ones(ROWS, INNER), torch.eye(INNER)), 2)
+    assert gpu.words_written > written  # a group of which nothing was captured
+
+
+def _waits_for_everything(self: DeviceStream, point: Any) -> None:
+    """The control of isolation: points of outside the capture are waited for."""
+    self._waiting[(point.target[0], self.target()[1])] = point
+
+
+def test_an_event_from_outside_the_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> None:
+        x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
+        all_reduce_copy(x, weight)
+        all_reduce_copy(x, weight)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        all_to_all(x, weight)
+        graph.capture_end()
+
+    fake_host.run(on_rank, 2)
+    monkeypatch.setattr(DeviceStream, "_wait_for", _waits_for_everything)
+    with pytest.raises(CudaError, match="uncaptured work"):
+        fake_host.run(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "message"),
+    [
+        ((), r"cannot be made during a graph capture; call it once with tensors like these"),
+        ((ROWS, INNER), ""),
+        ((16 * ROWS, INNER), "is not loaded for these arguments|cannot be made during a graph"),
+    ],
+    ids=["nothing", "the same", "something smaller"],
+)
+def test_what_was_never_called_cannot_be_captured(
+    warm_up: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> None:
+        weight = torch.eye(INNER)
+        if warm_up:
+            gather(torch.ones(ROWS, INNER), weight)
+        rows = warm_up[0] if warm_up else ROWS
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        gather(torch.ones(rows, INNER), weight)
+        graph.capture_end()
+
+    if not message:
+        fake_host.run(on_rank, 2)
+        return
+    with pytest.raises(InterlaceError, match=message):
+        fake_host.run(on_rank, 2)
+
+
+def test_a_table_is_not_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> None:
+        group = default_group()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        group.table(("never", "seen"), lambda: [[1, 2]])
+
+    with pytest.raises(InterlaceError, match="once with tensors like these before the capture"):
+        fake_host.run(on_rank, 1)
+
+
+def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with torch's own: CUDA refuses to end a capture with work that never joined."""
+    install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> None:
+        x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
+        gather_asynchronously(x, weight)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        interlace.all_gather_matmul(x, weight, algorithm="fused", async_op=True)
+        graph.capture_end()
+
+    with pytest.raises(CudaError, match="unjoined work"):
+        fake_host.run(on_rank, 2)

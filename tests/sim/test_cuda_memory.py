@@ -1,0 +1,371 @@
+"""How processes come to share GPU memory, without a GPU: torch's rendezvous, CUDA IPC, their refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch._C._distributed_c10d as c10d
+
+from fake_host import ThreadHost
+from interlace.runtime import cuda_ipc, cuda_memory
+from interlace.runtime.cuda_ipc import IpcMemory
+from interlace.runtime.cuda_memory import ExchangeStore, MemoryRefused, TorchMemory, together
+from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.place_cuda import CudaPlace
+from interlace.runtime.virtual_ranks import Turns, run_threads
+
+CPU = torch.device("cpu")
+_c10d: Any = c10d
+
+
+def on_ranks(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
+    turns = Turns(world_size, 20.0)
+    return run_threads(
+        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
+    )
+
+
+# -- torch's rendezvous --------------------------------------------------------------------------
+
+
+def torch_all_gather(store: Any, prefix: int, rank: int, world_size: int, value: bytes) -> Any:
+    """``c10d::symmetric_memory::StoreExchange::all_gather`` of torch 2.11, key by key."""
+    keys = [f"CUDASymmetricMemory/{prefix}/{r}" for r in range(world_size)]
+    store.set(keys[rank], value)
+    values = []
+    for peer in range(world_size):
+        if peer == rank:
+            values.append(value)
+        else:
+            store.wait([keys[peer]])
+            values.append(store.get(keys[peer]))
+    return values
+
+
+def torch_213_all_gather(store: Any, prefix: int, rank: int, world_size: int, value: bytes) -> Any:
+    """The same in torch 2.13."""
+    keys = [f"CUDASymmetricMemory/{prefix}/{r}" for r in range(world_size)]
+    store.set(keys[rank], value)
+    return store.multi_get(keys)
+
+
+@pytest.mark.parametrize("all_gather", [torch_all_gather, torch_213_all_gather])
+def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
+    """Through a C++ store, so that the calls come from C++; ranks count their rounds differently."""
+
+    def on_rank(host: ThreadHost) -> Any:
+        rank, world_size = host.rank, host.world_size
+        own = ExchangeStore(rank, world_size, host.exchange)
+        store = c10d.PrefixStore("", own)
+        seen = []
+        for number in range(3):
+            value = f"{number} of {rank}".encode()
+            seen.append(all_gather(store, 10 * rank + number, rank, world_size, value))
+        if hasattr(store, "barrier"):
+            store.barrier(f"CUDASymmetricMemory/{rank}", world_size)
+        host.exchange(b"", "in step")
+        return seen
+
+    expected = [[f"{number} of {r}".encode() for r in range(3)] for number in range(3)]
+    assert on_ranks(on_rank, 3) == [expected] * 3
+
+
+def test_a_bare_process_group_finds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch resolves by name has the group's rank and size; it is gone after ``close``."""
+
+    def on_rank(host: ThreadHost) -> tuple[int, int]:
+        memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
+        found = _c10d._resolve_process_group(memory._name)
+        answer = found.rank(), found.size()
+        name = memory._name
+        memory.close()
+        memory.close()
+        with pytest.raises(RuntimeError):
+            _c10d._resolve_process_group(name)
+        return answer
+
+    assert on_ranks(on_rank, 2) == [(0, 2), (1, 2)]
+
+
+class FakeSymmetricMemory:
+    """torch's, by threads: the rounds of its rendezvous, and memory that all of them see."""
+
+    made: ClassVar[dict[int, Any]] = {}
+    failing: ClassVar[set[int]] = set()
+    environment: ClassVar[list[str | None]] = []
+
+    @staticmethod
+    def empty_strided_p2p(size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.ones(size, dtype=dtype)
+
+    @classmethod
+    def rendezvous(cls, tensor: torch.Tensor, name: str) -> Any:
+        group = _c10d._resolve_process_group(name)
+        rank, size = group.rank(), group.size()
+        cls.environment.append(os.environ.get(cuda_memory.OVERLAPPING))
+        store = cls.made[rank]
+        addresses = torch_213_all_gather(store, 7, rank, size, str(tensor.data_ptr()).encode())
+        if rank in cls.failing:
+            raise RuntimeError("CUDA driver error: operation not supported")
+        torch_213_all_gather(store, 8, rank, size, b"barrier")
+
+        def buffer(peer: int, shape: Any, dtype: Any) -> torch.Tensor:
+            return cuda_ipc.tensor_over(int(addresses[peer]), shape[0], CPU)
+
+        return SimpleNamespace(get_buffer=buffer, multicast_ptr=4096)
+
+
+@pytest.fixture
+def symmetric(monkeypatch: pytest.MonkeyPatch) -> type[FakeSymmetricMemory]:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(_c10d, "_SymmetricMemory", FakeSymmetricMemory)
+    monkeypatch.setattr(FakeSymmetricMemory, "made", {})
+    monkeypatch.setattr(FakeSymmetricMemory, "failing", set())
+    monkeypatch.setattr(FakeSymmetricMemory, "environment", [])
+    make = TorchMemory.__init__
+
+    def making(self: TorchMemory, rank: int, *rest: Any) -> None:
+        make(self, rank, *rest)
+        FakeSymmetricMemory.made[rank] = self._store
+
+    monkeypatch.setattr(TorchMemory, "__init__", making)
+    # the lock is for threads of a process, of which these play several; so is the environment
+    monkeypatch.setenv(cuda_memory.OVERLAPPING, "")
+    monkeypatch.delenv(cuda_memory.OVERLAPPING)
+    monkeypatch.setattr(cuda_memory, "_lock", threading.Semaphore(64))
+    return FakeSymmetricMemory
+
+
+def write_to_peers(buffer: Any, host: ThreadHost) -> list[list[int]]:
+    """Every rank writes its number to every rank; what a rank then has."""
+    for peer in range(host.world_size):
+        buffer.peer_bytes[peer][host.rank] = 10 + host.rank
+    host.exchange(b"", "written")
+    return buffer.peer_bytes[host.rank][: host.world_size + 1].tolist()
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_torch_memory_is_zeroed_and_shared(symmetric: Any, overlapping: bool) -> None:
+    def on_rank(host: ThreadHost) -> Any:
+        memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
+        buffer = memory.allocate(256, overlapping=overlapping)
+        assert buffer.multicast == 4096 and buffer.owner is not None
+        assert buffer.addresses == [part.data_ptr() for part in buffer.peer_bytes]
+        return write_to_peers(buffer, host)
+
+    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert set(symmetric.environment) == ({"1"} if overlapping else {None})
+
+
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = cuda_memory.OVERLAPPING
+    with pytest.raises(KeyError), cuda_memory._environment(name, "1"):
+        assert os.environ[name] == "1"
+        raise KeyError
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    with cuda_memory._environment(name, "1"):
+        pass
+    assert os.environ[name] == "0"
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}])
+def test_what_one_rank_cannot_have_nobody_has(symmetric: Any, failing: set[int]) -> None:
+    symmetric.failing |= failing
+
+    def on_rank(host: ThreadHost) -> bool:
+        memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
+        with pytest.raises(MemoryRefused, match="operation not supported"):
+            memory.allocate(256, overlapping=False)
+        host.exchange(b"", "in step")
+        return True
+
+    assert on_ranks(on_rank, 3) == [True] * 3
+
+
+def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
+    def on_rank(host: ThreadHost) -> list[bytes]:
+        with pytest.raises(MemoryRefused), together(host.exchange):
+            for number in range(3):
+                if host.rank == number:
+                    raise RuntimeError(f"rank {number} at round {number}")
+                cuda_memory.agreed(host.exchange, cuda_memory.value(b""))
+        return host.exchange(b"in step", "afterwards")
+
+    assert on_ranks(on_rank, 3) == [[b"in step"] * 3] * 3
+
+
+# -- CUDA IPC ------------------------------------------------------------------------------------
+
+
+class FakeCupy:
+    """``cupy.cuda.runtime``, whose handles are addresses; what is allocated, open and freed."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Any] = {}
+        self.opened: list[int] = []
+        self.freed: list[int] = []
+        self.closed_late: list[int] = []
+        self.refuses = False
+        runtime = SimpleNamespace(
+            malloc=self.malloc,
+            memset=lambda address, value, size: ctypes.memset(address, value, size),
+            free=self.free,
+            deviceSynchronize=lambda: None,
+            ipcGetMemHandle=self.export,
+            ipcOpenMemHandle=self.open,
+            ipcCloseMemHandle=self.close,
+        )
+        self.cuda = SimpleNamespace(runtime=runtime, Device=FakeDevice)
+
+    def malloc(self, size: int) -> int:
+        block = ctypes.create_string_buffer(b"\x77" * size, size)
+        address = ctypes.addressof(block)
+        self.memory[address] = block
+        return address
+
+    def export(self, address: int) -> bytes:
+        if self.refuses:
+            raise RuntimeError("cudaErrorNotSupported")
+        return address.to_bytes(8, "little").ljust(cuda_ipc.HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes, flags: int) -> int:
+        assert flags == cuda_ipc.LAZY_PEER_ACCESS and len(handle) == cuda_ipc.HANDLE_BYTES
+        self.opened.append(int.from_bytes(handle[:8], "little"))
+        return self.opened[-1]
+
+    def close(self, address: int) -> None:
+        if address in self.freed:
+            self.closed_late.append(address)
+        self.opened.remove(address)
+
+    def free(self, address: int) -> None:
+        self.freed.append(address)
+
+
+class FakeDevice:
+    def __init__(self, index: int) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(cuda_ipc, "_given_up", [])
+    return fake
+
+
+def ipc_memory(host: ThreadHost) -> IpcMemory:
+    return IpcMemory(host.rank, host.world_size, CPU, host.exchange, host)  # type: ignore[arg-type]
+
+
+def test_ipc_memory_is_zeroed_and_shared(cupy: FakeCupy) -> None:
+    def on_rank(host: ThreadHost) -> Any:
+        memory = ipc_memory(host)
+        return write_to_peers(memory.allocate(256, overlapping=True), host)
+
+    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert len(cupy.memory) == 3 and len(cupy.opened) == 6
+
+
+def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> None:
+    def on_rank(host: ThreadHost) -> None:
+        memory = ipc_memory(host)
+        for _ in range(2):
+            memory.allocate(64, overlapping=True)
+        for rank in range(host.world_size):  # one after another, as processes leave
+            if rank == host.rank:
+                memory.close()
+                memory.close()
+                assert not cupy.freed or rank == host.world_size - 1
+            host.exchange(b"", "left")
+
+    on_ranks(on_rank, 3)
+    cuda_ipc.sweep()
+    assert not cupy.opened and not cupy.closed_late
+    assert sorted(cupy.freed) == sorted(cupy.memory)
+
+
+def test_what_a_killed_rank_had_open_is_not_freed(cupy: FakeCupy) -> None:
+    def on_rank(host: ThreadHost) -> None:
+        memory = ipc_memory(host)
+        memory.allocate(64, overlapping=True)
+        if host.rank:
+            memory.close()
+
+    on_ranks(on_rank, 2)
+    cuda_ipc.sweep()
+    assert not cupy.freed and len(cuda_ipc._given_up) == 1
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+    def on_rank(host: ThreadHost) -> None:
+        ipc_memory(host).allocate(64, overlapping=True)
+
+    with pytest.raises(MemoryRefused, match="install cupy-cuda13x, or cupy-cuda12x"):
+        on_ranks(on_rank, 2)
+    assert issubclass(PlaceUnavailableError, RuntimeError)
+
+
+# -- which of them -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    uuids = ["a", "b"]
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=uuids[int(threading.current_thread().name[-1])]),
+    )
+    return uuids
+
+
+def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
+    place = CudaPlace(host, CPU, timeout=5.0)  # type: ignore[arg-type]
+    buffer = place._allocate(256)
+    answer = place.memory_kind, place._overlapping, write_to_peers(buffer, host)
+    place.close()
+    assert host.closed
+    return answer
+
+
+def test_the_first_memory_that_all_can_have(
+    symmetric: Any, cupy: FakeCupy, devices: list[str]
+) -> None:
+    assert on_ranks(allocation, 2) == [("torch symmetric memory", False, [10, 11, 0])] * 2
+    devices[1] = "a"
+    assert on_ranks(allocation, 2) == [("torch symmetric memory", True, [10, 11, 0])] * 2
+    symmetric.failing |= {1}
+    assert on_ranks(allocation, 2) == [("CUDA IPC", True, [10, 11, 0])] * 2
+
+
+def test_no_memory_at_all_says_why_on_every_rank(
+    symmetric: Any, cupy: FakeCupy, devices: list[str]
+) -> None:
+    symmetric.failing |= {0}
+    cupy.refuses = True
+
+    def on_rank(host: ThreadHost) -> str:
+        with pytest.raises(PlaceUnavailableError) as caught:
+            allocation(host)
+        host.exchange(b"", "in step")
+        return str(caught.value)
+
+    for text in on_ranks(on_rank, 2):
+        assert "torch symmetric memory: " in text and "operation not supported" in text
+        assert "CUDA IPC: " in text and "cudaErrorNotSupported" in text

@@ -1,0 +1,329 @@
+"""Fused calls that are repeated from a plan, on the fake GPU: as right as those that go the long way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fake_host
+import interlace
+from fake_cuda import FakeGpu
+from fake_driver import install
+from interlace.groups import default_group
+from interlace.runtime import configuration
+from interlace.runtime.cuda_plans import MOST_PLANS, Plans, _Where
+
+ROWS, INNER, COLUMNS = 24, 16, 8
+
+
+def plans() -> Plans:
+    found = default_group().plans
+    assert isinstance(found, Plans)
+    return found
+
+
+def data(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+def inputs(call: int) -> list[torch.Tensor]:
+    return [data(1000 * call + r, ROWS, INNER) for r in range(interlace.get_world_size())]
+
+
+def gather(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.all_gather_matmul(x, w, algorithm="fused")
+
+
+def gather_and_keep(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.all_gather_matmul(x, w, algorithm="fused", return_gathered=True)
+
+
+def gather_for_two(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.all_gather_matmul(x, [w, w.T.contiguous().T], algorithm="fused")
+
+
+def gather_transposed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.all_gather_matmul(x, w.T.contiguous().T, algorithm="fused")
+
+
+def scatter(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.matmul_all_reduce(x, w, algorithm="fused")
+
+
+def own_rows(whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(interlace.get_world_size())[interlace.get_rank()]
+
+
+def gather_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True).wait()
+
+
+def scatter_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return interlace.matmul_reduce_scatter(x, w, algorithm="fused", async_op=True).wait()
+
+
+OPS: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
+    gather: lambda xs, w: [torch.cat(xs) @ w],
+    gather_and_keep: lambda xs, w: [torch.cat(xs), torch.cat(xs) @ w],
+    gather_for_two: lambda xs, w: [torch.cat(xs) @ w] * 2,
+    gather_transposed: lambda xs, w: [torch.cat(xs) @ w],
+    scatter: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
+    gather_asynchronously: lambda xs, w: [torch.cat(xs) @ w],
+    scatter_asynchronously: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
+    product: lambda xs, w: [torch.stack(xs).sum(0) @ w],
+}
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_repeated_calls_are_right(
+    op: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(3))
+    calls = 9
+
+    def on_rank() -> int:
+        for call in range(calls):
+            w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
+            results = flat(op(xs[interlace.get_rank()], w))
+            gpu.synchronize(gpu.current)
+            expected = OPS[op](xs, w)
+            assert len(results) == len(expected)
+            for result, right in zip(results, expected, strict=True):
+                assert torch.equal(result, right), call
+        return plans().hits
+
+    hits = fake_host.run(on_rank, world_size)
+    # the first two make the plans of both workspaces; alone, the copy engine sends, and is not planned
+    assert hits == [calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0] * world_size
+
+
+def test_results_are_new_and_nothing_of_the_callers_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> bool:
+        w = data(7, INNER, COLUMNS)
+        seen = []
+        for call in range(6):
+            x = inputs(call)[interlace.get_rank()]
+            out = gather(x, w)
+            seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
+            before = out.data_ptr()
+            assert gather(x, w).data_ptr() != before
+            gpu.synchronize(gpu.current)
+            del x, out
+        gc.collect()
+        return plans().hits > 6 and all(reference.expired() for reference in seen)
+
+    assert fake_host.run(on_rank, 2) == [True, True]
+
+
+def test_another_kind_of_call_is_not_taken_for_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> None:
+        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+        xs = inputs(1)
+        whole = torch.cat(xs) @ w
+        bias = data(9, COLUMNS)
+        for _ in range(3):
+            gather(xs[rank], w)
+        known = plans().hits
+        variants: list[tuple[Callable[[], Any], torch.Tensor]] = [
+            (lambda: gather(xs[rank][: ROWS // 2], w), torch.cat([x[: ROWS // 2] for x in xs]) @ w),
+            (lambda: gather(xs[rank], w[:, :4].contiguous()), whole[:, :4]),
+            (lambda: gather(xs[rank].double().float(), w.T.contiguous().T), whole),
+            (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
+            (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
+        ]
+        for call, right in variants:
+            result = call()
+            gpu.synchronize(gpu.current)
+            assert torch.equal(result, right)
+        assert plans().hits == known
+
+    # the model of the kernel adds no bias
+    fake_host.run(on_rank, 2)
+
+
+def test_arguments_that_share_memory_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        squares = [data(50 + r, INNER, INNER) for r in range(2)]
+        other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
+        for _ in range(3):
+            out = gather(squares[rank], squares[rank])
+            gpu.synchronize(gpu.current)
+            assert torch.equal(out, torch.cat(squares) @ squares[rank])
+            out = gather(squares[rank], other)
+            gpu.synchronize(gpu.current)
+            assert torch.equal(out, torch.cat(squares) @ other)
+        for first, second in ((0, 1), (0, 3), (5, 2), (2, 5), (4, 4), (1, 0)):
+            x, w = (pool[at * INNER : (at + 1) * INNER] for at in (first, second))
+            out = gather(x, w)
+            gpu.synchronize(gpu.current)
+            assert torch.equal(out, torch.cat([x, x]) @ w)
+
+    fake_host.run(on_rank, 2)
+
+
+def test_a_configuration_of_the_callers_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> tuple[int, int]:
+        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+        for _ in range(4):
+            gather(x, w)
+        before = plans().hits
+        with configuration.override(block_m=16):
+            gather(x, w)
+        return before, plans().hits
+
+    assert fake_host.run(on_rank, 2) == [(2, 2)] * 2
+
+
+def test_plans_go_when_workspaces_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> list[int]:
+        rank, w, hits = interlace.get_rank(), data(7, INNER, COLUMNS), []
+        for rows in (ROWS, ROWS, ROWS, 4096, ROWS, ROWS, ROWS, ROWS):
+            xs = [data(rows + r, rows, INNER) for r in range(2)]
+            out = gather(xs[rank], w)
+            gpu.synchronize(gpu.current)
+            assert torch.equal(out, torch.cat(xs) @ w)
+            hits.append(plans().hits)
+        return hits
+
+    assert fake_host.run(on_rank, 2) == [[0, 0, 1, 1, 1, 1, 2, 3]] * 2
+
+
+def test_what_cannot_be_repeated_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
+    install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> int:
+        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+        for _ in range(4):
+            interlace.all_gather_matmul(x, w, algorithm="pipelined")
+            interlace.all_gather_matmul(x, w, algorithm="unfused")
+            gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
+            interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
+        return len(plans()._plans)
+
+    planned = fake_host.run(on_rank, 2)
+    assert max(planned) <= 4
+
+
+def test_plans_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> int:
+        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+        x = torch.zeros(ROWS, INNER)
+        for _ in range(4):
+            gather(x, w)
+        torch.cuda.synchronize()
+        before = plans().hits
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        out = gather(x, w)
+        graph.capture_end()
+        captured = plans().hits - before
+        for call in range(20):
+            xs = inputs(call)
+            gpu.do(lambda xs=xs: x.copy_(xs[rank]))
+            graph.replay()
+            eager = gather(x, w)
+            gpu.synchronize(gpu.current)
+            assert torch.equal(out, torch.cat(xs) @ w)
+            assert torch.equal(eager, torch.cat(xs) @ w)
+        return captured
+
+    assert fake_host.run(on_rank, 2) == [1, 1]
+
+
+def test_plans_after_pulled_ops_wait_for_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that peers may still read is not pushed into, planned or not."""
+
+    def holds(seed: int) -> bool:
+        gpu = install(monkeypatch, FakeGpu(seed, eager=0.05))
+
+        def on_rank() -> bool:
+            rank, w, good = interlace.get_rank(), data(7, INNER, COLUMNS), True
+            for call in range(8):
+                xs = inputs(call)
+                out = gather(xs[rank], w)
+                parts = torch.empty(3 * ROWS, INNER)
+                interlace.all_gather(parts, xs[rank], algorithm="copy")
+                again = gather(xs[rank], w)
+                last = torch.empty(3 * ROWS, INNER)
+                interlace.all_gather(last, xs[rank], algorithm="copy")
+                gpu.synchronize(gpu.current)
+                good &= torch.equal(out, torch.cat(xs) @ w) and torch.equal(again, out)
+                good &= torch.equal(parts, torch.cat(xs)) and torch.equal(last, parts)
+            return good and plans().hits > 0
+
+        return all(fake_host.run(on_rank, 3))
+
+    assert all(holds(seed) for seed in range(6))
+
+
+def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
+    """The addresses of the first call stay in the plan."""
+    return None
+
+
+def test_an_address_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Where, "_address", _no_patch)
+    with pytest.raises((AssertionError, interlace.InterlaceError, RuntimeError)):
+        test_repeated_calls_are_right(gather, 2, monkeypatch)
+
+
+def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(3, eager=1.0))
+    monkeypatch.setattr("interlace.runtime.cuda_plans.MOST_PLANS", 8)
+    assert MOST_PLANS > 8
+
+    def on_rank() -> int:
+        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+        for rows in range(1, 30):
+            product(data(rank, rows, INNER), w)
+        return len(plans()._plans)
+
+    assert all(0 < count <= 8 for count in fake_host.run(on_rank, 2))
+
+
+def test_a_closed_group_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(3, eager=1.0))
+
+    def on_rank() -> None:
+        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+        for _ in range(4):
+            product(x, w)
+        torch.cuda.synchronize()
+        default_group().place.exchange(b"", "all are here")
+        default_group().close()
+        with pytest.raises(interlace.InterlaceError, match="on a group that was closed"):
+            product(x, w)
+
+    fake_host.run(on_rank, 1)

@@ -1,0 +1,340 @@
+"""Streams, events and memory of a rank on a GPU, on the fake one: right in every order it may choose.
+
+Every test that would pass by luck has a fault sown into the host's logic, which some order must show.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fake_host
+import interlace
+from fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
+from fake_cuda import gpu as fake_gpu
+from fake_driver import install
+from interlace.groups import default_group
+from interlace.runtime import cuda_stream
+from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point
+from interlace.runtime.device_place import DevicePlace
+
+SEEDS = range(12)
+
+
+def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
+    return interlace.run(function, world_size, place="cuda")
+
+
+RUNS = pytest.mark.parametrize("run", [virtual, fake_host.run], ids=["virtual", "processes"])
+
+
+def filled(gpu: FakeGpu, value: float, *shape: int) -> torch.Tensor:
+    """A tensor that gets its value on the current stream, some time."""
+    tensor = torch.full(shape, torch.nan)
+    gpu.do(lambda: tensor.fill_(value))
+    return tensor
+
+
+def read(gpu: FakeGpu, tensor: torch.Tensor) -> torch.Tensor:
+    """What ``tensor`` is at this point of the current stream."""
+    copy = torch.empty_like(tensor)
+    gpu.do(lambda: copy.copy_(tensor))
+    return copy
+
+
+def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
+    """Ops of every kind, synchronous and not, on two streams of the caller; whether all was right."""
+
+    def on_rank() -> bool:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        other = torch.cuda.Stream()
+        seen: list[tuple[torch.Tensor, float]] = []
+        total = sum(range(1, world_size + 1))
+        for number in range(rounds):
+            scale = float(10 * number)
+            x = filled(gpu, scale + rank + 1, 64, 16)
+            summed = scale * world_size + total
+            weight = torch.eye(16)
+            works = [
+                interlace.all_gather_matmul(x, weight, algorithm=algorithm, async_op=True)
+                for algorithm in ("fused", "pipelined")
+            ]
+            out = interlace.all_gather_matmul(x, weight, algorithm="fused")
+            seen += [(read(gpu, out[64 * r]), scale + r + 1) for r in range(world_size)]
+            reduced = filled(gpu, scale + rank + 1, 40)
+            interlace.all_reduce(reduced)
+            seen.append((read(gpu, reduced), summed))
+            with torch.cuda.stream(other):
+                y = filled(gpu, scale + rank + 1, 40)
+                interlace.all_reduce(y, algorithm="copy")
+                seen.append((read(gpu, y), summed))
+                work = interlace.all_reduce(z := filled(gpu, scale + rank + 1, 8), async_op=True)
+            for done in works:
+                out = done.wait()
+                seen += [(read(gpu, out[64 * r]), scale + r + 1) for r in range(world_size)]
+            work.wait()
+            seen.append((read(gpu, z), summed))
+            rs = interlace.matmul_reduce_scatter(
+                filled(gpu, scale + rank + 1, 64, 16), weight, algorithm="fused", async_op=True
+            )
+            seen.append((read(gpu, rs.wait()), summed))
+        torch.cuda.synchronize()
+        return all(bool((tensor == value).all()) for tensor, value in seen)
+
+    return on_rank
+
+
+def holds(run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, world_size: int = 3) -> bool:
+    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+    try:
+        return all(run(exercise(gpu), world_size))
+    except (CudaError, DeviceHang, UseAfterFree):
+        return False
+
+
+@RUNS
+@pytest.mark.parametrize("seed", SEEDS)
+def test_results_are_right_whatever_runs_first(
+    run: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+    assert all(run(exercise(gpu), 3))
+    if run is fake_host.run:
+        assert gpu.words_written and gpu.word_waits
+
+
+@pytest.mark.parametrize("stream_words", [False, True])
+def test_with_and_without_stream_memory_operations(
+    stream_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(1, stream_words=stream_words))
+    assert all(fake_host.run(exercise(gpu), 2))
+    assert bool(gpu.word_waits) == stream_words
+    assert ("wait_kernel" in gpu.launches) != stream_words
+
+
+def _no_move(self: DeviceStream, point: Any) -> None:
+    """An op does not come after the one before it, on another CUDA stream."""
+
+
+def _late_start(self: DevicePlace, target: Any) -> None:
+    """The start of an op is recorded when the copy stream first asks for it."""
+
+
+def _do_not_hold(self: DevicePlace, event: Any, waiting_for: str) -> None:
+    """``Work.wait()`` lets the caller's stream go on at once."""
+
+
+def _nothing_waited(self: DeviceStream, event: Any) -> None:
+    """A stream does not wait for events."""
+
+
+def _kept_nowhere(self: DevicePlace, *used: Any) -> None:
+    """Nobody holds what an asynchronous op works with."""
+
+
+FAULTS = [
+    (DeviceStream, "_wait_for", _no_move),
+    (DevicePlace, "hold_current", _do_not_hold),
+    (DeviceStream, "wait_event", _nothing_waited),
+    (DevicePlace, "keep", _kept_nowhere),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS]
+)
+def test_a_fault_in_the_order_is_found(
+    owner: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    assert not all(holds(fake_host.run, monkeypatch, seed) for seed in SEEDS)
+
+
+def _last_word(self: DeviceStream, point: Any) -> None:
+    """Of two points in one stream the one that was mentioned last is waited for, not the later one."""
+    self._waiting[point.target] = point
+
+
+def test_of_two_points_in_a_stream_the_later_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ops() -> bool:
+        gpu, place = fake_gpu(), default_group().place
+        copying, x, y = place.new_stream("copy"), torch.zeros(8), torch.zeros(8)
+        early, late = DeviceEvent(), DeviceEvent()
+        for event, value in ((early, 0.5), (late, 1.0)):
+            gpu.do(lambda value=value: x.fill_(value))
+            event.points = [Point((gpu.current, 0))]
+            event.points[0].record()
+        copying.wait_event(late)
+        copying.wait_event(early)
+        copying.copy(y, x, "copy")
+        torch.cuda.synchronize()
+        return bool((y == 1).all())
+
+    def all_right() -> bool:
+        runs = []
+        for seed in SEEDS:
+            install(monkeypatch, FakeGpu(seed, eager=0.0))
+            runs += fake_host.run(ops, 1)
+        return all(runs)
+
+    assert all_right()
+    monkeypatch.setattr(DeviceStream, "_wait_for", _last_word)
+    assert not all_right()
+
+
+def test_the_order_of_eager_ops_is_kept_across_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op after a capture comes after the one before it, though that was on another stream."""
+
+    def ops() -> bool:
+        gpu, group = fake_gpu(), default_group()
+        x, y = torch.zeros(8), torch.zeros(8)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            group.compute.copy(x, torch.ones(8), "before")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            group.compute.copy(torch.zeros(8), torch.ones(8), "captured")
+            graph.capture_end()
+        group.compute.copy(y, x, "after")
+        torch.cuda.synchronize()
+        del gpu
+        return bool((y == 1).all())
+
+    for seed in SEEDS:
+        install(monkeypatch, FakeGpu(seed, eager=0.0))
+        assert fake_host.run(ops, 1) == [True]
+
+
+def test_a_start_that_is_recorded_late_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream would wait for a kernel that waits for the peers' copy streams."""
+
+    def ops() -> float:
+        group = default_group()
+        from interlace.runtime.memory import Layout
+
+        layout = Layout()
+        slot = layout.add_slots(1)
+
+        def body(workspace: Any) -> None:
+            group.compute.wait(workspace, 1 - group.rank, slot)  # before its producer: still right
+            group.copying.publish(workspace, 1 - group.rank, slot)
+
+        group.enqueue("exchange", layout, body)
+        torch.cuda.synchronize()
+        return 1.0
+
+    install(monkeypatch, FakeGpu(3))
+    assert fake_host.run(ops, 2) == [1.0, 1.0]
+    monkeypatch.setattr(DevicePlace, "about_to_use", _late_start)
+    install(monkeypatch, FakeGpu(3))
+    with pytest.raises(DeviceHang):
+        fake_host.run(ops, 2)
+
+
+@RUNS
+def test_a_synchronous_op_needs_one_event(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu())
+
+    def ops() -> None:
+        x, weight = torch.ones(64, 16), torch.ones(16, 16)
+        for _ in range(10):
+            interlace.all_gather_matmul(x, weight, algorithm="fused")
+
+    run(ops, 2)
+    assert gpu.events_recorded <= 20
+    assert gpu.launches.count("all_gather_matmul_kernel") == 20
+
+
+def test_wait_never_blocks_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+
+    def ops() -> tuple[bool, bool, bool]:
+        x = torch.ones(64, 16)
+        work = interlace.all_gather_matmul(x, torch.eye(16), algorithm="fused", async_op=True)
+        before = work.is_completed()
+        out = work.wait()
+        blocked = not out.isnan().any() and bool((out == 1).all())
+        torch.cuda.synchronize()
+        return before, blocked, work.is_completed()
+
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    assert fake_host.run(ops, 2) == [(False, False, True)] * 2
+    assert gpu.launches
+
+
+def _poisoned(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    return made
+
+
+def test_memory_is_given_up_when_the_op_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def ops() -> tuple[bool, bool, bool]:
+        x = torch.ones(64, 16)
+        memory = StorageWeakRef(x.untyped_storage())
+        work = interlace.all_gather_matmul(x, torch.eye(16), algorithm="fused", async_op=True)
+        del x
+        gc.collect()
+        held = not memory.expired()
+        work.wait()
+        torch.cuda.synchronize()
+        gc.collect()
+        waited = memory.expired()
+        # of one that nobody waits for: when it has ended, at the next
+        y = torch.ones(64, 16)
+        memory = StorageWeakRef(y.untyped_storage())
+        interlace.all_gather_matmul(y, torch.eye(16), algorithm="fused", async_op=True)
+        del y
+        torch.cuda.synchronize()
+        interlace.all_reduce(torch.ones(4), async_op=True)
+        gc.collect()
+        return held, waited, memory.expired()
+
+    assert fake_host.run(ops, 2) == [(True, True, True)] * 2
+
+
+def test_what_the_host_dropped_is_not_used_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake allocator's own control: memory of another stream that nobody holds."""
+    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+    monkeypatch.setattr(DevicePlace, "keep", _kept_nowhere)
+
+    def ops() -> None:
+        interlace.all_gather_matmul(
+            torch.ones(64, 16), torch.eye(16), algorithm="fused", async_op=True
+        )
+        gc.collect()
+        gpu.synchronize()
+
+    with pytest.raises(UseAfterFree, match="freed before its use"):
+        fake_host.run(ops, 1)
+
+
+def test_streams_of_the_group_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def ops() -> tuple[int, int, int]:
+        place = default_group().place
+        assert isinstance(place, DevicePlace)
+        normal = place.new_stream("compute")._own.priority  # type: ignore[attr-defined]
+        copying = place.new_stream("copy", priority=True)._own.priority  # type: ignore[attr-defined]
+        place.high_priority = True
+        group = default_group().split([0])
+        assert group is not None
+        return normal, copying, group.compute._own.priority  # type: ignore[attr-defined]
+
+    assert fake_host.run(ops, 1) == [(0, -1, -1)]
+
+
+def test_the_default_stream_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu())
+    assert cuda_stream.stream_of(0).cuda_stream == 0
