@@ -39,21 +39,15 @@ def flat_order(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int
     return order
 
 
-def by_node(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
-    """Own node as ``node_order`` has it; then chunk by chunk, node by node as they land, a whole node's."""
+def by_holder(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
+    """As ``node_order`` has it, but of other nodes first all that lands on this rank, then on the next."""
     order = [
         (s, c) for s, c in node_order.gather_order(rank, nodes, counts) if nodes[s] == nodes[rank]
     ]
-    own = node_order.members(nodes, nodes[rank])
-    near = [own.index(each) for each in (rank, *reversed(node_order.node_peers(rank, nodes)))]
-    away = [
-        sorted(members, key=lambda each: near.index(members.index(each) % len(own)))
-        for node in reversed(node_order.other_nodes(rank, nodes))
-        for members in [node_order.members(nodes, node)]
-    ]
+    holders = (rank, *reversed(node_order.node_peers(rank, nodes)))
+    away = [source for holder in holders for source in node_order.put_sources(holder, nodes)]
     for chunk in range(max(counts)):
-        for sources in away:
-            order += [(source, chunk) for source in sources if chunk < counts[source]]
+        order += [(source, chunk) for source in away if chunk < counts[source]]
     return order
 
 
@@ -72,7 +66,7 @@ def _produced(rank: int, nodes: tuple[int, ...]) -> list[tuple[int, int]]:
 
 GATHER_ORDERS = {
     "node_order": node_order.gather_order,
-    "by node": by_node,
+    "by holder": by_holder,
     "flat": flat_order,
 }
 

@@ -153,7 +153,7 @@ def _nodes(axes: Any, nodes: Table) -> None:
 
     for label, unfused, fused in (
         ("all_gather_matmul, order of node_order", 2, 3),
-        ("all_gather_matmul, node by node", 2, 4),
+        ("all_gather_matmul, by holder", 2, 4),
         ("matmul_reduce_scatter, 16 programs sum", 6, 7),
     ):
         ratios = [a / b for a, b in zip(column(unfused), column(fused), strict=True)]

@@ -262,7 +262,7 @@ def several_nodes(machine: Machine, progress: Progress, most: int = NODES[-1]) -
         unfused = predict(machine, gather, "unfused").microseconds
         times = [
             predict(machine, gather, "fused", whole, order=order).microseconds
-            for order in ("node_order", "by node")
+            for order in ("node_order", "by holder")
         ]
         cells += [_us(unfused), *[_us(each) for each in times], f"{unfused / min(times):.2f}"]
         unfused = predict(machine, scatter, "unfused").microseconds
@@ -275,7 +275,7 @@ def several_nodes(machine: Machine, progress: Progress, most: int = NODES[-1]) -
     return Table(
         "nodes",
         f"Predicted microseconds on nodes of {machine.name}",
-        ("nodes", "ranks", "AG unfused", "AG node_order", "AG by node", "speedup", "RS unfused",
+        ("nodes", "ranks", "AG unfused", "AG node_order", "AG by holder", "speedup", "RS unfused",
          "RS 16 programs sum", "RS sums at the end", "speedup"),
         rows,
         f"AG: {GATHER_ROWS} rows per rank, N = 3584, K = 8192, whole shards. "

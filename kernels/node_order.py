@@ -77,13 +77,16 @@ def gather_order(rank, nodes, chunk_counts):
     """The order in which a rank takes chunks of an all-gather: [(source, chunk), ...].
 
     Its own, which are there; its node's, as they come over the fast link; then those of other nodes,
-    chunk by chunk, and of each node first what lands on this rank itself.
-    ``gather_order(0, [0, 0, 1, 1], [1] * 4) == [(0, 0), (1, 0), (2, 0), (3, 0)]``.
+    chunk by chunk, node by node as they land, and of each node first what lands on this rank itself:
+    a node's chunks land on all ranks of this one at about the same time, and are forwarded at once.
+    ``gather_order(0, [0, 0, 1, 1, 2, 2], [1] * 6)`` is ``[(0, 0), (1, 0), (4, 0), (5, 0), (2, 0), (3, 0)]``.
     """
     near = list(reversed(node_peers(rank, nodes)))
-    far = put_sources(rank, nodes)
-    for peer in near:
-        far += put_sources(peer, nodes)
+    by_node: dict[int, list[int]] = {}
+    for holder in (rank, *near):
+        for source in put_sources(holder, nodes):
+            by_node.setdefault(nodes[source], []).append(source)
+    far = [source for sources in by_node.values() for source in sources]
     order = [(rank, chunk) for chunk in range(chunk_counts[rank])]
     for sources in (near, far):
         for chunk in range(max(chunk_counts, default=0)):
