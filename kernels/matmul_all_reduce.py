@@ -90,27 +90,30 @@ def matmul_all_reduce_kernel(
         )
         for step in range(world_size):
             peer = (rank + 1 + step) % world_size
-            if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
-                to_ptr = data_pointer(peers_ptr, peer, data_offset, output_ptr) + rank * rows * N
-                emit_tile(
-                    to_ptr,
-                    N,
-                    acc,
-                    bias_ptr,
-                    bias_ptr,
-                    bias_ptr,
-                    tile_m,
-                    tile_n,
-                    rows,
-                    N,
-                    BLOCK_M,
-                    BLOCK_N,
-                    "",
-                    "",
-                    "",
-                    SUBTILE,
-                    False,
-                )
+            free = wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1
+            to_ptr = data_pointer(peers_ptr, peer, data_offset, output_ptr) + rank * rows * N
+            # Of no row, if the wait was given up. Not an `if` around the store: Triton 3.6 corrupts its
+            # own memory when it compiles a branch that reads an accumulator from outside for 10.0.
+            emit_tile(
+                to_ptr,
+                N,
+                acc,
+                bias_ptr,
+                bias_ptr,
+                bias_ptr,
+                tile_m,
+                tile_n,
+                tl.where(free, rows, 0),
+                N,
+                BLOCK_M,
+                BLOCK_N,
+                "",
+                "",
+                "",
+                SUBTILE,
+                False,
+            )
+            if free:
                 slot_byte = slot_offset + (rank * tiles + tile) * 8
                 publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
     own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)

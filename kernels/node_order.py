@@ -79,7 +79,7 @@ def gather_order(rank, nodes, chunk_counts):
     Its own, which are there; its node's, as they come over the fast link; then those of other nodes,
     chunk by chunk, node by node as they land, and of each node first what lands on this rank itself:
     a node's chunks land on all ranks of this one at about the same time, and are forwarded at once.
-    ``gather_order(0, [0, 0, 1, 1, 2, 2], [1] * 6)`` is ``[(0, 0), (1, 0), (4, 0), (5, 0), (2, 0), (3, 0)]``.
+    ``gather_order(0, [0, 0, 1, 1, 2, 2], [1] * 6)`` takes the sources 0, 1, 4, 5, 2, 3.
     """
     near = list(reversed(node_peers(rank, nodes)))
     by_node: dict[int, list[int]] = {}

@@ -24,6 +24,8 @@ class Configuration:
     where nobody publishes it. ``flatten`` makes one loop of tiles and their k loops, so that the loads of
     a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
     of their own. Without TMA none of the last three applies.
+
+    ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
     """
 
     block_m: int = 128
@@ -43,6 +45,7 @@ class Configuration:
     output_descriptors: bool = False
     flatten: bool = False
     warp_specialize: bool = False
+    multimem: bool = False
 
     def inner_block(self, descriptors: str) -> int:
         """``BLOCK_K`` for a path of the matmul; ranks need not agree on it.
@@ -104,28 +107,30 @@ def gpu_default(
     """
     chosen = Configuration(copiers=8, chunks=4, descriptors=capability >= 90)
     if dtype == torch.float32:
-        # No tensor cores, unless TF32 is allowed: the operands need registers as well.
+        # No tensor cores, unless TF32 is allowed: the operands need registers as well. Tiles in one part
+        # on 9.0, in two on 10.0: the other way round ptxas saves registers and spills.
         return replace(
             chosen,
             block_m=64,
             block_n=64,
             block_k=32,
             num_stages=2,
-            epilogue_subtile=2,
+            epilogue_subtile=2 if capability >= 100 else 1,
             copy_columns=256,
             descriptors=False,
         )
     if rows <= 64:
         chosen = replace(chosen, block_m=64)
     if dtype.itemsize == 1:
-        # Sums that are exact to fp32 are kept beside the tensor cores' own, which takes registers.
-        wide = fast_accum and capability in (90, 100, 103)
+        # On 9.0 sums that are exact to fp32 are kept beside the tensor cores' own, which takes registers.
+        wide = capability in (100, 103) or (capability == 90 and fast_accum)
+        wide = wide and rows > 64
         return replace(
             chosen,
             block_n=256 if wide else 128,
             block_k=128,
             num_stages=4 if capability in (90, 100, 103) else 2,
-            epilogue_subtile=4 if wide else 2,
+            epilogue_subtile=4,
             flatten=True,
             output_descriptors=True,
         )

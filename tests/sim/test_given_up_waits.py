@@ -133,7 +133,7 @@ def test_with_credit_it_is_stored(op: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_a_kernel_that_goes_on_is_seen(op: Callable[[], None], tmp_path: pathlib.Path) -> None:
-    edit = Edit("epoch) >= epoch - 1:", "epoch) >= epoch - 9:")
+    edit = Edit("epoch) >= epoch - 1", "epoch) >= epoch - 9")
     mutant = Mutant(f"goes on {op.__name__}", f"kernels/{OPS[op]}.py", (edit,))
     with mutated(mutant, tmp_path):
         assert run_again(op, credit=0) == (True, True)
