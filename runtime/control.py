@@ -10,9 +10,10 @@ the header page::
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
-    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2240 ASLEEP    int64: the owner sleeps, or is about to
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
+    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
+    2496 CORE      int64: 1 + the core on which the owner has said to run, see ``spread.py``
     4096 area for messages of even numbers: length, extent, range and offset of shared memory, slots of
          the ring (int64), at byte 64 the message
     4096 + AREA    the same for odd numbers
@@ -39,6 +40,7 @@ import torch
 from interlace.runtime.atomics import Cells
 from interlace.runtime.bell import Bell
 from interlace.runtime.segment import Mapping
+from interlace.runtime.spread import Spread
 from interlace.runtime.words import Words
 
 LARGEST_MESSAGE = 64 << 10
@@ -50,7 +52,7 @@ BOXES_BYTES = 256 << 10
 _LEFT, _REASON = 128, 192
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
-_ASLEEP, _BELL = 2240, 2304
+_ASLEEP, _BELL, _CORE = 2240, 2304, 2496
 _AREAS = 4096
 _TEXT = 64
 _AREA = _TEXT + LARGEST_MESSAGE
@@ -75,6 +77,7 @@ class Control:
             [base + _BELL for base in self.bases],
             rank,
         )
+        self.spread = Spread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
         self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]

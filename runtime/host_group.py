@@ -36,6 +36,7 @@ from interlace.runtime.errors import (
 )
 from interlace.runtime.segment import HEADER_BYTES, Identity, Mapping, Segment, map_segment
 from interlace.runtime.shared_ranges import SharedRanges
+from interlace.runtime.spread import Spread
 from interlace.runtime.waiting import SPINS, Patience, ended_processes, usable_cores
 from interlace.runtime.words import ORDERED
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 SETTLE_SECONDS = 0.02
+LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
 _SIZE = struct.Struct("<q")
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -261,6 +263,8 @@ class HostGroup:
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
         self._sequence = sequence = self._sequence + 1
         control.write(sequence, payload, extent, where, slots)
+        if not sequence % LOOK:
+            control.spread.say()
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:
@@ -270,6 +274,8 @@ class HostGroup:
         for peer in control.peers:
             if control.views[peer][SEQUENCE] < sequence:
                 self._await(control, peer, SEQUENCE, sequence, doing)
+        if not sequence % LOOK:
+            control.spread.look()
         if not ORDERED:
             control.missing(sequence)  # whose loads are acquires
 
@@ -292,6 +298,12 @@ class HostGroup:
         else:
             control.words[self.rank].release(index, value)
         control.bell.ring()
+
+    @property
+    def spread(self) -> Spread:
+        """Where the ranks run; only after joining."""
+        assert self._control is not None
+        return self._control.spread
 
     @property
     def control(self) -> Control | None:

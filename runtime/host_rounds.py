@@ -36,6 +36,7 @@ SLOT_BYTES = 1 << 20
 MEDIUM_PLACES = 8
 MEDIUM_DATA = 256 << 10
 GROWN = 64
+LOOK = 16  # rounds after which the ranks look again whether they share cores evenly
 
 _memmove = ctypes.memmove
 T = TypeVar("T")
@@ -155,8 +156,10 @@ class Rounds:
             stage(0, addresses[_place(own, before, 0)])
             late = meet()
             group.release(STAGED, before + 1)
-        started = time.perf_counter()
+        started, spread = time.perf_counter(), group.spread
         for step in range(count + lag):
+            if not step % LOOK:
+                spread.say()
             if stage is not None and (0 if meet is None else 1) <= step < count:
                 if step >= own:
                     group.await_word(peers, DONE, before + step - own + 1, op)
@@ -173,6 +176,8 @@ class Rounds:
                     group.await_word(sources, wanted, before + c + 1, op)
                     collect(c, [_place(each, before, c) for each in slots])
                 group.release(DONE, before + c + 1)
+                if not c % LOOK:
+                    spread.look()
         self._count = before + count
         depth, self._depth = self._depth, None
         if depth is not None and stage is not None:

@@ -14,7 +14,7 @@ from interlace import checks
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.stream import Event
 
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -165,7 +165,7 @@ def ready(value: Any) -> bool:
         or not value.is_contiguous()
     ):
         return False
-    return not (value.is_neg() or (value.dtype in _COMPLEX and value.is_conj()))
+    return not (value.is_neg() or (value.dtype in COMPLEX and value.is_conj()))
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
