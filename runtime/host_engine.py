@@ -27,9 +27,6 @@ from interlace.runtime.host_mail import Mail
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
     MEDIUM_PLACES,
-    REDUCE,
-    SHARE,
-    TRADE,
     Part,
     Rounds,
     Target,
@@ -147,7 +144,7 @@ class HostEngine(Engine):
             return
         with self._group.collective_lock:
             limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
-            slots = self._rounds.slots(SHARE, nbytes) if nbytes > limit else 1
+            slots = self._rounds.slots(call.op, nbytes) if nbytes > limit else 1
             control, sequence = self._group.begin(call.message, nbytes, where, slots)
             if nbytes <= limit:
                 _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
@@ -232,7 +229,7 @@ class HostEngine(Engine):
         where = self._direct.find_adjacent(parts, targets)
         with self._group.collective_lock:
             stride = self._stride(extent)
-            slots = 1 if stride else self._rounds.slots(TRADE, extent)
+            slots = 1 if stride else self._rounds.slots(call.op, extent)
             control, sequence = self._group.begin(call.message, extent, where, slots)
             if parts and stride:
                 base = self._data(control, rank, sequence, stride * self.world_size)
@@ -330,7 +327,7 @@ class HostEngine(Engine):
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         rounds = self._rounds
         where = self._direct.find(tensor) if root is None else (0, 0)
-        own_slots = rounds.slots(REDUCE, tensor.nbytes)
+        own_slots = rounds.slots(call.op, tensor.nbytes)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
         if rounds.opened and not where[0]:
             slots = [own_slots] * self.world_size
@@ -391,7 +388,7 @@ class HostEngine(Engine):
                 where = self._direct.find_adjacent(
                     parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
                 )
-                slots = self._rounds.slots(TRADE, extent)
+                slots = self._rounds.slots(call.op, extent)
                 control, sequence = self._group.begin(call.message, extent, where, slots)
                 self._met(call, control, sequence)
                 own, n = input.view(-1), output.numel()

@@ -43,8 +43,6 @@ T = TypeVar("T")
 Part = tuple[int, int]  # address and bytes
 Target = Part | None
 
-SHARE, TRADE, REDUCE = "share", "trade", "reduce"  # kinds of ops, by how they use rings
-
 
 class Rounds:
     """The rings of a group, as one rank sees them. The ring is made by the first large op."""
@@ -96,11 +94,14 @@ class Rounds:
                 self._slots[rank].append(base + first)
                 self._memory[rank].append(ring[first : first + SLOT_BYTES])
 
-    def slots(self, kind: str, nbytes: int) -> int:
-        """How many slots of its ring this rank uses in its op of ``nbytes`` that is about to begin."""
+    def slots(self, op: str, nbytes: int) -> int:
+        """How many slots of its ring this rank uses in its ``op`` of ``nbytes`` that is about to begin.
+
+        Each op has its own record: an all_gather takes W times as long as a broadcast of as many bytes.
+        """
         if not self._slots or len(self._slots[0]) == FEW:
             return FEW
-        key = kind, nbytes.bit_length()
+        key = op, nbytes.bit_length()
         depth = self._depths.get(key)
         if depth is None:
             depth = self._depths[key] = Depth()

@@ -21,7 +21,7 @@ AGAIN = 64  # ops after which the other one is tried again: ranks may have moved
 
 
 class Depth:
-    """The choice for one kind of op and size."""
+    """The choice for one op and size."""
 
     def __init__(self) -> None:
         self._ops = 0

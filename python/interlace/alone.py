@@ -73,16 +73,14 @@ def copied(group: Any, output: Any, input: Any, opts: Any) -> bool:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
     except RuntimeError:  # see checks.has_memory
         return False
-    if not target or not source or 0 < abs(target - source) < nbytes:
+    if not target or not source:
         return False  # an address may be 0 where there is no memory at all, see checks.has_memory
+    if target != source and -nbytes < target - source < nbytes:
+        return False
     if not group.interlace_communicator.may_run_now():
         return False
-    if target == source:
-        pass
-    elif nbytes <= SMALL:
-        _memmove_small(target, source, nbytes)
-    else:
-        _memmove(target, source, nbytes)
+    if target != source:
+        (_memmove_small if nbytes <= SMALL else _memmove)(target, source, nbytes)
     group._sequence += 1
     return True
 
