@@ -42,8 +42,8 @@ class Chip:
     """Round figures of an architecture with NVLink; ``tflops`` by bytes per element, 4 without TF32.
 
     ``copy_gbs``: of one SM that copies to a peer. ``small_tile_rate``: of a tile half as large as
-    128 x 256, relative to that. ``tile_us``: of a tile, what does not overlap. ``copy_us``: before each copy
-    of a copy engine, with its signal.
+    128 x 256, relative to that. ``tile_us``: of a tile, what does not overlap. ``copy_us``: before each
+    copy of a copy engine, with its signal.
     """
 
     name: str

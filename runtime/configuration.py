@@ -69,7 +69,19 @@ _override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.Co
 
 @contextmanager
 def override(**values: int | bool) -> Iterator[None]:
-    """Within the block, every configuration has these values: ``with override(block_m=32): ...``."""
+    """Within the block, every configuration has these values; ``interlace.configured``.
+
+    They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
+    have to give the same ones; fused ops raise ValueError if they do not. TypeError for a name that is no
+    field of :class:`Configuration`.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     with interlace.configured(block_m=64, chunks=1):
+    ...         return interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum()
+    >>> interlace.run(on_rank, 2)
+    [tensor(128.), tensor(128.)]
+    """
     replace(Configuration(), **values)  # type: ignore[arg-type]  # an unknown name fails here
     token = _override.set({**(_override.get() or {}), **values})
     try:
@@ -121,7 +133,7 @@ def gpu_default(
     *,
     fast_accum: bool = True,
 ) -> Configuration:
-    """What a GPU of compute ``capability`` (90 is 9.0) runs for a matmul where nothing is known of its shape.
+    """What a GPU of compute ``capability`` (90 is 9.0) runs where nothing is known of the shape.
 
     The first row of the table's ``TILES`` that fits. ``interlace build`` shows that no default spills.
 

@@ -12,13 +12,13 @@ A *bucket* is rows, columns, inner and world size, each rounded up to a power of
 are at most ``NEAR`` doublings apart, where one of the world size counts twice.
 
 Ranks must not differ in it. All that goes in is equal on all ranks: the problem is agreed on before; the
-arithmetic is exact; the table is part of the package. What may differ is exchanged once per group: the chip
-(if ranks have several kinds, all take what runs on any) and a digest of the rows that the cache has for this
-machine. If that differs, rank 0 is asked, once per problem, and its row counts on all ranks, with a warning.
-A rank whose file was lost or written meanwhile so never runs something else than its peers.
+arithmetic is exact; the table is part of the package. What may differ is exchanged once per group: the
+chip (if ranks have several kinds, all take what runs on any) and a digest of the rows that the cache has
+for this machine. If that differs, rank 0 is asked, once per problem, and its row counts on all ranks, with
+a warning. So a rank whose file was lost or written meanwhile never runs something else than its peers.
 
-The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same schedule
-on every machine.
+The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
+schedule on every machine.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ AnyRow = TypeVar("AnyRow", tune_cache.Row, tuning_table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
-    """The row whose bucket is nearest and near, and how far it is; of several the first by their buckets."""
+    """The row whose bucket is nearest and near, and how far it is; of several the first by bucket."""
     found = [
         (steps, at, row)
         for row in rows

@@ -68,8 +68,8 @@ class Tile(NamedTuple):
 
 class Shape(NamedTuple):
     """``rows`` of the longest shard, ``columns`` and ``inner`` of a rank's matmul, each a power of two that
-    stands for all above half of it; ``world``: ranks, likewise. ``algorithm``: what "auto" is, "" leaves that
-    to the thresholds. ``values`` change the default of the architecture.
+    stands for all above half of it; ``world``: ranks, likewise. ``algorithm``: what "auto" is, "" leaves
+    that to the thresholds. ``values`` change the default of the architecture.
     """
 
     op: str

@@ -67,7 +67,7 @@ def most_stages(configuration: Configuration, capability: int, itemsize: int) ->
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
-    """``default``, and it with other tiles: all sensible sizes and warps, as many stages as fit and one fewer.
+    """``default``, and it with other tiles: sensible sizes and warps, as many stages as fit, or one less.
 
     What follows from the operands (descriptors) and how shards are sent stays.
     """

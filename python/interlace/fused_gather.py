@@ -268,7 +268,9 @@ def _agree_on_shards(
     options: tuple[Any, ...],
     columns: list[int],
 ) -> tuple[list[int], list[int]]:
-    """Length of every rank's shard along ``dim``; columns of all ranks' weights. Raises unless all else agrees."""
+    """Length of every rank's shard along ``dim``; columns of all ranks' weights. Raises unless all else
+    agrees.
+    """
     rank = communicator.rank
     others = tuple(input.shape[:dim] + input.shape[dim + 1 :])
     mine = (input.dim(), dim, others, input.dtype, options, input.shape[dim], columns)

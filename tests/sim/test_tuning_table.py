@@ -124,11 +124,11 @@ def test_thresholds_are_read_from_the_table() -> None:
     from interlace import fused_reduce
     from interlace.runtime import cost, gather_algorithms, reduce_algorithms
 
-    assert cost.SMALLEST_FUSED_ROWS == tuning_table.threshold("smallest_fused_rows")
-    assert cost.SMALLEST_PIPELINED_BYTES == tuning_table.threshold("smallest_pipelined_bytes")
-    assert fused_reduce.ONE_SHOT_BYTES == tuning_table.threshold("one_shot_bytes")
-    assert gather_algorithms.SMALL_BYTES == tuning_table.threshold("engine_gather_bytes")
-    assert reduce_algorithms.SMALL_BYTES == tuning_table.threshold("engine_reduce_bytes")
+    assert tuning_table.threshold("smallest_fused_rows") == cost.SMALLEST_FUSED_ROWS
+    assert tuning_table.threshold("smallest_pipelined_bytes") == cost.SMALLEST_PIPELINED_BYTES
+    assert tuning_table.threshold("one_shot_bytes") == fused_reduce.ONE_SHOT_BYTES
+    assert tuning_table.threshold("engine_gather_bytes") == gather_algorithms.SMALL_BYTES
+    assert tuning_table.threshold("engine_reduce_bytes") == reduce_algorithms.SMALL_BYTES
 
 
 def test_an_unknown_chip_gets_what_fits_any() -> None:

@@ -4,8 +4,8 @@
     2  the best third, and the best tiles with the best sends: two blocks
     3  the best three and the default: blocks in turn, of which medians count
 
-As ``bench`` does (``protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All ranks see the
-same times, so all go on with the same candidates. When the budget is used up, the rest is not tried.
+As ``bench`` does (``protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All ranks
+see the same times, so all go on with the same candidates. What the budget does not allow is not tried.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TuneRequest:
 
 @dataclass
 class Timed:
-    """``microseconds`` of each block; [] if the time was up. ``error``: as a multiple of what is allowed."""
+    """``microseconds`` of each block; [] if time was up. ``error``: as a multiple of what is allowed."""
 
     candidate: Candidate
     microseconds: list[float] = field(default_factory=list)

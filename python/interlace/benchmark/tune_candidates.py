@@ -4,8 +4,8 @@ sim   the fused kernel with other blocks and more or fewer programs: what the in
 shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
 cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and with shards sent otherwise
 
-Candidates that no chip can run are left out by arithmetic (``valid_configurations.py``), and of the rest those
-that the cost model thinks least of. Where it knows nothing of the chip, it ranks by the figures of another.
+Candidates that the chip cannot run are left out by arithmetic (``valid_configurations.py``), and of the
+rest those that the cost model thinks least of. Of chips that it does not know it ranks by another's figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``interlace tune``: measure which configuration is fastest for some shapes, write it down, say what it gained.
+"""``interlace tune``: measure which configuration is fastest for some shapes, keep it, say what it gained.
 
-``interlace/benchmark/tune.py`` measures on the ranks, ``runtime/tune_cache.py`` writes; here one shape comes
-after another, each written when it is done, so an interrupted run keeps what it has.
+``interlace/benchmark/tune.py`` measures on the ranks, ``runtime/tune_cache.py`` writes; here one shape
+comes after another, each written when it is done, so an interrupted run keeps what it has.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _meaning(place: str) -> str:
     return {
         "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
         "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",
-        "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a GPU, "
-        f"and the simulator uses the cache only where {tune_cache.VARIABLE} names it.",
+        "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
+        f"GPU, and the simulator uses the cache only where {tune_cache.VARIABLE} names it.",
     }[place]
 
 

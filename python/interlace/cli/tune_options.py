@@ -25,10 +25,10 @@ Shape = tuple[int, int, int]
 DESCRIPTION = """\
 Measure which configuration of a fused op is fastest here, and remember it.
 
-OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every candidate
-is checked against float64. The fastest go into a cache file, where calls of ops of about the same shape, on
-as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in the user's cache
-folder. Ranks of a group never choose differently; where their files differ, rank 0's counts.
+OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every
+candidate is checked against float64. The fastest go into a cache file, where calls of about the same shape,
+on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in the user's
+cache folder. Ranks of a group never choose differently; where their files differ, rank 0's counts.
 """
 
 MEANING = """\
