@@ -161,9 +161,9 @@ def _row(facts: dict[str, Any]) -> Row:
     if row.algorithm not in ALGORITHMS or not set(row.values) <= set(ALGORITHMS):
         raise ValueError(f"algorithm is {row.algorithm!r}, with values for {list(row.values)}")
     for values in row.values.values():
-        for name, value in values.items():
-            if type(value) is not _KINDS.get(name) or value < 0:
-                raise ValueError(f"{name} is {value!r}")
+        for name, given in values.items():
+            if type(given) is not _KINDS.get(name) or given < 0:
+                raise ValueError(f"{name} is {given!r}")
     return row
 
 

@@ -15,6 +15,7 @@ from interlace.runtime.configuration import Configuration
 MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
 WARP = 32
 SMALLEST_DOT = 16
+BARRIERS = 16  # bytes of a stage, at most
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, block_k, num_warps
 
@@ -26,7 +27,7 @@ def shared_needed(configuration: Configuration, itemsize: int, output_itemsize: 
     256
     """
     c = configuration
-    loads = c.num_stages * (c.block_m + c.block_n) * c.block_k * itemsize
+    loads = c.num_stages * ((c.block_m + c.block_n) * c.block_k * itemsize + BARRIERS)
     return loads + c.block_m * (c.block_n // c.epilogue_subtile) * output_itemsize
 
 
@@ -34,7 +35,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     """Why a GPU of ``capability`` cannot run a matmul with it; "" if it can.
 
     >>> why_not(Configuration(block_m=256, block_n=256, num_stages=6, num_warps=16), 90, 2)
-    '458752 bytes of shared memory, sm_90 has 232448'
+    '524384 bytes of shared memory, sm_90 has 232448'
     """
     c = configuration
     for name in ("block_m", "block_n", "block_k"):

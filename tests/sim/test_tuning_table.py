@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import doctest
 import pathlib
 import re
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 
-from interlace.runtime import chips, configuration, tuning_table, valid_configurations
+from interlace.runtime import (
+    chips,
+    configuration,
+    cost_model,
+    tuning,
+    tuning_table,
+    valid_configurations,
+)
 from interlace.runtime.configuration import Configuration, gpu_default
 from interlace.runtime.tuning_table import SHAPES, THRESHOLDS, TILES, Tile
 from interlace.runtime.valid_configurations import why_not
@@ -137,6 +146,13 @@ def test_an_unknown_chip_gets_what_fits_any() -> None:
             made = gpu_default(capability, dtype, 4096)
             needed = valid_configurations.shared_needed(made, dtype.itemsize)
             assert needed <= chips.ANYWHERE_BYTES and not made.descriptors
+
+
+@pytest.mark.parametrize(
+    "module", [chips, configuration, cost_model, tuning, tuning_table, valid_configurations]
+)
+def test_examples(module: types.ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 def test_the_interpreter_covers_the_extents() -> None:

@@ -5,7 +5,7 @@ shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted 
 cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and with shards sent otherwise
 
 Candidates that the chip cannot run are left out by arithmetic (``valid_configurations.py``), and of the
-rest those that the cost model thinks least of. Of chips that it does not know it ranks by another's figures.
+rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
 """
 
 from __future__ import annotations
