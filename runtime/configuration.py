@@ -1,4 +1,9 @@
-"""Block sizes and launch options, chosen per place and shape, overridable for a block of code."""
+"""Block sizes and launch options: what they are, the defaults, and how to say others for a block of code.
+
+The defaults are rows of ``tuning_table.py``. What a fused op of a group takes, with measured rows and the
+cost model, is the business of ``tuning.py``; plain collectives and offline builds take :func:`choose` and
+:func:`gpu_default`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from interlace.runtime import tuning_table
 from interlace.runtime.place import Place
 
 
@@ -63,7 +69,19 @@ _override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.Co
 
 @contextmanager
 def override(**values: int | bool) -> Iterator[None]:
-    """Within the block, every configuration has these values: ``with override(block_m=32): ...``."""
+    """Within the block, every configuration has these values; ``interlace.configured``.
+
+    They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
+    have to give the same ones; fused ops raise ValueError if they do not. TypeError for a name that is no
+    field of :class:`Configuration`.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     with interlace.configured(block_m=64, chunks=1):
+    ...         return interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum()
+    >>> interlace.run(on_rank, 2)
+    [tensor(128.), tensor(128.)]
+    """
     replace(Configuration(), **values)  # type: ignore[arg-type]  # an unknown name fails here
     token = _override.set({**(_override.get() or {}), **values})
     try:
@@ -72,9 +90,10 @@ def override(**values: int | bool) -> Iterator[None]:
         _override.reset(token)
 
 
-def overridden() -> bool:
-    """Whether :func:`override` has set anything here."""
-    return bool(_override.get())
+def override_key() -> tuple[tuple[str, int | bool], ...]:
+    """What :func:`override` has set here, to be compared; () for nothing."""
+    values = _override.get()
+    return tuple(sorted(values.items())) if values else ()
 
 
 def set_override(values: dict[str, int | bool]) -> None:
@@ -87,6 +106,24 @@ def current_override() -> dict[str, int | bool]:
     return dict(_override.get() or {})
 
 
+def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
+    """What the table calls the dtype of the operands."""
+    if dtype.itemsize == 1:
+        return "fp8 fast" if fast_accum else "fp8 exact"
+    return "16 bit" if dtype.itemsize == 2 else "fp32"
+
+
+def extents_class(columns: int, inner: int) -> str:
+    """What the table calls a matmul whose extents are, or are no, multiples of 16."""
+    return "odd N" if columns % 16 else "odd K" if inner % 16 else "even"
+
+
+def sending(dtype: torch.dtype) -> dict[str, int]:
+    """How shards are sent where nothing else is said."""
+    wide = dtype == torch.float32
+    return tuning_table.SENDING_FP32 if wide else tuning_table.SENDING
+
+
 def gpu_default(
     capability: int,
     dtype: torch.dtype,
@@ -96,57 +133,33 @@ def gpu_default(
     *,
     fast_accum: bool = True,
 ) -> Configuration:
-    """What a GPU of compute ``capability`` (90 is 9.0) runs for a matmul, before overrides.
+    """What a GPU of compute ``capability`` (90 is 9.0) runs where nothing is known of the shape.
 
-    Tiles fill the accumulator registers (on 10.0 the tensor memory), stages the shared memory of one
-    program: 163 KiB on 8.0, 227 KiB on 9.0 and 10.0, 99 KiB on the small chips 8.6, 8.9 and 12.0.
-    ``interlace build`` shows that no default spills.
+    The first row of the table's ``TILES`` that fits. ``interlace build`` shows that no default spills.
 
     Ranks must agree on what they signal: ``block_m`` depends on ``rows`` alone (those of the longest
     shard) and ``block_n`` not on ``inner``, which may differ between ranks.
     """
-    chosen = Configuration(copiers=8, chunks=4, descriptors=capability >= 90)
-    if dtype == torch.float32:
-        # No tensor cores, unless TF32 is allowed: the operands need registers as well. Tiles in one part
-        # on 9.0, in two on 10.0: the other way round ptxas saves registers and spills.
-        return replace(
-            chosen,
-            block_m=64,
-            block_n=64,
-            block_k=32,
-            num_stages=2,
-            epilogue_subtile=2 if capability >= 100 else 1,
-            copy_columns=256,
-            descriptors=False,
-        )
-    if rows <= 64:
-        chosen = replace(chosen, block_m=64)
-    if dtype.itemsize == 1:
-        # On 9.0 sums that are exact to fp32 are kept beside the tensor cores' own, which takes registers.
-        wide = capability in (100, 103) or (capability == 90 and fast_accum)
-        wide = wide and rows > 64
-        return replace(
-            chosen,
-            block_n=256 if wide else 128,
-            block_k=128,
-            num_stages=4 if capability in (90, 100, 103) else 2,
-            epilogue_subtile=4,
-            flatten=True,
-            output_descriptors=True,
-        )
-    if columns % 16:
-        # Every element has an address of its own, and addresses need registers.
-        return replace(chosen, block_n=64, block_k=16)
-    large = capability in (90, 100, 103)
-    chosen = replace(chosen, block_n=256 if large else 128)
-    if inner % 16:
-        return replace(chosen, block_k=16)
-    if not large:
-        return replace(chosen, block_k=32, num_stages=4)
-    chosen = replace(
-        chosen, num_stages=4, epilogue_subtile=4, flatten=True, output_descriptors=True
-    )
-    return replace(chosen, num_warps=4) if rows <= 64 else chosen
+    extents = extents_class(columns, inner)
+    fitting = tuning_table.tiles(capability, dtype_class(dtype, fast_accum=fast_accum), extents)
+    few = "few" if rows <= tuning_table.FEW_ROWS else "many"
+    tile = next(tile for tile in fitting if tile.rows in (few, tuning_table.ANY))
+    return Configuration(**{**sending(dtype), **tile.values})
+
+
+def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
+    """For the interpreter: blocks that cover the extents, within the table's bounds."""
+    extents = {"block_m": rows, "block_n": columns, "block_k": inner, "copy_columns": inner}
+    blocks = {
+        name: _block(extents[name], *bounds) for name, bounds in tuning_table.INTERPRETED.items()
+    }
+    return Configuration(**blocks, **tuning_table.INTERPRETED_VALUES)  # type: ignore[arg-type]
+
+
+def capability_of(place: Place) -> int:
+    """Of the GPU of a rank: 90 is 9.0."""
+    major, minor = torch.cuda.get_device_capability(place.device)
+    return 10 * major + minor
 
 
 def choose(
@@ -158,19 +171,13 @@ def choose(
     *,
     fast_accum: bool = True,
 ) -> Configuration:
-    """The configuration for a ``rows x inner @ inner x columns`` matmul per rank and shard."""
+    """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
     if place.interpreted:
-        chosen = Configuration(
-            block_m=_block(rows, 16, 128),
-            block_n=_block(columns, 16, 128),
-            block_k=_block(inner, 16, 256),
-            copy_rows=64,
-            copy_columns=_block(inner, 16, 1024),
-            programs=3,
-        )
+        chosen = interpreted_default(rows, columns, inner)
     else:
-        major, minor = torch.cuda.get_device_capability(place.device)
-        chosen = gpu_default(10 * major + minor, dtype, rows, columns, inner, fast_accum=fast_accum)
+        chosen = gpu_default(
+            capability_of(place), dtype, rows, columns, inner, fast_accum=fast_accum
+        )
     return replace(chosen, **current_override())  # type: ignore[arg-type]
 
 

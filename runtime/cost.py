@@ -1,8 +1,8 @@
 """Which algorithm ``algorithm="auto"`` means.
 
 ``sim`` exists to run the kernels, so there it is the kernel. On GPUs the fused kernel is taken as soon
-as an output has enough rows to overlap anything; below, fusing loses to the plain sequence (peers'
-measurements: break-even near 512 rows per group).
+as an output has enough rows to overlap anything; below, fusing loses to the plain sequence. The sizes are
+rows of ``tuning_table.py``; a row for the shape of a call (``tuning.py``) comes before them.
 
 On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
 all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on and up to 23 % slower
@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 
 from interlace.runtime.place import Place
+from interlace.runtime.tuning_table import threshold
 
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SMALLEST_FUSED_ROWS = 512
-SMALLEST_PIPELINED_BYTES = 4 << 20
+SMALLEST_FUSED_ROWS = threshold("smallest_fused_rows")
+SMALLEST_PIPELINED_BYTES = threshold("smallest_pipelined_bytes")
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
@@ -36,17 +37,25 @@ def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
 
 
 def choose_algorithm(
-    place: Place, dtype: torch.dtype, rows: int, bytes_gathered: int, *, empty: bool
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    bytes_gathered: int,
+    *,
+    empty: bool,
+    tuned: str = "",
 ) -> str:
     """ "fused", "pipelined" or "unfused" for ``rows`` gathered or scattered rows.
 
     ``bytes_gathered`` is what a rank receives before its matmul, 0 if its collective comes after;
-    ``empty`` marks an op without any arithmetic.
+    ``empty`` marks an op without any arithmetic. ``tuned`` is what a row for the shape says.
     """
     if empty or dtype not in FUSED_DTYPES:
         return "unfused"
     if place.name == "sim":
         return "fused"
+    if tuned:
+        return tuned
     if place.direct_access:
         return "pipelined" if bytes_gathered >= SMALLEST_PIPELINED_BYTES else "unfused"
     return "fused" if rows >= SMALLEST_FUSED_ROWS else "unfused"

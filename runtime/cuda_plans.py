@@ -116,11 +116,16 @@ class Plans:
         """
         place = self._place
         place.watcher = self._communicator.answered = None  # of a call that failed
-        if modes_active() or configuration.overridden() or self._communicator.closed:
+        if modes_active() or self._communicator.closed:
             return None
         arguments: list[torch.Tensor] = []
         addresses: list[int] = []
-        key: list[Any] = [op, self._communicator.next_channel, options]
+        key: list[Any] = [
+            op,
+            self._communicator.next_channel,
+            options,
+            configuration.override_key(),
+        ]
         try:
             for given in tensors:
                 for each in given if type(given) in (list, tuple) else (given,):

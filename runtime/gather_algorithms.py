@@ -37,10 +37,10 @@ from interlace.runtime.operands import (
     multiply,
 )
 from interlace.runtime.stream import Event
+from interlace.runtime.tuning_table import threshold
 
-SMALL_BYTES = (
-    1 << 20
-)  # gathered; from there on, staging for peers to read is no slower than an engine
+# gathered; from there on, staging for peers to read is no slower than an engine
+SMALL_BYTES = threshold("engine_gather_bytes")
 
 
 def _chunk_table(

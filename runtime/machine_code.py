@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from interlace.runtime.chips import shared_bytes
 from interlace.runtime.compiled_lines import describe
 from interlace.runtime.faults import Fault, selected
 from interlace.runtime.ptx import Program
@@ -23,8 +24,6 @@ from interlace.runtime.triton_ir import Dot, TritonIR
 
 # On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
 STRICT_ARCHES = (90, 100)
-# What one program can have.
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 _FP8 = {9: "QGMMA", 10: "UTCQMMA"}
 
@@ -64,9 +63,10 @@ def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
 
 def too_much_shared(arch: int, shared: int) -> list[Fault]:
     """A fault where a program wants more shared memory than there is: the launch would be refused."""
-    if shared <= SHARED_BYTES[arch]:
+    most = shared_bytes(arch)
+    if shared <= most:
         return []
-    return [Fault("shared memory", f"{shared} bytes, of {SHARED_BYTES[arch]} on sm_{arch}")]
+    return [Fault("shared memory", f"{shared} bytes, of {most} on sm_{arch}")]
 
 
 def wants_tensor_cores(dots: Sequence[Dot]) -> bool:

@@ -36,8 +36,9 @@ from interlace.runtime.operands import (
 )
 from interlace.runtime.reductions import fold, fold_unrounded
 from interlace.runtime.stream import Event
+from interlace.runtime.tuning_table import threshold
 
-SMALL_BYTES = 1 << 20  # of a product
+SMALL_BYTES = threshold("engine_reduce_bytes")  # of a product
 
 
 def matmul_reduce_scatter_fused(

@@ -22,6 +22,9 @@ if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
         raise RuntimeError("a pytest plugin imported triton before tests/conftest.py could choose")
     os.environ["TRITON_INTERPRET"] = "1"
 
+# What somebody has tuned on this machine is not what is tested.
+os.environ["INTERLACE_TUNE_CACHE"] = "off"
+
 # Many ranks share few cores here; torch's own threads would only fight them.
 torch.set_num_threads(1)
 

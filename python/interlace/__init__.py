@@ -62,6 +62,7 @@ from interlace.objects import (
 from interlace.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from interlace.reduce_ops import ReduceOp
 from interlace.rooted import broadcast, gather, reduce, scatter
+from interlace.runtime.configuration import override as configured
 from interlace.runtime.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -127,6 +128,7 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "configured",
     "device",
     "gather",
     "gather_object",

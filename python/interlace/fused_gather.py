@@ -15,7 +15,7 @@ import torch
 from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import prefix_sums
-from interlace.runtime import activations, collective_algorithms, configuration
+from interlace.runtime import activations, collective_algorithms, configuration, tuning
 from interlace.runtime import gather_algorithms as algorithms
 from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
@@ -169,12 +169,11 @@ def _all_gather_matmul(
         names = _activations(activation, len(weights), several, rank)
 
     def host() -> Outcome:
-        lengths = _agree_on_shards(
-            communicator,
-            op,
-            input,
-            dim,
-            (algorithm, result_dtype, [w.shape[0] for w in weights], bool(return_gathered)),
+        explicit = configuration.override_key()
+        k = [w.shape[0] for w in weights]
+        options = (algorithm, result_dtype, k, bool(return_gathered), explicit)
+        lengths, columns = _agree_on_shards(
+            communicator, op, input, dim, options, [w.shape[1] for w in weights]
         )
         if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
@@ -198,6 +197,7 @@ def _all_gather_matmul(
             result_dtype,
             return_gathered,
             buffers,
+            columns,
         )
         if buffers is not None:
             return Outcome(None, event)
@@ -261,20 +261,28 @@ def _weights_and_biases(
 
 
 def _agree_on_shards(
-    communicator: Communicator, op: str, input: torch.Tensor, dim: int, options: tuple[Any, ...]
-) -> list[int]:
-    """Length of every rank's shard along ``dim``; raises unless all else agrees."""
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    dim: int,
+    options: tuple[Any, ...],
+    columns: list[int],
+) -> tuple[list[int], list[int]]:
+    """Length of every rank's shard along ``dim``; columns of all ranks' weights. Raises unless all else
+    agrees.
+    """
     rank = communicator.rank
     others = tuple(input.shape[:dim] + input.shape[dim + 1 :])
-    mine = (input.dim(), dim, others, input.dtype, options, input.shape[dim])
+    mine = (input.dim(), dim, others, input.dtype, options, input.shape[dim], columns)
     answers = communicator.agree(op, mine)
     names = ("the number of dimensions of input", "gather_dim", "the shape of input off gather_dim")
     for index, name in enumerate(names):
         checks.equal_on_all(op, name, [answer[index] for answer in answers], rank)
     checks.equal_on_all(op, "dtype of input", [a[3] for a in answers], rank, kind=TypeError)
-    for index, name in enumerate(("algorithm", "out_dtype", "rows of weight", "return_gathered")):
+    options_of = ("algorithm", "out_dtype", "rows of weight", "return_gathered", "configuration")
+    for index, name in enumerate(options_of):
         checks.equal_on_all(op, name, [a[4][index] for a in answers], rank)
-    return [answer[5] for answer in answers]
+    return [answer[5] for answer in answers], [n for answer in answers for n in answer[6]]
 
 
 def _gather_rows(
@@ -287,6 +295,7 @@ def _gather_rows(
     dtype: torch.dtype,
     return_gathered: bool,
     buffers: Buffers | None,
+    columns: list[int],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
     """Shards are rows of the matmul: ``gather_dim`` is not the contracted one."""
     shard = rows_of(input, dim)
@@ -300,18 +309,16 @@ def _gather_rows(
     gathered = None if buffers is None else buffers.gathered
     if return_gathered and gathered is None:
         gathered = torch.empty(total, inner, dtype=input.dtype, device=input.device)
-    config = configuration.choose(
-        communicator.place,
-        input.dtype,
-        max(rows),
-        max(w.shape[1] for w, _, _ in linears),
-        inner,
-    )
+    problem = tuning.gather_problem(communicator, input.dtype, max(rows), columns, inner)
+    choice = tuning.choose(communicator, problem, algorithm)
+    config = choice.configuration
     empty = not total * inner
     if algorithm == "auto" or empty:
         bytes_gathered = (total - min(rows)) * inner * input.element_size()
         wide = torch.float64 if dtype == torch.float64 else input.dtype
-        algorithm = choose_algorithm(communicator.place, wide, total, bytes_gathered, empty=empty)
+        algorithm = choose_algorithm(
+            communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
+        )
     if algorithm == "fused":
         event = algorithms.all_gather_matmul_fused(
             communicator, shard, targets, rows, gathered, config
@@ -340,6 +347,7 @@ def _gather_inner(
     dtype: torch.dtype,
     return_gathered: bool,
     buffers: Buffers | None,
+    columns: list[int],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], Any]:
     """Shards are slices of the contracted dimension: every output needs every shard.
 

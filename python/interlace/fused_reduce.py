@@ -14,13 +14,14 @@ import torch
 from interlace import checks, recorded
 from interlace.groups import resolve
 from interlace.kernels.tiling import split_rows
-from interlace.runtime import activations, collective_algorithms, configuration
+from interlace.runtime import activations, collective_algorithms, configuration, tuning
 from interlace.runtime import reduce_algorithms as algorithms
 from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear
 from interlace.runtime.stream import Outcome
+from interlace.runtime.tuning_table import threshold
 from interlace.shapes import rows_of, unrows
 
 
@@ -241,6 +242,7 @@ class _Product:
             "out_dtype": self.dtype,
             "whether there is a bias": self.bias is not None,
             "activation": self.activation or None,
+            "configuration": configuration.override_key(),
         }
         mine = (tuple(names.values()), self.input.dtype, self.input.shape[-1])
         answers = self.communicator.agree(self.op, mine)
@@ -250,13 +252,19 @@ class _Product:
             checks.equal_on_all(self.op, name, [a[0][index] for a in answers], rank)
         self.inner = [answer[2] for answer in answers]
 
-    def chosen(self, rows: int, columns: int) -> str:
-        """The algorithm, once every rank's shapes are known."""
+    def choose(self, op: str, rows: int, columns: int) -> tuning.Choice:
+        """What the table, the cache or the model has for ``op``; ``rows`` of the longest part."""
+        size, inner = self.communicator.world_size, max(self.inner)
+        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
+        return tuning.choose(self.communicator, problem, self.algorithm)
+
+    def chosen(self, rows: int, columns: int, tuned: str) -> str:
+        """The algorithm, once every rank's shapes are known; ``tuned`` is what :meth:`choose` says."""
         empty = not rows * columns * max(self.inner)
         if self.algorithm != "auto" and not empty:
             return self.algorithm
         wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
-        return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty)
+        return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty, tuned=tuned)
 
 
 def _reduce_scatter(
@@ -265,19 +273,16 @@ def _reduce_scatter(
     linear: Linear,
     segments: list[tuple[int, int]],
     request: _Product,
+    algorithm: str = "",
 ) -> Any:
+    """By ``algorithm``, or by what is chosen for these shapes."""
     rows, columns = left.shape[0], linear.weight.shape[1]
-    algorithm = request.chosen(rows, columns)
+    longest = max(count for _, count in segments)
+    choice = request.choose("matmul_reduce_scatter", longest, columns)
+    algorithm = algorithm or request.chosen(rows, columns, choice.algorithm)
     if algorithm == "fused":
-        config = configuration.choose(
-            communicator.place,
-            left.dtype,
-            max(count for _, count in segments),
-            columns,
-            max(request.inner),
-        )
         return algorithms.matmul_reduce_scatter_fused(
-            communicator, left, linear, segments, config, average=request.average
+            communicator, left, linear, segments, choice.configuration, average=request.average
         )
     if algorithm == "pipelined":
         return algorithms.matmul_reduce_scatter_pipelined(
@@ -288,7 +293,7 @@ def _reduce_scatter(
     )
 
 
-ONE_SHOT_BYTES = 1 << 18
+ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
 def matmul_all_reduce(
@@ -380,19 +385,18 @@ def _matmul_all_reduce(
         if output is None:
             output = torch.empty(left.shape[0], columns, dtype=request.dtype, device=left.device)
         one_shot = output.numel() * output.element_size() <= ONE_SHOT_BYTES
-        if request.chosen(left.shape[0], columns) == "fused" and one_shot:
-            config = configuration.choose(
-                communicator.place, left.dtype, left.shape[0], columns, max(request.inner)
-            )
+        choice = request.choose(op, left.shape[0], columns)
+        chosen = request.chosen(left.shape[0], columns, choice.algorithm)
+        if chosen == "fused" and one_shot:
             event = algorithms.matmul_all_reduce_fused(
                 communicator,
                 left,
                 Linear(request.weight, request.bias, output, activation=request.activation),
-                config,
+                choice.configuration,
                 average=request.average,
             )
         else:
-            event = _two_shot(communicator, left, output, request)
+            event = _two_shot(communicator, left, output, request, chosen)
         if buffer is not None:
             return Outcome(None, event)
         return Outcome(unrows(output, request.input.shape[:-1], 0), event)
@@ -401,14 +405,18 @@ def _matmul_all_reduce(
 
 
 def _two_shot(
-    communicator: Communicator, left: torch.Tensor, output: torch.Tensor, request: _Product
+    communicator: Communicator,
+    left: torch.Tensor,
+    output: torch.Tensor,
+    request: _Product,
+    algorithm: str,
 ) -> Any:
     """Reduce-scatter the product into the own rows of ``output``, then gather the others' rows."""
     segments = split_rows(left.shape[0], communicator.world_size)
     parts = [output[first : first + count] for first, count in segments]
     own = parts[communicator.rank]
     linear = Linear(request.weight, request.bias, own, activation=request.activation)
-    _reduce_scatter(communicator, left, linear, segments, request)
+    _reduce_scatter(communicator, left, linear, segments, request, algorithm)
     return collective_algorithms.all_gather_copy(
         communicator, own.view(-1), [part.view(-1) for part in parts]
     )

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from interlace import __version__
-from interlace.cli import bench_options, bundle
+from interlace.cli import bench_options, bundle, tune_options
 from interlace.cli.consoles import new_console
 
 
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
 
     bench_options.add_command(commands)
+    tune_options.add_command(commands)
     return top
 
 
@@ -161,6 +162,14 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         chosen = bench_options.options_of(options)
         need_interpreter(bench_options.wants_interpreter(chosen), arguments)
         return bench(console, chosen)
+    if options.command == "tune":
+        from interlace.cli.tune import tune
+
+        asked = tune_options.options_of(options)
+        tune_options.check(asked)
+        if not asked.dry_run:
+            need_interpreter(tune_options.place_of(asked) != "cuda", arguments)
+        return tune(console, asked)
     if options.command == "check":
         from interlace.cli.check import check
 

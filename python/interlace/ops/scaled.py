@@ -29,7 +29,7 @@ import torch
 from interlace import checks
 from interlace.ops import plain, scaled_kernels, shapes
 from interlace.ops.pending import Started
-from interlace.runtime import collective_algorithms
+from interlace.runtime import collective_algorithms, configuration
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_scaled_algorithm
 from interlace.runtime.stream import Outcome
@@ -192,14 +192,17 @@ def all_gather_scaled_matmul(
 
     def host() -> Outcome:
         why_not = scaled_kernels.why_not(communicator, inner, weights, out_dtype) if kernel else ""
-        mine = (tuple(input.shape), dim, input.dtype, by_row, algorithm, use_fast_accum, why_not)
+        mine = (
+            tuple(input.shape), dim, input.dtype, by_row, algorithm, use_fast_accum, why_not,
+            [weight.shape[1] for weight in weights], configuration.override_key(),
+        )  # fmt: skip
         answers = communicator.agree(op, mine)
         for index, name in enumerate(("shape of input", "gather_dim", "dtype of input")):
             values = [answer[index] for answer in answers]
             checks.equal_on_all(op, name, values, communicator.rank)
         kinds = [answer[3] for answer in answers]
         checks.equal_on_all(op, "whether input_scale is by row", kinds, communicator.rank)
-        for index, name in ((4, "algorithm"), (5, "use_fast_accum")):
+        for index, name in ((4, "algorithm"), (5, "use_fast_accum"), (8, "configuration")):
             values = [answer[index] for answer in answers]
             checks.equal_on_all(op, name, values, communicator.rank)
         if kernel and _kernel_can(op, algorithm, [answer[6] for answer in answers]):
@@ -217,6 +220,7 @@ def all_gather_scaled_matmul(
                 given,
                 gathered.matrix if return_gathered else None,
                 use_fast_accum,
+                [columns for answer in answers for columns in answer[7]],
             )
             return Outcome(None, event)
         _gather(communicator, shard.view(torch.uint8), gathered.matrix.view(torch.uint8))
@@ -319,6 +323,7 @@ def scaled_matmul_reduce_scatter(
             "use_fast_accum": use_fast_accum,
             "algorithm": algorithm,
             "whether there is a bias": bias is not None,
+            "configuration": configuration.override_key(),
         }
         largest = _largest_inner(communicator, input, weight, terms)
         if largest:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels.tiling import split_rows
-from interlace.runtime import configuration, gather_algorithms, reduce_algorithms
+from interlace.runtime import gather_algorithms, reduce_algorithms, tuning
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.operands import DESCRIPTOR_ALIGNMENT, Linear
 from interlace.runtime.stream import Event
@@ -51,10 +51,13 @@ def gather(
     linears: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]],
     gathered: torch.Tensor | None,
     fast_accum: bool,
+    columns: Sequence[int],
 ) -> Event:
-    """``linears``: weight, its scale, its bias, and the matrix for all ranks' rows."""
+    """``linears``: weight, its scale, its bias, and the matrix for all ranks' rows.
+
+    ``columns``: of all weights of all ranks.
+    """
     rows, inner = input.shape
-    widest = max(weight.shape[1] for weight, *_ in linears)
     by_row = by_row or any(scale.numel() != 1 for _, scale, *_ in linears)
     kind = "row" if by_row else "tensor"
     targets = [
@@ -68,9 +71,10 @@ def gather(
         )
         for weight, scale, bias, output in linears
     ]
-    config = configuration.choose(
-        communicator.place, input.dtype, rows, widest, inner, fast_accum=fast_accum
+    problem = tuning.gather_problem(
+        communicator, input.dtype, rows, columns, inner, fast_accum=fast_accum
     )
+    config = tuning.choose(communicator, problem, "fused").configuration
     return gather_algorithms.all_gather_matmul_fused(
         communicator,
         input,
@@ -125,9 +129,9 @@ def reduce(
         scale=column_scale,
         fast_accum=fast_accum,
     )
-    config = configuration.choose(
-        communicator.place, input.dtype, count, right.shape[1], inner, fast_accum=fast_accum
-    )
+    op, size, columns = "matmul_reduce_scatter", communicator.world_size, right.shape[1]
+    problem = tuning.Problem(op, input.dtype, count, columns, inner, size, fast_accum)
+    config = tuning.choose(communicator, problem, "fused").configuration
     event = reduce_algorithms.matmul_reduce_scatter_fused(
         communicator,
         left,

@@ -1,0 +1,231 @@
+"""The table: what runs where nobody has measured. To change a default, change a row; to add one, add a row.
+
+Four parts, each plain rows whose last entry says where the row comes from:
+
+TILES       how a matmul is cut up, by architecture, dtype and extents. The first that fits is the default;
+            all that fit are what the cost model chooses from.
+SHAPES      what one op does with matmuls of about one shape on about so many ranks
+THRESHOLDS  sizes from which on another way is taken
+INTERPRETED tiles in the interpreter, which wants few and large ones
+
+A source begins with one of these words, and ``tests/sim/test_tuning_table.py`` holds it to them:
+
+measured   in a file of ``benchmarks/results``, which is named
+model      predicted by ``benchmarks/model.py``; no measurement
+published  by somebody else, named
+assumed    a choice; what can be said for it is said
+
+Rows of a machine of your own are not for this file: ``python -m interlace tune`` writes them into a cache,
+which comes first (``tuning.py`` has the order). ``docs/tune.md`` explains the columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Values = dict[str, Any]
+"""Fields of ``configuration.Configuration``, by name."""
+
+ANY = ""
+
+
+class Tile(NamedTuple):
+    """``arch``: compute capability, 9 for all of 9.x, "" for any. ``dtype``: of the operands: "fp32",
+    "16 bit", "fp8 exact" (sums exact to fp32), "fp8 fast". ``extents``: "even" if columns and inner are
+    multiples of 16, else "odd N" or "odd K". ``rows``: "few", up to 64 of a rank, or "many".
+
+    ``flags``: tma (operands by descriptor), flatten, out (the product by descriptor).
+    """
+
+    arch: int | str
+    dtype: str
+    extents: str
+    rows: str
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    subtile: int
+    flags: str
+    source: str
+
+    @property
+    def values(self) -> Values:
+        flags = self.flags.split()
+        return {
+            "block_m": self.block_m,
+            "block_n": self.block_n,
+            "block_k": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "epilogue_subtile": self.subtile,
+            "descriptors": "tma" in flags,
+            "flatten": "flatten" in flags,
+            "output_descriptors": "out" in flags,
+        }
+
+
+class Shape(NamedTuple):
+    """``rows`` of the longest shard, ``columns`` and ``inner`` of a rank's matmul, each a power of two that
+    stands for all above half of it; ``world``: ranks, likewise. ``algorithm``: what "auto" is, "" leaves
+    that to the thresholds. ``values`` change the default of the architecture.
+    """
+
+    op: str
+    arch: int
+    dtype: str
+    world: int
+    rows: int
+    columns: int
+    inner: int
+    algorithm: str
+    values: Values
+    source: str
+
+
+class Threshold(NamedTuple):
+    """``place``: "gpu", "cpu", or "" for both."""
+
+    name: str
+    place: str
+    value: int
+    source: str
+
+
+# fmt: off
+_OFFLINE = "assumed: accumulators fill the registers, stages the shared memory; compiles without spills"
+_OLD = "assumed: as on 8.0, whose shared memory suffices it"
+_FP32 = "assumed: without tensor cores operands need registers too; compiles without spills"
+_ODD = "assumed: every element has an address, and addresses need registers"
+
+TILES = (
+    #    arch dtype        extents  rows      m    n    k   warps stages parts flags
+    Tile(8,   "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _FP32),
+    Tile(8,   "16 bit",    "even",  "many", 128, 128,  32,  8,    4,     1,    "",                _OFFLINE),
+    Tile(8,   "16 bit",    "even",  "few",   64, 128,  32,  8,    4,     1,    "",                _OFFLINE),
+    Tile(8,   "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "",                _ODD),
+    Tile(8,   "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "",                _ODD),
+    Tile(8,   "16 bit",    "odd K", "many", 128, 128,  16,  8,    3,     1,    "",                _ODD),
+    Tile(8,   "16 bit",    "odd K", "few",   64, 128,  16,  8,    3,     1,    "",                _ODD),
+    Tile(8,   "fp8 exact", ANY,     "many", 128, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
+    Tile(8,   "fp8 exact", ANY,     "few",   64, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
+    Tile(8,   "fp8 fast",  ANY,     "many", 128, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
+    Tile(8,   "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
+
+    Tile(9,   "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _FP32),
+    Tile(9,   "16 bit",    "even",  "many", 128, 256,  64,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(9,   "16 bit",    "even",  "few",   64, 256,  64,  4,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(9,   "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(9,   "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(9,   "16 bit",    "odd K", "many", 128, 256,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(9,   "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,     1,    "tma",             _ODD),
+    # exact sums are kept beside the tensor cores' own, which takes registers
+    Tile(9,   "fp8 exact", ANY,     "many", 128, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(9,   "fp8 exact", ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(9,   "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(9,   "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+
+    # in one part ptxas spills here, on 9.0 in two
+    Tile(10,  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _FP32),
+    Tile(10,  "16 bit",    "even",  "many", 128, 256,  64,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(10,  "16 bit",    "even",  "few",   64, 256,  64,  4,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(10,  "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(10,  "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(10,  "16 bit",    "odd K", "many", 128, 256,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(10,  "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(10,  "fp8 exact", ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(10,  "fp8 exact", ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(10,  "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+    Tile(10,  "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
+
+    Tile(12,  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _OLD),
+    Tile(12,  "16 bit",    "even",  "many", 128, 128,  32,  8,    4,     1,    "tma",             _OLD),
+    Tile(12,  "16 bit",    "even",  "few",   64, 128,  32,  8,    4,     1,    "tma",             _OLD),
+    Tile(12,  "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(12,  "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(12,  "16 bit",    "odd K", "many", 128, 128,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(12,  "16 bit",    "odd K", "few",   64, 128,  16,  8,    3,     1,    "tma",             _ODD),
+    Tile(12,  "fp8 exact", ANY,     "many", 128, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
+    Tile(12,  "fp8 exact", ANY,     "few",   64, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
+    Tile(12,  "fp8 fast",  ANY,     "many", 128, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
+    Tile(12,  "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
+
+    # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
+    Tile(ANY, "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _FP32),
+    Tile(ANY, "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,     1,    "",                _OLD),
+    Tile(ANY, ANY,         ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _OLD),
+)
+
+FEW_ROWS = 64
+
+# Who sends the chunks of an all-gather, and how: where SHAPES and the cost model say nothing.
+SENDING = {"copiers": 8, "chunks": 4, "copy_rows": 16, "copy_columns": 512}
+SENDING_FP32 = {**SENDING, "copy_columns": 256}
+
+_MODEL = "model: h100x8, table 'recommended' of docs/model.md"
+_THIN = "model: h100x8, table 'recommended' of docs/model.md, which is kind to fusing, and says no"
+_WHOLE = {"copiers": 0, "chunks": 1}    # whole shards by the copy engine
+_HALVES = {"copiers": 0, "chunks": 2}
+
+SHAPES = (
+    #     op                  arch dtype    ranks  rows  columns inner  algorithm  values
+    Shape("all_gather_matmul", 90, "16 bit",   8,   128,   2048,  4096, "unfused", _WHOLE,  _THIN),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   256,   2048,  4096, "",        _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   512,   2048,  4096, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  1024,   2048,  4096, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  2048,   2048,  4096, "fused",   _HALVES, _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   128,   4096,  8192, "",        _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   256,   4096,  8192, "",        _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   512,   4096,  8192, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  1024,   4096,  8192, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  2048,   4096,  8192, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   128,   8192, 16384, "unfused", _WHOLE,  _THIN),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   256,   8192, 16384, "",        _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,   512,   8192, 16384, "",        _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  1024,   8192, 16384, "fused",   _WHOLE,  _MODEL),
+    Shape("all_gather_matmul", 90, "16 bit",   8,  2048,   8192, 16384, "fused",   _WHOLE,  _MODEL),
+)
+
+THRESHOLDS = (
+    #         name                        place  value
+    # all rows; below, fusing loses to the plain sequence
+    Threshold("smallest_fused_rows",      "gpu", 512,
+              "published: up to 512 rows fused ops lose or tie (Kraken #2, #19, pytorch #179770)"),
+    # received by a rank before its matmul; below, pipelined all-gather + matmul loses to unfused
+    Threshold("smallest_pipelined_bytes", "cpu", 4 << 20,
+              "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
+    # of the output; beyond, matmul + all-reduce is reduce-scatter and all-gather
+    Threshold("one_shot_bytes",           ANY,   256 << 10, "assumed: as torch's symmetric memory"),
+    # of the gathered input, of the product: up to here a CPU's engine moves them, beyond peers' memory
+    Threshold("engine_gather_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
+    Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
+)
+
+# The smallest and the largest block; the power of two between them that covers the extent is taken.
+INTERPRETED = {"block_m": (16, 128), "block_n": (16, 128), "block_k": (16, 256), "copy_columns": (16, 1024)}
+INTERPRETED_VALUES = {"copy_rows": 64, "programs": 3}
+# fmt: on
+
+
+def threshold(name: str) -> int:
+    """The value of the row ``name``.
+
+    >>> threshold("smallest_fused_rows")
+    512
+    """
+    return next(row.value for row in THRESHOLDS if row.name == name)
+
+
+def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
+    """All that fit a GPU of ``capability`` (90 is 9.0): its own, or those for any if it has none.
+
+    >>> [(tile.block_m, tile.block_n, tile.rows) for tile in tiles(90, "16 bit", "even")]
+    [(128, 256, 'many'), (64, 256, 'few')]
+    """
+
+    def fits(tile: Tile, arch: int | str) -> bool:
+        return tile.arch == arch and tile.dtype in (dtype, ANY) and tile.extents in (extents, ANY)
+
+    own = [tile for tile in TILES if fits(tile, capability // 10)]
+    return own or [tile for tile in TILES if fits(tile, ANY)]

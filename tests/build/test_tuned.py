@@ -1,0 +1,64 @@
+"""Rows of the tuning table and candidates of ``interlace tune``, compiled for chips that are not here.
+
+The shared memory that they need is bounded by the arithmetic that refuses candidates.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.runtime import catalogue, tuning_table, valid_configurations
+from interlace.runtime.build import Report, build
+from interlace.runtime.catalogue import Entry, Operands
+from interlace.runtime.configuration import Configuration
+from interlace.runtime.valid_configurations import shared_needed, why_not
+
+
+def of_row(arch: int, dtype: str, extents: str, rows: str) -> Configuration:
+    """What a row of the table says."""
+    fitting = tuning_table.tiles(arch, dtype, extents)
+    return Configuration(**next(tile for tile in fitting if tile.rows in (rows, "")).values)
+
+
+def entry(arch: int, configuration: Configuration, gather: bool) -> Entry:
+    values = {**vars(configuration)}
+    tma = bool(values["descriptors"])
+    operands = Operands(tma=tma, overrides=values)
+    if gather:
+        return catalogue.all_gather_matmul(arch, operands, copiers=False)
+    return catalogue.matmul_reduce_scatter(arch, operands)
+
+
+FALLBACK = of_row(999, "16 bit", "even", "many")
+FEW = of_row(90, "16 bit", "even", "few")
+WIDE = Configuration(
+    block_m=256, block_n=128, block_k=64, num_warps=8, num_stages=3, epilogue_subtile=2,
+    flatten=True, output_descriptors=True,
+)  # fmt: skip
+SMALL = Configuration(block_m=64, block_n=64, block_k=64, num_warps=4, descriptors=False)
+CASES = {
+    "few rows on 9.0": (90, FEW, True),
+    "any chip, on 8.0": (80, FALLBACK, True),
+    "any chip, on 10.0": (100, FALLBACK, False),
+    "a wide candidate on 9.0": (90, WIDE, False),
+    "a small candidate on 8.0": (80, SMALL, True),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    made = build([entry(*case) for case in CASES.values()])
+    return dict(zip(CASES, made, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_compiles_within_the_bounds(name: str, reports: dict[str, Report]) -> None:
+    arch, configuration, _ = CASES[name]
+    report = reports[name]
+    assert why_not(configuration, arch, 2) == ""
+    assert report.problems() == []
+    assert 0 < report.shared <= shared_needed(configuration, 2)
+    if name == "a wide candidate on 9.0":
+        base = catalogue.Operands().configuration(90)
+        found = valid_configurations.tile_candidates(base, 90, 2)
+        assert any(vars(each)["block_m"] == 256 and each.block_n == 128 for each in found)

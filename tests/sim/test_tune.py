@@ -1,0 +1,495 @@
+"""Lookup of configurations, the cache file, and ``python -m interlace tune`` in the simulator."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import interlace
+from interlace.benchmark import tune as measuring
+from interlace.benchmark.tune import CandidateError, Outcome, Timed, TuneRequest, search
+from interlace.benchmark.tune_candidates import Candidate, candidates, made, problem_of, untuned
+from interlace.cli import main, tune_options
+from interlace.cli.tune import tune
+from interlace.cli.tune_options import TuneOptions
+from interlace.runtime import configuration, cost_model, tune_cache, tuning
+from interlace.runtime.chips import CHIPS
+from interlace.runtime.configuration import Configuration, gpu_default
+from interlace.runtime.tune_cache import Machine, NotOursError, Row
+from interlace.runtime.tuning import Problem, decide
+from interlace.runtime.valid_configurations import why_not
+
+HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
+GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
+
+
+def row(problem: Problem = GATHER, algorithm: str = "fused", **values: Any) -> Row:
+    """A measurement of the bucket of ``problem``."""
+    world, rows, columns, inner = tuning.bucket_of(problem)
+    kind = (problem.op, tuning.dtype_name(problem), tuning.extents_of(problem))
+    return Row(*kind, world, rows, columns, inner, algorithm, {algorithm: values})
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+# -- lookup ------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_lookup() -> None:
+    near = replace(
+        GATHER, rows=4096, columns=8192
+    )  # two buckets off every row of the table for 70B
+    exact = (row(chunks=3), 0)
+    assert decide(90, GATHER, exact).configuration.chunks == 3
+    assert "exact row of the cache" in decide(90, GATHER, exact).source
+    table = decide(90, GATHER, (row(chunks=3), 1))
+    assert "exact row of the table" in table.source and table.configuration.chunks == 1
+    cached = decide(90, near, (row(near, chunks=3), 2))
+    assert "nearest row of the cache" in cached.source and cached.configuration.chunks == 3
+    assert "nearest row of the table" in decide(90, near, None).source
+    far = replace(GATHER, rows=32768)
+    assert "cost model" in decide(90, far, None).source
+    assert decide(86, GATHER, None).source == "default: the table's tiles for sm_86"
+    assert decide(86, GATHER, None).configuration == gpu_default(86, torch.bfloat16, 1024)
+
+
+def test_what_is_not_near_is_not_taken() -> None:
+    rows = [row()]
+    found = tuning.nearest(rows, tuning.bucket_of(GATHER))
+    assert found == (rows[0], 0)
+    for other, steps in (
+        (replace(GATHER, rows=2048), 1),
+        (replace(GATHER, rows=2048, inner=4096), 2),
+        (replace(GATHER, world_size=4), 2),
+        (replace(GATHER, rows=8192), None),
+        (replace(GATHER, world_size=2), None),
+    ):
+        found = tuning.nearest(rows, tuning.bucket_of(other))
+        assert (found and found[1]) == steps, other
+    for other in (
+        replace(GATHER, dtype=torch.float16),
+        replace(GATHER, op="matmul_reduce_scatter"),
+        replace(GATHER, columns=3583),
+    ):
+        assert tuning.cached_rows(rows, other) == []
+
+
+def test_ties_do_not_depend_on_the_order_of_rows() -> None:
+    rows = [row(replace(GATHER, rows=size), chunks=size) for size in (512, 2048)]
+    bucket = tuning.bucket_of(GATHER)
+    assert tuning.nearest(rows, bucket) == tuning.nearest(rows[::-1], bucket) == (rows[0], 1)
+
+
+@pytest.mark.parametrize("capability", [70, 75, 110, 120, 999])
+def test_an_unknown_chip_falls_back(capability: int) -> None:
+    choice = decide(capability, GATHER, None)
+    assert choice.source.startswith("default")
+    assert why_not(choice.configuration, capability, 2) == ""
+
+
+def test_a_row_that_does_not_fit_the_chip_is_passed_over() -> None:
+    fits, does_not = row(num_stages=3), row(num_stages=6)
+    assert decide(90, GATHER, (fits, 0)).configuration.num_stages == 3
+    choice = decide(90, GATHER, (does_not, 0))
+    assert "table" in choice.source and choice.configuration.num_stages == 4
+
+
+def test_values_are_those_of_the_algorithm_that_runs() -> None:
+    both = replace(row(chunks=3), values={"fused": {"chunks": 3}, "pipelined": {"chunks": 5}})
+    assert decide(90, GATHER, (both, 0)).configuration.chunks == 3
+    choice = decide(90, GATHER, (both, 0), algorithm="pipelined")
+    assert choice.configuration.chunks == 5
+
+
+def test_several_nodes_and_a_world_of_one_take_defaults() -> None:
+    assert decide(90, GATHER, None, one_node=False).configuration == gpu_default(
+        90, torch.bfloat16, 1024
+    )
+    alone = decide(90, replace(GATHER, world_size=1), (row(chunks=3), 0))
+    assert alone.configuration == gpu_default(90, torch.bfloat16, 1024)
+
+
+def test_the_cost_model_prefers_what_it_should() -> None:
+    chip, base = CHIPS[90], gpu_default(90, torch.bfloat16, 1024)
+    by_engine, by_programs = replace(base, copiers=0, chunks=1), replace(base, copiers=8)
+    assert cost_model.fused_us(chip, GATHER, by_engine) < cost_model.fused_us(
+        chip, GATHER, by_programs
+    )
+    # calls of the copy engine are issued by the host, which a tiny op does not hide
+    tiny = replace(GATHER, rows=8, columns=128, inner=128)
+    assert cost_model.fused_us(chip, tiny, by_programs) < cost_model.fused_us(chip, tiny, by_engine)
+    small = replace(base, block_m=64, block_n=64)
+    assert cost_model.matmul_us(chip, GATHER, base) < cost_model.matmul_us(chip, GATHER, small)
+
+
+def test_columns_of_all_ranks_count() -> None:
+    def on_rank() -> tuple[int, str]:
+        communicator = interlace.groups.default_group()
+        columns = [64, 96] if interlace.get_rank() else [96, 64]
+        found = tuning.gather_problem(communicator, torch.float32, 32, [*columns, 33], 64)
+        return found.columns, found.extents
+
+    assert interlace.run(on_rank, 2) == [(96, "odd N")] * 2
+
+
+# -- explicit ----------------------------------------------------------------------------------------
+
+
+def gather(values: dict[str, Any]) -> Callable[[], Any]:
+    def on_rank() -> torch.Tensor:
+        mine = values if interlace.get_rank() else {}
+        with configuration.override(**mine):
+            return interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
+
+    return on_rank
+
+
+def test_ranks_with_different_explicit_configurations_are_told() -> None:
+    with pytest.raises(ValueError, match="configuration differs between ranks"):
+        interlace.run(gather({"block_m": 64}), 2)
+
+
+def test_an_explicit_configuration_wins(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cache.json"
+    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
+    machine = tune_cache.machine("sim", torch.device("cpu"))
+    tune_cache.add(machine, [row(problem, block_m=32, programs=2)], file)
+    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+
+    def on_rank() -> list[Any]:
+        communicator, found = interlace.groups.default_group(), []
+        for values in ({}, {"block_m": 64}):
+            with interlace.configured(**values):
+                choice = tuning.choose(communicator, problem)
+                made = choice.configuration
+                found.append((made.block_m, made.programs, choice.source.split(",")[0]))
+        return found
+
+    expected = [(32, 2, "exact row of the cache"), (64, 2, "explicit")]
+    assert interlace.run(on_rank, 2) == [expected] * 2
+
+
+def test_the_simulator_reads_no_cache_unless_one_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
+    monkeypatch.delenv(tune_cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "interlace" / "tune.json"
+    assert tune_cache.path() == file
+    tune_cache.add(tune_cache.machine("sim", torch.device("cpu")), [row(problem, programs=2)], file)
+
+    def on_rank() -> int:
+        choice = tuning.choose(interlace.groups.default_group(), problem)
+        return choice.configuration.programs
+
+    assert interlace.run(on_rank, 2) == [3, 3]
+    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    assert interlace.run(on_rank, 2) == [2, 2]
+
+
+# -- the cache file ----------------------------------------------------------------------------------
+
+
+def test_rows_come_back(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "new" / "folder" / "tune.json"
+    first, second = row(chunks=3), row(replace(GATHER, rows=64), "unfused")
+    tune_cache.add(HERE, [first], file)
+    tune_cache.add(HERE, [second], file)
+    tune_cache.add(replace(HERE, device="another"), [row(chunks=7)], file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = tune_cache.rows_for(HERE, file)
+    assert list(found) == [first, second]
+    newer = replace(first, values={"fused": {"chunks": 4}})
+    tune_cache.add(HERE, [newer], file)
+    assert list(tune_cache.rows_for(HERE, file)) == [newer, second]
+    assert tune_cache.digest(found) == tune_cache.digest(found[::-1]) != tune_cache.digest([newer])
+    assert sorted(p.name for p in file.parent.iterdir()) == ["tune.json", "tune.json.lock"]
+
+
+GOOD = {"format": tune_cache.FORMAT, "version": tune_cache.VERSION, "machines": []}
+DAMAGED: dict[str, Any] = {
+    "empty": "",
+    "cut off": json.dumps(GOOD)[:-3],
+    "no object": "[1, 2]",
+    "somebody else's": json.dumps({"format": "other"}),
+    "older": json.dumps({**GOOD, "version": 0}),
+    "newer": json.dumps({**GOOD, "version": 99}),
+    "no machines": json.dumps({"format": tune_cache.FORMAT, "version": tune_cache.VERSION}),
+    "machines are a number": json.dumps({**GOOD, "machines": 3}),
+    "bytes": b"\xff\xfe\x00",
+}
+
+
+def with_row(**changes: Any) -> str:
+    """A file whose one row is changed so."""
+    fields = {**tune_cache.asdict(row(chunks=3)), **changes}
+    machine = {**vars(HERE), "rows": [fields]}
+    return json.dumps({**GOOD, "machines": [machine]})
+
+
+DAMAGED["algorithm"] = with_row(algorithm="magic")
+DAMAGED["unknown field"] = with_row(values={"fused": {"block_q": 3}})
+DAMAGED["text for a number"] = with_row(values={"fused": {"chunks": "3"}})
+DAMAGED["negative"] = with_row(values={"fused": {"chunks": -1}})
+DAMAGED["rows"] = with_row(rows=0)
+DAMAGED["unknown column"] = with_row(colour="red")
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_file_that_cannot_be_used_is_named_once(what: str, tmp_path: pathlib.Path) -> None:
+    file, text = tmp_path / "tune.json", DAMAGED[what]
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.warns(RuntimeWarning, match="tuning cache not used") as said:
+        assert tune_cache.rows_for(HERE, file) == ()
+    assert len(said) == 1 and str(file) in str(said[0].message)
+
+
+def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(with_row())
+    assert list(tune_cache.rows_for(HERE, file)) == [row(chunks=3)]
+
+
+def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    tune_cache.add(replace(HERE, triton="3.5.0"), [row()], file)
+    with pytest.warns(RuntimeWarning, match=r"measured with triton 3\.5\.0"):
+        assert tune_cache.rows_for(HERE, file) == ()
+
+
+def test_a_damaged_cache_does_not_stop_an_op(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text("{")
+    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    with pytest.warns(RuntimeWarning) as said:
+        for _ in range(2):
+            assert interlace.run(gather({}), 2)[0].eq(8).all()
+    assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("text", ["hello", json.dumps({"format": "other"})])
+def test_the_file_of_somebody_else_is_not_overwritten(text: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(text)
+    with pytest.raises(NotOursError, match="left as it is"):
+        tune_cache.add(HERE, [row()], file)
+    assert file.read_text() == text
+
+
+def test_an_older_file_of_ours_is_replaced(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(DAMAGED["older"])
+    tune_cache.add(HERE, [row()], file)
+    assert list(tune_cache.rows_for(HERE, file)) == [row()]
+
+
+def write_rows(file: str, writer: int, count: int) -> None:
+    for number in range(count):
+        problem = replace(GATHER, rows=1 << writer, columns=1 << number)
+        tune_cache.add(HERE, [row(problem)], pathlib.Path(file))
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
+    file, count = tmp_path / "tune.json", 12
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_rows, args=(str(file), n, count)) for n in range(3)]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join(60)
+    assert [each.exitcode for each in writers] == [0, 0, 0]
+    assert len(tune_cache.rows_for(HERE, file)) == 3 * count
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert tune_cache.path() is None  # conftest.py
+    monkeypatch.delenv(tune_cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tune_cache.path() == tmp_path / "interlace" / "tune.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tune_cache.path() == tmp_path / ".cache" / "interlace" / "tune.json"
+    monkeypatch.setenv(tune_cache.VARIABLE, str(tmp_path / "x.json"))
+    assert tune_cache.path() == tmp_path / "x.json"
+
+
+# -- candidates and the search -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
+def test_candidates_for_a_gpu(op: str, capability: int) -> None:
+    problem = problem_of(op, torch.bfloat16, 8192, 3584, 8192, 8)
+    found = candidates("cuda", capability, problem)
+    assert found[0].default and not any(each.default for each in found[1:])
+    assert len({(each.algorithm, each.values) for each in found}) == len(found)
+    assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
+    for each in found:
+        if each.algorithm == "fused":
+            assert why_not(Configuration(**each.configuration), capability, 2) == ""
+    algorithm, choice = untuned("cuda", capability, problem)
+    assert found[0].algorithm == algorithm
+    assert Configuration(**found[0].configuration) == choice.configuration
+
+
+def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
+    tried = [made("fused", Configuration(chunks=n)) for n in (1, 2, 3)]
+    request = TuneRequest("all_gather_matmul", torch.float32, 8, 8, 8, tuple(tried), 1.0)
+    runs: list[int] = []
+
+    def run(given: TuneRequest) -> list[Timed]:
+        runs.append(len(given.candidates))
+        for index, each in enumerate(given.candidates):
+            if each.configuration["chunks"] == 2:
+                raise CandidateError(index, "OutOfResources: shared memory")
+        return [Timed(each, [10.0 - 2 * i], 0.0, True) for i, each in enumerate(given.candidates)]
+
+    outcome = search(request, run)
+    assert runs == [3, 2]
+    assert outcome.skipped == [(tried[1], "OutOfResources: shared memory")]
+    assert outcome.best.candidate == tried[2] and outcome.factor == 10 / 8
+
+    def none(given: TuneRequest) -> list[Timed]:
+        raise CandidateError(0, "no")
+
+    with pytest.raises(ValueError, match=r"the default, .* cannot be run: no"):
+        search(request, none)
+
+
+def outcome_of(*timed: Timed) -> Outcome:
+    request = TuneRequest("all_gather_matmul", torch.float32, 8, 8, 8, (), 1.0)
+    return Outcome(request, list(timed), [])
+
+
+def test_only_right_and_clearly_faster_candidates_win() -> None:
+    base, other = Candidate("fused", (("chunks", 1),), True), Candidate("unfused")
+    default = Timed(base, [100.0, 101.0, 99.0], 0.5, True)
+    assert outcome_of(default, Timed(other, [99.0], 0.5, True)).best is default
+    assert outcome_of(default, Timed(other, [90.0], 2.0, True)).best is default
+    assert outcome_of(default, Timed(other, [90.0], 0.5, False)).best is default
+    won = outcome_of(default, Timed(other, [50.0], 0.5, True))
+    assert won.best.candidate is other and won.factor == 2
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def run_tune(**options: Any) -> tuple[int, str]:
+    out = io.StringIO()
+    code = tune(Console(file=out, width=250), TuneOptions(**options))
+    return code, out.getvalue()
+
+
+def test_the_command_in_the_simulator(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From measuring to the next call that finds what was measured."""
+    file = tmp_path / "tune.json"
+    sizes = {"m": "16", "n": "16", "k": "16"}
+    code, text = run_tune(
+        op=("all_gather_matmul",), place="sim", budget=1.0, cache=str(file), **sizes
+    )
+    assert code == 0 and "default" in text and str(file) in text
+    assert "say nothing of a GPU" in text and "candidates tried" in text
+    machine = tune_cache.machine("sim", torch.device("cpu"))
+    (found,) = tune_cache.rows_for(machine, file)
+    assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
+    assert found.algorithm == "fused" and found.shape == (16, 16, 16) and found.default_us > 0
+    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+
+    def on_rank() -> tuple[bool, str, dict[str, Any]]:
+        x, w = torch.ones(8, 16), torch.ones(16, 16)
+        right = bool(interlace.all_gather_matmul(x, w).eq(16).all())
+        problem = problem_of("all_gather_matmul", torch.float32, 16, 16, 16, 2)
+        choice = tuning.choose(interlace.groups.default_group(), problem)
+        return right, choice.source, vars(choice.configuration)
+
+    for right, source, values in interlace.run(on_rank, 2):
+        assert right and source.startswith("exact row of the cache")
+        assert values == found.values["fused"]
+    code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
+    assert code == 0 and "now: fused, by exact row of the cache" in text
+
+
+def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the check: an op that is wrong by more than rounding."""
+    op = measuring.ops.FUSED["all_gather_matmul"]
+    right = op.ours
+
+    def wrong(self: Any, algorithm: str) -> Callable[..., Any]:
+        run = right(self, algorithm)
+        return lambda *inputs: run(*inputs) + 1
+
+    monkeypatch.setattr(op, "ours", wrong)
+    file = tmp_path / "tune.json"
+    code, text = run_tune(
+        op=("all_gather_matmul",), place="sim", budget=0.5, cache=str(file), m="16", n="16", k="16"
+    )
+    assert code == 1 and "WRONG" in text and not file.exists()
+
+
+def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
+    code, text = run_tune(op=("all_gather_matmul",), dry_run=True, arch=90, world_size=8)
+    assert code == 0 and "exact row of the table (model: h100x8" in text
+    code, text = run_tune(op=("matmul_reduce_scatter",), dry_run=True, arch=80, world_size=8)
+    assert code == 0 and "would try" in text and "128x128x32" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"op": ("all_reduce",)}, "is none of all_gather_matmul"),
+        ({"place": "sim", "m": "15"}, "does not divide"),
+        ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
+        ({"place": "sim", "arch": 90}, "--arch is for --dry-run"),
+        ({"world_size": 65, "place": "sim"}, "--world-size"),
+        ({"place": "sim", "n": "many"}, "'many' is no size"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_tune(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["tune", "--place", "cuda"]) == 2
+    assert "needs a CUDA device" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_a_cache_there_is_nothing_to_write() -> None:
+    assert os.environ[tune_cache.VARIABLE] == "off"
+    with pytest.raises(ValueError, match="there is no cache to write"):
+        run_tune(place="sim")
+
+
+def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "shapes"
+    file.write_text("# Llama\n1K 3584 8192\n\n2048x1792x4096  # small\n")
+    given = TuneOptions(shapes=str(file), place="shm")
+    assert tune_options.shapes_of(given) == [(1024, 3584, 8192), (2048, 1792, 4096)]
+    file.write_text("1 2 3\n4 5\n")
+    with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
+        tune_options.shapes_of(TuneOptions(shapes=str(file), place="sim"))
