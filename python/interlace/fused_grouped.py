@@ -317,7 +317,7 @@ def checked(
                 f"{input.shape[1]} (shape {tuple(input.shape)}), on rank {rank}"
             )
         experts = weight.shape[0] * (world_size if asked.op == EXCHANGE else 1)
-        sent = _counts("input_splits", asked.input_splits, rank)
+        sent = counts("input_splits", asked.input_splits, rank)
         if asked.op == EXCHANGE and len(sent) % world_size:
             raise ValueError(
                 f"input_splits has {len(sent)} experts, which world size {world_size} does not divide, "
@@ -335,7 +335,7 @@ def checked(
             )
         expected = None
         if asked.output_splits is not None:
-            expected = _counts("output_splits", asked.output_splits, rank)
+            expected = counts("output_splits", asked.output_splits, rank)
             if len(expected) != weight.shape[0] * world_size:
                 raise ValueError(
                     f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
@@ -359,7 +359,7 @@ def checked(
     return Checked(input, weight, bias, sent, expected, name, algorithm, dtype)
 
 
-def _counts(name: str, value: Any, rank: int) -> list[int]:
+def counts(name: str, value: Any, rank: int) -> list[int]:
     """Numbers of rows: ints, or a tensor of integers, none negative."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -367,10 +367,10 @@ def _counts(name: str, value: Any, rank: int) -> list[int]:
                 f"{name} must be a tensor of integers, got {value.dtype} on rank {rank}"
             )
         value = value.flatten().tolist()
-    counts = whole_numbers(name, value, rank)
-    if counts and min(counts) < 0:
-        raise ValueError(f"{name} must not be negative, got {counts} on rank {rank}")
-    return counts
+    numbers = whole_numbers(name, value, rank)
+    if numbers and min(numbers) < 0:
+        raise ValueError(f"{name} must not be negative, got {numbers} on rank {rank}")
+    return numbers
 
 
 def _agree(communicator: Communicator, asked: Asked, call: Checked) -> Routes:
