@@ -125,7 +125,7 @@ def _sources(ctx: Any) -> int:
 
 def _by_source(ctx: Any, rows: Tensor) -> Tensor:
     """Rows that are by expert and source, by source and expert."""
-    sources, parts = _sources(ctx), rows.split(ctx.received)
+    sources, parts = _sources(ctx), torch.split(rows, ctx.received)
     return torch.cat([part for source in range(sources) for part in parts[source::sources]])
 
 
@@ -133,7 +133,7 @@ def _by_expert(ctx: Any, rows: Tensor) -> Tensor:
     """Rows that are by source and expert, by expert and source."""
     sources, experts = _sources(ctx), int(ctx.experts)
     sizes = [each for source in range(sources) for each in ctx.received[source::sources]]
-    parts = rows.split(sizes)
+    parts = torch.split(rows, sizes)
     return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
 
 
@@ -158,7 +158,8 @@ def _backward(ctx: Any, op: str, grads: Sequence[Tensor | None]) -> tuple[Any, .
     if grad is not None:
         grad = grad.to(weight.dtype)
         starts = range(0, len(ctx.received), sources)
-        parts = grad.split([sum(ctx.received[first : first + sources]) for first in starts])
+        sizes = [sum(ctx.received[first : first + sources]) for first in starts]
+        parts = torch.split(grad, sizes)
     if ctx.shared and (grad is not None or of_received is not None):
         rows = of_received
         if parts:
@@ -173,7 +174,7 @@ def _backward(ctx: Any, op: str, grads: Sequence[Tensor | None]) -> tuple[Any, .
             of_input = _ops.all_to_all(rows, *back, ctx.size, ctx.name)
     if ctx.weighed and parts:
         received = wait(kept) if ctx.kept else _received_again(ctx, op, kept)
-        inputs = received.split([part.shape[0] for part in parts])
+        inputs = torch.split(received, [part.shape[0] for part in parts])
         of_weight = torch.stack([a.t() @ part for a, part in zip(inputs, parts, strict=True)])
     if ctx.biased and parts:
         of_bias = torch.stack([part.sum(0) for part in parts])
