@@ -160,6 +160,7 @@ class Operands:
     activation: str = ""
     scales: str = ""
     fast_accum: bool = True
+    grouped: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -178,6 +179,7 @@ class Operands:
             self.columns,
             self.inner,
             fast_accum=self.fast_accum,
+            grouped=self.grouped,
         )
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
@@ -351,6 +353,7 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
 
 def grouped_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
     """All-gather or all-to-all + grouped matmul; without ``copiers`` the copy engine sends."""
+    operands = replace(operands, grouped=True)
     configuration, types, constants, divisible = _matmul(arch, operands)
     tables = {"sends_ptr": "*i64", "offsets_ptr": "*i64"}
     loop = _loop(configuration, operands)

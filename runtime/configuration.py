@@ -95,6 +95,7 @@ def gpu_default(
     inner: int = 4096,
     *,
     fast_accum: bool = True,
+    grouped: bool = False,
 ) -> Configuration:
     """What a GPU of compute ``capability`` (90 is 9.0) runs for a matmul, before overrides.
 
@@ -135,8 +136,9 @@ def gpu_default(
             output_descriptors=True,
         )
     if columns % 16:
-        # Every element has an address of its own, and addresses need registers.
-        return replace(chosen, block_n=64, block_k=16)
+        # Every element has an address of its own, and addresses need registers; a grouped matmul has more
+        # of them alive, and stores a tile in two parts. Else ptxas of Triton 3.6 spills on 10.0.
+        return replace(chosen, block_n=64, block_k=16, epilogue_subtile=2 if grouped else 1)
     large = capability in (90, 100, 103)
     chosen = replace(chosen, block_n=256 if large else 128)
     if inner % 16:
@@ -157,6 +159,7 @@ def choose(
     inner: int,
     *,
     fast_accum: bool = True,
+    grouped: bool = False,
 ) -> Configuration:
     """The configuration for a ``rows x inner @ inner x columns`` matmul per rank and shard."""
     if place.interpreted:
@@ -170,7 +173,9 @@ def choose(
         )
     else:
         major, minor = torch.cuda.get_device_capability(place.device)
-        chosen = gpu_default(10 * major + minor, dtype, rows, columns, inner, fast_accum=fast_accum)
+        chosen = gpu_default(
+            10 * major + minor, dtype, rows, columns, inner, fast_accum=fast_accum, grouped=grouped
+        )
     return replace(chosen, **current_override())  # type: ignore[arg-type]
 
 

@@ -39,7 +39,9 @@ _PUT, _TAKE = "atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b3
 _MEET = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
 _AG, _RS, _AR = "all_gather kernel", "matmul_reduce_scatter fused", "all_reduce kernel"
 _A2A = "all_to_all_grouped_matmul fused"
-_WAIT_ROWS = "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
+_WAIT_ROWS = (
+    "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
+)
 _AGK, _PUB, _WAIT = "all_gather_kernel", "publish_kernel", "wait_kernel"
 
 CASES = [

@@ -278,7 +278,8 @@ def _start(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use '
             f'"unfused" or "auto", on rank {communicator.rank}'
         )
-    chosen = configuration.choose(place, input.dtype, routes.longest, call.weight.shape[2], inner)
+    columns = call.weight.shape[2]
+    chosen = configuration.choose(place, input.dtype, routes.longest, columns, inner, grouped=True)
     run = algorithms.grouped_matmul_pipelined
     if algorithm == "fused":
         run = algorithms.grouped_matmul_fused
