@@ -155,8 +155,8 @@ def _public(
         op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
     )
     if recorded.wanted(group, input, weight, bias):
-        communicator = resolve(group)
-        call = checked(communicator.on(input), input, weight, bias, asked)
+        communicator = resolve(group).on(input)
+        call = checked(communicator, input, weight, bias, asked)
         routes = communicator.run(
             op, lambda: Outcome(_agree(communicator, asked, call), None), async_op=False
         )
