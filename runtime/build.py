@@ -16,9 +16,9 @@ from interlace.runtime.faults import Fault
 from interlace.runtime.machine_code import STRICT_ARCHES as STRICT_ARCHES
 from interlace.runtime.machine_code import spilled, too_much_shared
 
-# The only kernel that loads data of peers by descriptor. The others wait for room or for sums, and
+# The only kernels that load data of peers by descriptor. The others wait for room or for sums, and
 # their descriptors are of the caller's own operands.
-_DESCRIPTORS_OF_PEERS = "all_gather_matmul_kernel"
+_DESCRIPTORS_OF_PEERS = ("all_gather_matmul_kernel", "grouped_matmul_kernel")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def build(
 
 def request(entry: Entry) -> Request:
     """``entry`` as a compilation."""
-    own = entry.kernel != _DESCRIPTORS_OF_PEERS
+    own = entry.kernel not in _DESCRIPTORS_OF_PEERS
     return Request(
         entry.module,
         entry.kernel,

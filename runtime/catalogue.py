@@ -160,6 +160,7 @@ class Operands:
     activation: str = ""
     scales: str = ""
     fast_accum: bool = True
+    grouped: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -178,6 +179,7 @@ class Operands:
             self.columns,
             self.inner,
             fast_accum=self.fast_accum,
+            grouped=self.grouped,
         )
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
@@ -214,6 +216,10 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield all_gather_matmul(arch, operands, copiers=True)
     for operands in (plain, Operands(tma=tma, layout="nk"), Operands(tma=False, dtype="fp32")):
         yield all_gather_matmul(arch, operands, copiers=False)
+    for operands in shared:
+        if operands.bias != "m":
+            yield grouped_matmul(arch, operands)
+    yield grouped_matmul(arch, plain, copiers=False)
     for operands in shared:
         yield matmul_reduce_scatter(arch, operands)
     for operands in shared:
@@ -304,6 +310,9 @@ def _loop(
     }
 
 
+_NOT_GROUPED = ("SCALES", "FAST_ACCUM")
+
+
 def _is_default(arch: int, operands: Operands) -> bool:
     allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
@@ -336,6 +345,36 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
             "ALIGNED": operands.inner % 16 == 0,
         },
         (*divisible, *_scales(operands), *tables, "scale_offset"),
+        configuration.num_warps,
+        configuration.num_stages,
+        _is_default(arch, operands),
+    )
+
+
+def grouped_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
+    """All-gather or all-to-all + grouped matmul; without ``copiers`` the copy engine sends."""
+    operands = replace(operands, grouped=True)
+    configuration, types, constants, divisible = _matmul(arch, operands)
+    tables = {"sends_ptr": "*i64", "offsets_ptr": "*i64"}
+    loop = _loop(configuration, operands)
+    integers = ("weight_stride_e", "num_sends", "num_experts", "chunk_rows")
+    if operands.columns % 16 == 0 or operands.inner % 16 == 0:
+        divisible += ("weight_stride_e",)
+    return Entry(
+        "interlace.kernels.grouped_matmul",
+        "grouped_matmul_kernel",
+        operands.describe() + (" copiers" if copiers else ""),
+        arch,
+        {**types, **tables, **dict.fromkeys(integers, "i32")},
+        {
+            **constants,
+            **{name: value for name, value in loop.items() if name not in _NOT_GROUPED},
+            "COPIERS": configuration.copiers if copiers else 0,
+            "COPY_ROWS": configuration.copy_rows,
+            "COPY_COLUMNS": configuration.copy_columns,
+            "ALIGNED": operands.inner % 16 == 0,
+        },
+        (*divisible, *tables),
         configuration.num_warps,
         configuration.num_stages,
         _is_default(arch, operands),

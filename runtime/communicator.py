@@ -33,6 +33,7 @@ from interlace.runtime.work import Work
 CHANNELS = 2
 MESSAGE_LENGTH = 2000
 MOST_CALLS = 1024
+MOST_PASSING_TABLES = 64
 
 modes_active = torch._C._len_torch_dispatch_stack
 
@@ -60,6 +61,7 @@ class Communicator:
         )
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._tables: dict[Any, torch.Tensor] = {}
+        self._passing_tables: dict[Any, torch.Tensor] = {}
         self._engine: Engine | None = None
         self.calls: dict[Any, Call] = {}  # that come again and again; the API's
         self._generation = 0
@@ -169,9 +171,18 @@ class Communicator:
 
     # -- ops -----------------------------------------------------------------------------------
 
-    def table(self, key: Any, rows: Callable[[], Sequence[Sequence[int]]]) -> torch.Tensor:
-        """An int64 table for kernels, computed and moved to the device once per ``key``."""
+    def table(
+        self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
+    ) -> torch.Tensor:
+        """An int64 table for kernels, computed and moved to the device once per ``key``.
+
+        ``passing``: one of so many keys that old tables are given up, unless a captured graph has them.
+        """
         table = self._tables.get(key)
+        if table is None and passing:
+            table = self._passing_tables.get(key)
+            if table is not None and self.place.capturing:
+                self._tables[key] = table
         if table is None:
             if self.place.capturing:
                 raise InterlaceError(
@@ -180,7 +191,10 @@ class Communicator:
                 )
             flat = [value for row in rows() for value in row] or [0]
             table = torch.tensor(flat, dtype=torch.int64).to(self.place.device)
-            self._tables[key] = table
+            tables = self._passing_tables if passing else self._tables
+            if passing and len(tables) >= MOST_PASSING_TABLES:
+                del tables[next(iter(tables))]
+            tables[key] = table
         return table
 
     def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> Event:

@@ -132,6 +132,7 @@ def gpu_default(
     inner: int = 4096,
     *,
     fast_accum: bool = True,
+    grouped: bool = False,
 ) -> Configuration:
     """What a GPU of compute ``capability`` (90 is 9.0) runs where nothing is known of the shape.
 
@@ -144,7 +145,8 @@ def gpu_default(
     fitting = tuning_table.tiles(capability, dtype_class(dtype, fast_accum=fast_accum), extents)
     few = "few" if rows <= tuning_table.FEW_ROWS else "many"
     tile = next(tile for tile in fitting if tile.rows in (few, tuning_table.ANY))
-    return Configuration(**{**sending(dtype), **tile.values})
+    changed = tuning_table.GROUPED.get((tile.dtype, extents), {}) if grouped else {}
+    return Configuration(**{**sending(dtype), **tile.values, **changed})
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
@@ -170,13 +172,20 @@ def choose(
     inner: int,
     *,
     fast_accum: bool = True,
+    grouped: bool = False,
 ) -> Configuration:
     """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
     if place.interpreted:
         chosen = interpreted_default(rows, columns, inner)
     else:
         chosen = gpu_default(
-            capability_of(place), dtype, rows, columns, inner, fast_accum=fast_accum
+            capability_of(place),
+            dtype,
+            rows,
+            columns,
+            inner,
+            fast_accum=fast_accum,
+            grouped=grouped,
         )
     return replace(chosen, **current_override())  # type: ignore[arg-type]
 

@@ -45,6 +45,7 @@ _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 # What a kernel's stores are: (into symmetric memory, elsewhere). Any other kernel: a copy, a store.
 _STORES = {
     "all_gather_matmul_kernel": ("copy", "tile"),
+    "grouped_matmul_kernel": ("copy", "tile"),
     "matmul_reduce_scatter_kernel": ("tile", "sum"),
 }
 

@@ -126,6 +126,29 @@ def all_gather_matmul_kernel(a: Arguments) -> Steps:
         output[gathered : gathered + rows] = (part.float() @ weight.float()).to(output.dtype)
 
 
+def grouped_matmul_kernel(a: Arguments) -> Steps:
+    input, output, epoch = a.tensor("input_ptr"), a.tensor("output_ptr"), a.epoch
+    strides = a.weight_stride_e, a.weight_stride_k, a.weight_stride_n
+    weight = a.tensor("weight_ptr").as_strided((a.num_experts, a.K, a.N), strides)
+    if a.COPIERS:
+        yield from _send(a, input, a.K)
+    own, *offsets = (int(each) for each in a.tensor("offsets_ptr").tolist())
+    for step in range(a.world_size):
+        source = (a.rank - step) % a.world_size
+        for expert in range(a.num_experts):
+            segment = expert * a.world_size + source
+            begin, end = offsets[segment : segment + 2]
+            part = input[own : own + end - begin]
+            if source == a.rank:
+                own += end - begin
+            else:
+                for chunk in range(-(-(end - begin) // a.chunk_rows)):
+                    yield a.arrived(segment + begin // a.chunk_rows + chunk, epoch)
+                count = (end - begin) * a.K
+                part = a.data(a.rank, begin * a.K, count, input.dtype).view(-1, a.K)
+            output[begin:end] = (part.float() @ weight[expert].float()).to(output.dtype)
+
+
 def _reduced(a: Arguments, parts: list[torch.Tensor], output: torch.Tensor) -> Steps:
     """``parts[owner]`` to every owner, a slot per source; the own ones summed into ``output``."""
     epoch, longest = a.epoch, max(part.numel() for part in parts)
@@ -179,6 +202,7 @@ MODELS: dict[str, Callable[[Arguments], Steps]] = {
         finish_kernel,
         all_gather_kernel,
         all_gather_matmul_kernel,
+        grouped_matmul_kernel,
         all_reduce_kernel,
         reduce_scatter_kernel,
         matmul_reduce_scatter_kernel,

@@ -38,6 +38,10 @@ _COUNT = 'tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")'
 _PUT, _TAKE = "atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b32"
 _MEET = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
 _AG, _RS, _AR = "all_gather kernel", "matmul_reduce_scatter fused", "all_reduce kernel"
+_A2A = "all_to_all_grouped_matmul fused"
+_WAIT_ROWS = (
+    "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
+)
 _AGK, _PUB, _WAIT = "all_gather_kernel", "publish_kernel", "wait_kernel"
 
 CASES = [
@@ -300,6 +304,47 @@ CASES = [
         "lint",
         "all_gather_matmul fused",
         "all_gather_matmul_kernel",
+    ),
+    # -- kernels/grouped_matmul.py -----------------------------------------------------------------
+    Case(
+        _in(
+            "kernels/grouped_matmul.py",
+            "grouped rows of some ranks not waited for",
+            (_WAIT_ROWS, f"                    if source > rank:\n    {_WAIT_ROWS}"),
+        ),
+        "races",
+        _A2A,
+    ),
+    Case(
+        _in(
+            "kernels/grouped_matmul.py",
+            "one slot for all chunks of a segment",
+            ("(first_slot + first_row // chunk_rows) * 8", "first_slot * 8"),
+        ),
+        "races",
+        _A2A,
+    ),
+    Case(
+        _in(
+            "kernels/grouped_matmul.py",
+            "slot of another source",
+            ("first_slot = segment + segment_row", "first_slot = segment - 1 + segment_row"),
+        ),
+        "races",
+        _A2A,
+    ),
+    Case(
+        _in(
+            "kernels/grouped_matmul.py",
+            "fence of grouped descriptor loads dropped",
+            (
+                "                        fence_descriptor_loads(COMPILED)\n",
+                "                        pass\n",
+            ),
+        ),
+        "lint",
+        _A2A,
+        "grouped_matmul_kernel",
     ),
     # -- a counter that elects the last program, in a user's kernel ----------------------------------
     Case(

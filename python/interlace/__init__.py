@@ -41,6 +41,7 @@ from interlace.collectives import (
     reduce_scatter_tensor,
 )
 from interlace.fused_gather import all_gather_matmul
+from interlace.fused_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
 from interlace.fused_reduce import matmul_all_reduce, matmul_reduce_scatter
 from interlace.groups import Group, device, get_rank, get_world_size, init, shutdown
 from interlace.launcher import run
@@ -113,6 +114,7 @@ __all__ = [
     "_reduce_scatter_base",
     "all_gather",
     "all_gather_coalesced",
+    "all_gather_grouped_matmul",
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_matmul",
@@ -122,6 +124,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
+    "all_to_all_grouped_matmul",
     "all_to_all_single",
     "all_to_all_v",
     "barrier",

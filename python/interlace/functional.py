@@ -39,10 +39,12 @@ __all__ = [
     "AsyncTensor",
     "GroupSpec",
     "all_gather",
+    "all_gather_grouped_matmul",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "all_reduce",
     "all_to_all",
+    "all_to_all_grouped_matmul",
     "broadcast",
     "gather",
     "matmul_all_reduce",
@@ -490,6 +492,7 @@ def matmul_all_reduce(
     )
 
 
+from interlace.functional_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul  # noqa: E402
 from interlace.functional_scaled import (  # noqa: E402  (it needs what is above)
     all_gather_scaled_matmul,
     scaled_matmul_reduce_scatter,

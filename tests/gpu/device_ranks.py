@@ -88,12 +88,35 @@ def broadcast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def splits_of(rank: int, experts: int) -> list[int]:
+    """Uneven; some expert gets nothing from some rank."""
+    sizes = [17 * ((rank + e) % 3) for e in range(experts)]
+    sizes[rank] += ROWS - sum(sizes)
+    return sizes
+
+
+def grouped_exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One expert per rank; that of rank r multiplies by r + 1 as well."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    weight = (w * (rank + 1)).unsqueeze(0)
+    splits = splits_of(rank, world_size)
+    return interlace.all_to_all_grouped_matmul(x, weight, splits, algorithm="fused")[0]
+
+
+def grouped_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As many experts as ranks, on all ranks."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    weight = torch.stack([w * (e + 1) for e in range(world_size)])
+    splits = splits_of(rank, world_size)
+    return interlace.all_gather_grouped_matmul(x, weight, splits, algorithm="fused")[0]
+
+
 OPS: dict[str, Op] = {
     op.__name__: op
     for op in (
         fused_gather, pipelined_gather, unfused_gather, gather_with_input, asynchronous_gather,
         fused_scatter, pipelined_scatter, reduced_product, all_reduce, all_reduce_by_copies,
-        all_gather, reduce_scatter, all_to_all, broadcast,
+        all_gather, reduce_scatter, all_to_all, broadcast, grouped_exchange, grouped_gather,
     )
 }  # fmt: skip
 
@@ -106,6 +129,7 @@ REPLAYED = [
     "all_reduce",
     "all_reduce_by_copies",
     "all_to_all",
+    "grouped_exchange",
 ]
 
 
@@ -126,6 +150,11 @@ def expected(name: str, rank: int, world_size: int, call: int) -> torch.Tensor:
     inputs, w = [input_of(r, call) for r in range(world_size)], weight()
     gathered, summed = torch.cat(inputs), sum(inputs[1:], inputs[0])
     part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    if name.startswith("grouped_"):
+        sizes = [splits_of(r, world_size) for r in range(world_size)]
+        parts = [torch.split(each, own) for each, own in zip(inputs, sizes, strict=True)]
+        experts = [rank] if name == "grouped_exchange" else range(world_size)
+        return torch.cat([each[e] @ w * (e + 1) for e in experts for each in parts])
     if name == "gather_with_input":
         return torch.cat([gathered @ w, gathered @ w])
     if name.endswith("_gather") and name != "all_gather":

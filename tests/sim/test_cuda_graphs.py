@@ -18,6 +18,7 @@ import interlace
 from fake_cuda import CudaError, DeviceHang, FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
+from interlace.runtime.communicator import MOST_PASSING_TABLES
 from interlace.runtime.cuda_stream import DeviceStream
 from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.errors import InterlaceError
@@ -95,6 +96,18 @@ def broadcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def exchange_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    splits = [ROWS // 2] * interlace.get_world_size()
+    splits[-1] = ROWS - sum(splits[:-1])
+    each = weight.unsqueeze(0)
+    return interlace.all_to_all_grouped_matmul(x, each, splits, algorithm="fused")[0]
+
+
+def gather_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    each = weight.unsqueeze(0)
+    return interlace.all_gather_grouped_matmul(x, each, [ROWS], algorithm="pipelined")[0]
+
+
 def fake_gpu() -> FakeGpu:
     import fake_cuda
 
@@ -115,6 +128,8 @@ OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
     all_gather: lambda values, rank: values,
     all_to_all: lambda values, rank: values,
     broadcast: lambda values, rank: [values[1]],
+    exchange_grouped: lambda values, rank: values,
+    gather_grouped: lambda values, rank: values,
 }
 
 
@@ -285,6 +300,27 @@ def test_what_was_never_called_cannot_be_captured(
         return
     with pytest.raises(InterlaceError, match=message):
         fake_host.run(on_rank, 2)
+
+
+def test_tables_of_a_graph_outlive_those_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(5))
+
+    def on_rank() -> list[bool]:
+        group = default_group()
+        captured = group.table("captured", lambda: [[1, 2]], passing=True)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        group.table("captured", lambda: [[1, 2]], passing=True)
+        graph.capture_end()
+        group.table("only seen", lambda: [[1, 2]], passing=True)
+        for number in range(2 * MOST_PASSING_TABLES):
+            group.table(number, lambda number=number: [[number]], passing=True)
+        return [
+            group.table("captured", lambda: [[0]], passing=True) is captured,
+            group.table("only seen", lambda: [[0]], passing=True).tolist() == [0],
+        ]
+
+    assert fake_host.run(on_rank, 1) == [[True, True]]
 
 
 def test_a_table_is_not_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,45 @@ def holds(run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, world_size: int 
         return False
 
 
+def grouped(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
+    """Grouped matmuls of other splits in every round, with gathered rows, asynchronous and not."""
+
+    def on_rank() -> bool:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        seen: list[tuple[torch.Tensor, float]] = []
+        for number in range(rounds):
+            scale = float(10 * number)
+            x = filled(gpu, scale + rank + 1, 40, 16)
+            first = 3 + 7 * number
+            splits = [first, 40 - first, *[0] * (world_size - 2)]
+            weight = torch.eye(16).unsqueeze(0)
+            works = [
+                interlace.all_to_all_grouped_matmul(
+                    x, weight, splits, algorithm=algorithm, async_op=True, return_received=True
+                )
+                for algorithm in ("fused", "pipelined")
+            ]
+            all_rows, _ = interlace.all_gather_grouped_matmul(x, weight, [40], algorithm="fused")
+            seen += [(read(gpu, all_rows[40 * r]), scale + r + 1) for r in range(world_size)]
+            for work in works:
+                received, output, counts = work.wait()
+                for source, rows in enumerate(output.split(counts[0].tolist())):
+                    seen.append((read(gpu, rows), scale + source + 1))
+                seen.append((read(gpu, received[:1]), scale + 1))
+        torch.cuda.synchronize()
+        return all(bool((tensor == value).all()) for tensor, value in seen)
+
+    return on_rank
+
+
+@RUNS
+@pytest.mark.parametrize("seed", range(4))
+def test_grouped_matmuls(run: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+    assert all(run(grouped(gpu), 3))
+    assert gpu.launches.count("grouped_matmul_kernel") == 18
+
+
 @RUNS
 @pytest.mark.parametrize("seed", SEEDS)
 def test_results_are_right_whatever_runs_first(

@@ -8,6 +8,7 @@ op, so that torch's compilers treat the pair as they treat torch's collectives::
     shapes      fake kernels: what comes out, from shapes and the group's size alone
     plain       kernels of the collectives
     fused       kernels of the fused ops
+    grouped     kernels and gradients of the grouped matmuls
     scaled      kernels of the fused ops on scaled (fp8) operands
     gradients   the formulas
     inductor    lowerings: an op in flight reads its inputs until its wait

@@ -29,6 +29,7 @@ def register_lowerings() -> None:
     for name in (
         "all_gather", "reduce_scatter", "all_to_all", "reduce", "permute", "gather", "scatter",
         "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
+        "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
     ):  # fmt: skip
         _register(lowering, getattr(ops, name).default, _out_of_place)
     for name in ("all_reduce", "broadcast"):

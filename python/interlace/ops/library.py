@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace import group_specs
-from interlace.ops import fused, gradients, inductor, plain, scaled, shapes
+from interlace.ops import fused, gradients, grouped, inductor, plain, scaled, shapes
 from interlace.ops.pending import Started, finish
 from interlace.ops.pending import register as register_work
 from interlace.runtime.communicator import Communicator
@@ -143,6 +143,22 @@ OPS = (
             fused.reduce_product(input, weight, None, out_dtype, size).view
         ),
         (gradients.setup_reduced, gradients.matmul_all_reduce),
+    ),
+    Op(
+        "all_gather_grouped_matmul",
+        grouped.ARGUMENTS,
+        grouped.all_gather_grouped_matmul,
+        grouped.fake,
+        (grouped.setup, grouped.gathered_backward),
+        "Tensor[]",
+    ),
+    Op(
+        "all_to_all_grouped_matmul",
+        grouped.ARGUMENTS,
+        grouped.all_to_all_grouped_matmul,
+        grouped.fake,
+        (grouped.setup, grouped.exchanged_backward),
+        "Tensor[]",
     ),
     Op(
         "all_gather_scaled_matmul",

@@ -92,6 +92,31 @@ def _all_gather_matmul(algorithm: str) -> Callable[[], Any]:
     return _calls(start)
 
 
+def _grouped(op: str) -> Callable[[str], Callable[[], Any]]:
+    """Two experts on every rank, one of which some rank has no row for."""
+    exchange = op == "all_to_all_grouped_matmul"
+
+    def make(algorithm: str) -> Callable[[], Any]:
+        def start(rank: int, world_size: int, call: int) -> Started:
+            experts = 2 * world_size if exchange else 2
+            counts = [
+                [(7 * e + 9 * r + call) % 20 for e in range(experts)] for r in range(world_size)
+            ]
+            inputs = [_numbers(r, call, sum(each), INNER) for r, each in enumerate(counts)]
+            first = 2 * rank if exchange else 0
+            weight = torch.stack([torch.eye(INNER), 2 * torch.eye(INNER)])
+            work = getattr(interlace, op)(
+                inputs[rank], weight, counts[rank], algorithm=algorithm, async_op=True
+            )
+            parts = [torch.split(x, each) for x, each in zip(inputs, counts, strict=True)]
+            expected = [(1 + e) * each[first + e] for e in range(2) for each in parts]
+            return work, lambda result: _itself(result[0]), torch.cat(expected)
+
+        return _calls(start)
+
+    return make
+
+
 def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
     def start(rank: int, world_size: int, call: int) -> Started:
         inputs = _all(world_size, call, 17 * world_size, INNER)
@@ -187,6 +212,10 @@ TARGETS = {
             "all_gather_matmul",
             _algorithms(_all_gather_matmul, *_MATMULS),
             ("all_gather_matmul_kernel",),
+        ),
+        *(
+            Target(op, _algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
+            for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
         ),
         Target(
             "matmul_reduce_scatter",

@@ -1,0 +1,286 @@
+"""Grouped matmul of rows that are still travelling: the first matmul of a mixture of experts.
+
+Every expert has a weight of its own, and rows that all ranks send it. A rank's rows are sorted by expert,
+so what one rank sends to one expert is contiguous: a *segment*. Segments are cut into chunks of
+``chunk_rows``; each chunk is pushed to where it belongs in the receiver's workspace, and signalled. The
+consumers take their own segments first, in place, then those of rank - 1, rank - 2 ...: the order in which
+the peers, who send to rank + 1, rank + 2 ... in turn, make them arrive::
+
+    rank 0  copiers    | to 1: expert a, b | to 2: expert c, d |
+            consumers  | own tiles, a, b ..... | wait 2: tiles of a, b | wait 1: tiles of a, b |
+
+Whether all ranks' rows go to all ranks (all-gather) or each row to the rank that has its expert
+(all-to-all) is a matter of the sends and the offsets. The kernel is told neither counts nor shapes that
+depend on the routing by value: it reads them in device memory, so one compilation does for all routings.
+
+Segments of several sources are never in one tile, so a tile waits for one chunk. The price are tiles that
+are not full: at most one per expert and source.
+
+Slots need no table. Segment i begins at output row o, and its chunk p has slot ``i + o // chunk_rows + p``:
+a segment of n rows has at most ``1 + (n - 1) // chunk_rows`` chunks, so the next one's slots lie behind.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.epilogue import emit_tile, output_operand
+from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
+from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
+from interlace.kernels.tiling import first_tile, grouped_tile
+from interlace.kernels.transfer import push_chunks
+
+
+@triton.jit
+def _consume(
+    peers_ptr,
+    input_ptr,
+    input_stride,
+    weight_ptr,
+    weight_stride_e,
+    weight_stride_k,
+    weight_stride_n,
+    bias_ptr,
+    output_ptr,
+    offsets_ptr,
+    num_experts,
+    chunk_rows,
+    N,
+    K,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    epoch,
+    consumer,
+    consumers,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """The tiles of one consumer, segment by segment and chunk by chunk: wait, then multiply."""
+    gathered_address = tl.load(peers_ptr + rank) + data_offset
+    input_address = input_ptr.to(tl.int64)
+    element_bytes = input_ptr.dtype.element_ty.primitive_bitwidth // 8
+    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
+    VECTOR: tl.constexpr = 128 // input_ptr.dtype.element_ty.primitive_bitwidth
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    own_row = tl.load(offsets_ptr)
+    start = tl.zeros((), tl.int32)
+    for index in range(world_size * num_experts):
+        expert = index % num_experts
+        source = (rank + world_size - index // num_experts) % world_size
+        segment = expert * world_size + source
+        segment_row = tl.load(offsets_ptr + 1 + segment)
+        segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
+        first_slot = segment + segment_row // chunk_rows
+        b_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e
+        for first_row in range(0, segment_rows, chunk_rows):
+            rows = min(chunk_rows, segment_rows - first_row)
+            tiles_m = tl.cdiv(rows, BLOCK_M)
+            end = start + tiles_m * tiles_n
+            first = first_tile(start, consumer, consumers)
+            if first < end:
+                output_row = segment_row + first_row
+                address = input_address + (own_row + first_row) * input_stride * element_bytes
+                stride = input_stride + tl.zeros((), tl.int64)
+                if source != rank:
+                    slot_byte = slot_offset + (first_slot + first_row // chunk_rows) * 8
+                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED_STORES)
+                    if DESCRIPTORS != "":
+                        fence_descriptor_loads(COMPILED)
+                    address = gathered_address + output_row * K * element_bytes
+                    stride = K + tl.zeros((), tl.int64)
+                a_ptr = address.to(input_ptr.dtype)
+                if ALIGNED:
+                    a_ptr = tl.multiple_of(a_ptr, 16)
+                    stride = tl.multiple_of(stride, VECTOR)
+                a = rows_operand(a_ptr, stride, rows, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+                b = columns_operand(
+                    b_ptr, weight_stride_k, weight_stride_n, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS
+                )
+                c_ptr = output_ptr + output_row * N
+                c = output_operand(c_ptr, N, rows, N, BLOCK_M, BLOCK_N, SUBTILE, OUT_DESCRIPTOR)
+                for tile in tl.range(
+                    first, end, consumers, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
+                ):
+                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, GROUP_M)
+                    acc = multiply_tile(
+                        a,
+                        stride,
+                        rows,
+                        b,
+                        weight_stride_k,
+                        weight_stride_n,
+                        N,
+                        K,
+                        tile_m,
+                        tile_n,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        DESCRIPTORS,
+                        INPUT_PRECISION,
+                        True,
+                    )
+                    emit_tile(
+                        c,
+                        N,
+                        acc,
+                        bias_ptr + expert * N,
+                        bias_ptr,
+                        bias_ptr,
+                        tile_m,
+                        tile_n,
+                        rows,
+                        N,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BIAS,
+                        ACTIVATION,
+                        "",
+                        SUBTILE,
+                        OUT_DESCRIPTOR,
+                    )
+            start = end
+        if source == rank:
+            own_row += segment_rows
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rank", "world_size", "num_sends", "num_experts", "chunk_rows", "slot_offset"
+    ]
+)  # fmt: skip
+def grouped_matmul_kernel(
+    peers_ptr,
+    input_ptr,
+    input_stride,
+    weight_ptr,
+    weight_stride_e,
+    weight_stride_k,
+    weight_stride_n,
+    bias_ptr,
+    output_ptr,
+    sends_ptr,
+    num_sends,
+    offsets_ptr,
+    num_experts,
+    chunk_rows,
+    N,
+    K,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    COPIERS: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
+    COPY_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """``output[rows of e] = activation(arrived[rows of e] @ weight[e] (+ bias[e]))`` for every expert e.
+
+    Legend: ``input`` is what this rank has, ``[T, K]``, rows ``input_stride`` apart; ``weight`` ``[E, K,
+    N]`` any strides; ``bias`` ``[E, N]`` and ``output`` ``[R, N]`` are contiguous. Output rows are in the
+    order (expert, source rank, row of the source). ``offsets``, int64 ``[2 + E * world_size]``: the first
+    row of the input that is for this rank itself; then, for every expert and in it for every source, the
+    output row where that segment begins; and R. What arrives lies in the workspace in output order, with
+    holes where own rows would be. ``sends``: see ``kernels/transfer.py``. Tiles are numbered through in
+    the order of consumption; consumer p of P takes tiles t with ``t % P == p``.
+
+    Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
+    for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
+    after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
+    the lowest program ids and wait for no consumer, so the grid makes progress in any residency that
+    admits one program per rank.
+
+    Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
+    and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``offsets`` is [0, 0, 3, 5,
+    6, 10]. Its program 1 computes tile 0: output rows 0-2, own rows of expert 0. Program 2: tile 1, row 5,
+    the own row of expert 1. Program 1 waits for slot 1 + 3 // 4 + 0 = 1 (expert 0 of rank 1) and computes
+    tile 2, rows 3-4; program 2 waits for slot 3 + 6 // 4 + 0 = 4 and computes tile 3, rows 6-9.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    consumes = True
+    if COPIERS > 0:
+        consumes = program >= COPIERS
+        if program < COPIERS:
+            push_chunks(
+                peers_ptr,
+                input_ptr,
+                input_stride,
+                sends_ptr,
+                num_sends,
+                K,
+                rank,
+                world_size,
+                slot_offset,
+                data_offset,
+                epoch,
+                program,
+                COPIERS,
+                COPY_ROWS,
+                COPY_COLUMNS,
+            )
+    if consumes:
+        _consume(
+            peers_ptr,
+            input_ptr,
+            input_stride,
+            weight_ptr,
+            weight_stride_e,
+            weight_stride_k,
+            weight_stride_n,
+            bias_ptr,
+            output_ptr,
+            offsets_ptr,
+            num_experts,
+            chunk_rows,
+            N,
+            K,
+            rank,
+            world_size,
+            slot_offset,
+            data_offset,
+            epoch,
+            program - COPIERS,
+            tl.num_programs(0) - COPIERS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP_M,
+            DESCRIPTORS,
+            BIAS,
+            ACTIVATION,
+            ALIGNED,
+            INPUT_PRECISION,
+            FLATTEN,
+            WARP_SPECIALIZE,
+            SUBTILE,
+            OUT_DESCRIPTOR,
+            COMPILED,
+        )

@@ -1,0 +1,98 @@
+"""The functional forms of the grouped matmuls; part of ``interlace.functional``.
+
+See ``fused_grouped.py`` for the order of rows. ``functional.py`` is loaded first, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace import functional
+from interlace.group_specs import bound, describe
+from interlace.ops import grouped
+
+_traced = {
+    name: functional._traceable(name)
+    for name in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
+}
+
+
+def all_gather_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
+
+    Both splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by
+    expert and source rank, has to be there. Returns the output, or ``(received, output)`` with
+    ``return_received``. For gradients all ranks must have equally many rows.
+    """
+    return _grouped(
+        "all_gather_grouped_matmul", grouped.all_gather_grouped_matmul, input, weight,
+        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def all_to_all_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
+
+    Splits and result as for :func:`all_gather_grouped_matmul`.
+    """
+    return _grouped(
+        "all_to_all_grouped_matmul", grouped.all_to_all_grouped_matmul, input, weight,
+        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def _grouped(
+    op: str,
+    start: Callable[..., Any],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    bias: torch.Tensor | None,
+    group: Any,
+    tag: str,
+    return_received: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    functional._check(op, group, tag, input=input, weight=weight, bias=bias)
+    sent = functional._ints(op, group, tag, "input_splits", input_splits)
+    received = functional._ints(op, group, tag, "output_splits", output_splits)
+    own = (input, weight, bias, sent, received)
+    if functional._direct(input, weight, bias):
+        started = start(bound(group, tag), *own, return_received, algorithm, out_dtype)
+        made: Any = [functional.AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        wanted = torch.is_grad_enabled() and weight.requires_grad
+        # nobody waits for what a program without a backward keeps
+        kept = return_received or (wanted and not torch.compiler.is_exporting())
+        made = _traced[op](*own, kept, algorithm, out_dtype, size, name)
+    return (made[1], made[0]) if return_received else made[0]

@@ -1,0 +1,200 @@
+"""The ops of grouped matmuls: kernels, shapes and gradients.
+
+Both take the rows' numbers on both sides, as lists of ints, so what they return is known before they run::
+
+    input_splits   by expert, of all the group's; what this rank has
+    output_splits  by expert and source rank, of this rank's experts; what it multiplies
+
+Gradients: of the rows, the products of the outputs' gradients with their experts' weights, moved back: by
+all_to_all, or reduced and scattered where they had been gathered (for which all ranks must have equally
+many); of a weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the
+collective follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import fused_grouped
+from interlace.fused_grouped import EXCHANGE, GATHER, Asked, Buffers
+from interlace.ops.gradients import wait
+from interlace.ops.pending import Started
+from interlace.runtime.communicator import Communicator
+
+_ops: Any = torch.ops.interlace
+Tensor = torch.Tensor
+Sizes = Sequence[int]
+
+ARGUMENTS = (
+    "Tensor input, Tensor weight, Tensor? bias, SymInt[] input_splits, SymInt[] output_splits, "
+    "bool return_received, str algorithm, ScalarType? out_dtype"
+)
+
+
+def products(
+    input: Tensor,
+    weight: Tensor,
+    output_splits: Sizes,
+    return_received: bool,
+    out_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """The output, and the rows that were multiplied if they are asked for."""
+    if input.dim() != 2 or weight.dim() != 3:
+        raise ValueError(
+            f"input must have 2 dimensions and weight 3, got shapes {tuple(input.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    rows = sum(output_splits)
+    dtype = input.dtype if out_dtype is None else out_dtype
+    made = [input.new_empty([rows, weight.shape[2]], dtype=dtype)]
+    if return_received:
+        made.append(input.new_empty([rows, input.shape[1]]))
+    return made
+
+
+def fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_splits: Sizes,
+    output_splits: Sizes,
+    return_received: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+    size: Any,
+) -> list[Tensor]:
+    return products(input, weight, output_splits, return_received, out_dtype)
+
+
+def _start(
+    op: str,
+    communicator: Communicator,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_splits: Sizes,
+    output_splits: Sizes,
+    return_received: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+) -> Started:
+    asked = Asked(
+        op, list(input_splits), list(output_splits), None, return_received, algorithm, out_dtype
+    )
+    try:
+        sizes = fused_grouped.counts("output_splits", asked.output_splits, communicator.rank)
+        made = products(input, weight, sizes, return_received, out_dtype)
+    except Exception:
+        with communicator.accepting(op):
+            raise
+    buffers = Buffers(made[0], made[1] if return_received else None)
+    work = fused_grouped.grouped_matmul(
+        communicator, input, weight, bias, asked, async_op=True, buffers=buffers
+    )
+    return Started(made, work)
+
+
+def all_gather_grouped_matmul(communicator: Communicator, *arguments: Any) -> Started:
+    return _start(GATHER, communicator, *arguments)
+
+
+def all_to_all_grouped_matmul(communicator: Communicator, *arguments: Any) -> Started:
+    return _start(EXCHANGE, communicator, *arguments)
+
+
+# -- gradients -----------------------------------------------------------------------------------------
+
+
+def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    input, weight, bias, sent, received, kept, _, _, ctx.size, ctx.name = inputs
+    ctx.sent, ctx.received, ctx.kept = list(sent), list(received), kept
+    ctx.shared, ctx.weighed = input.requires_grad, weight.requires_grad
+    ctx.biased = bias is not None and bias.requires_grad
+    ctx.experts = weight.shape[0]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1] if kept else input, weight)
+
+
+def _sources(ctx: Any) -> int:
+    """How many ranks send; the size of the group, known where that is traced too."""
+    return len(ctx.received) // int(ctx.experts)
+
+
+def _by_source(ctx: Any, rows: Tensor) -> Tensor:
+    """Rows that are by expert and source, by source and expert."""
+    sources, parts = _sources(ctx), torch.split(rows, ctx.received)
+    return torch.cat([part for source in range(sources) for part in parts[source::sources]])
+
+
+def _by_expert(ctx: Any, rows: Tensor) -> Tensor:
+    """Rows that are by source and expert, by expert and source."""
+    sources, experts = _sources(ctx), int(ctx.experts)
+    sizes = [each for source in range(sources) for each in ctx.received[source::sources]]
+    parts = torch.split(rows, sizes)
+    return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
+
+
+def _from_sources(ctx: Any) -> list[Any]:
+    """How many rows come from each rank."""
+    sources = _sources(ctx)
+    return [sum(ctx.received[source::sources]) for source in range(sources)]
+
+
+def _to_ranks(ctx: Any) -> list[Any]:
+    """How many rows go to each rank that has experts of its own."""
+    experts = int(ctx.experts)
+    return [sum(ctx.sent[first : first + experts]) for first in range(0, len(ctx.sent), experts)]
+
+
+def _backward(ctx: Any, op: str, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    kept, weight = ctx.saved_tensors
+    grad, of_received = grads[0], grads[1] if ctx.kept else None
+    sources = _sources(ctx)
+    of_input = of_weight = of_bias = None
+    parts: Sequence[Tensor] = ()
+    if grad is not None:
+        grad = grad.to(weight.dtype)
+        starts = range(0, len(ctx.received), sources)
+        sizes = [sum(ctx.received[first : first + sources]) for first in starts]
+        parts = torch.split(grad, sizes)
+    if ctx.shared and (grad is not None or of_received is not None):
+        rows = of_received
+        if parts:
+            product = torch.cat([part @ weight[e].t() for e, part in enumerate(parts)])
+            rows = product if rows is None else rows + product
+        assert rows is not None
+        rows = _by_source(ctx, rows)
+        if op == GATHER:
+            of_input = _ops.reduce_scatter(rows, "sum", 0, ctx.size, ctx.name)
+        else:
+            back = _to_ranks(ctx), _from_sources(ctx)
+            of_input = _ops.all_to_all(rows, *back, ctx.size, ctx.name)
+    if ctx.weighed and parts:
+        received = wait(kept) if ctx.kept else _received_again(ctx, op, kept)
+        inputs = torch.split(received, [part.shape[0] for part in parts])
+        of_weight = torch.stack([a.t() @ part for a, part in zip(inputs, parts, strict=True)])
+    if ctx.biased and parts:
+        of_bias = torch.stack([part.sum(0) for part in parts])
+    if of_input is not None:
+        of_input = wait(of_input)
+    return (of_input, of_weight, of_bias, *[None] * 7)
+
+
+def _received_again(ctx: Any, op: str, input: Tensor) -> Tensor:
+    """What was multiplied, if the op has not kept it."""
+    if op == GATHER:
+        rows = _ops.all_gather(input, 0, ctx.size, ctx.name)
+    else:
+        rows = _ops.all_to_all(input, _from_sources(ctx), _to_ranks(ctx), ctx.size, ctx.name)
+    return _by_expert(ctx, wait(rows))
+
+
+def gathered_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return _backward(ctx, GATHER, grads)
+
+
+def exchanged_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return _backward(ctx, EXCHANGE, grads)

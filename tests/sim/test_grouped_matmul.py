@@ -1,0 +1,272 @@
+"""The grouped ops on simulated ranks: any routing, dtype, layout, schedule; routes as pure numbers.
+
+Every call runs on poisoned workspaces and outputs, and the tolerance is the bound of
+``interlace.reference``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import interlace
+from interlace import reference
+from interlace.runtime.configuration import override
+from interlace.runtime.grouped_routes import Routes
+from interlace.verify import races
+from support import LAYOUTS, failure, laid_out, noise, poisoned, slow_rank, starved
+
+GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
+ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+@dataclass
+class Case:
+    """One call on all ranks: ``counts[rank][expert]`` rows; ``experts`` of each rank's weight."""
+
+    op: str
+    experts: int
+    counts: list[list[int]]
+    inner: int
+    columns: int
+    dtype: torch.dtype = F32
+    algorithm: str = "fused"
+    bias: bool = False
+    activation: str = ""
+    layouts: tuple[str, str] = ("contiguous", "transposed")
+    seed: int = 0
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return len(self.counts)
+
+    def input(self, rank: int) -> torch.Tensor:
+        rows = sum(self.counts[rank])
+        return laid_out(noise(rank, 1, (rows, self.inner), self.dtype), self.layouts[0])
+
+    def weight(self, rank: int) -> torch.Tensor:
+        shape = (self.experts, self.inner, self.columns)
+        return laid_out(noise(rank, 2, shape, self.dtype), self.layouts[1])
+
+    def bias_matrix(self, rank: int) -> torch.Tensor | None:
+        return noise(rank, 3, (self.experts, self.columns), self.dtype) if self.bias else None
+
+    def block(self, rank: int) -> range:
+        first = rank * self.experts if self.op == EXCHANGE else 0
+        return range(first, first + self.experts)
+
+
+def on_rank(case: Case) -> Any:
+    rank = interlace.get_rank()
+    return getattr(interlace, case.op)(
+        case.input(rank),
+        case.weight(rank),
+        case.counts[rank],
+        bias=case.bias_matrix(rank),
+        activation=case.activation or None,
+        return_received=True,
+        algorithm=case.algorithm,
+    )
+
+
+def check(case: Case) -> None:
+    with poisoned() as done, override(**case.configuration):
+        results = interlace.run(on_rank, case.world, case, seed=case.seed, timeout=100)
+    assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
+    parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
+    for rank, (received, output, splits) in enumerate(results):
+        block, weight, bias = case.block(rank), case.weight(rank), case.bias_matrix(rank)
+        assert splits.dtype == torch.int64
+        assert splits.tolist() == [[each[e] for each in case.counts] for e in block]
+        by_expert = [torch.cat([part[e] for part in parts]) for e in block]
+        assert torch.equal(received, torch.cat(by_expert)), f"received on rank {rank}"
+        assert output.dtype == case.dtype
+        assert output.shape == (received.shape[0], case.columns)
+        outputs = output.split([rows.shape[0] for rows in by_expert])
+        for e, (rows, actual) in enumerate(zip(by_expert, outputs, strict=True)):
+            own = None if bias is None else bias[e]
+            exact = reference.all_gather_matmul_reference(
+                [rows], weight[e], 0, own, case.activation
+            )
+            bound = reference.matmul_bound(
+                rows, weight[e], case.dtype, bias=own, activation=case.activation, roundings=2
+            )
+            ratio = reference.worst_ratio(actual, exact, bound)
+            assert ratio <= 1, f"expert {e} on rank {rank}: {ratio:.3g} times the bound"
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    op = draw(st.sampled_from([GATHER, EXCHANGE]))
+    world = draw(st.sampled_from([1, 2, 2, 3, 4]))
+    experts = draw(st.sampled_from([1, 2, 3]))
+    total = experts * world if op == EXCHANGE else experts
+    length = st.sampled_from([0, 0, 1, 2, 7, 16, 17, 33])
+    algorithm = draw(st.sampled_from(("fused", *ALGORITHMS)))
+    dtypes = [F32, F16, BF16] + ([F64] if algorithm in ("auto", "unfused") else [])
+    return Case(
+        op=op,
+        experts=experts,
+        counts=[[draw(length) for _ in range(total)] for _ in range(world)],
+        inner=draw(st.sampled_from([0, 1, 8, 16, 37])),
+        columns=draw(st.sampled_from([0, 1, 16, 31])),
+        dtype=draw(st.sampled_from(dtypes)),
+        algorithm=algorithm,
+        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(["", "silu"])),
+        layouts=(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))),
+        seed=draw(st.integers(0, 1 << 16)),
+        configuration={
+            "block_m": draw(st.sampled_from([16, 32])),
+            "block_n": draw(st.sampled_from([16, 32])),
+            "block_k": draw(st.sampled_from([16, 32])),
+            "group_m": draw(st.sampled_from([1, 8])),
+            "copiers": draw(st.integers(0, 3)),
+            "chunks": draw(st.integers(1, 3)),
+            "programs": draw(st.integers(1, 4)),
+            "descriptors": draw(st.booleans()),
+            "epilogue_subtile": draw(st.sampled_from([1, 2])),
+            "output_descriptors": draw(st.booleans()),
+            "flatten": draw(st.booleans()),
+        },
+    )
+
+
+@hypothesis.settings(max_examples=30)
+@given(cases())
+def test_any_routing(case: Case) -> None:
+    check(case)
+
+
+LOPSIDED = {
+    "all to one expert": [[0, 0, 0, 40], [0, 0, 0, 33], [0, 0, 0, 1], [0, 0, 0, 17]],
+    "an expert without rows": [[3, 0, 9, 20], [17, 0, 0, 1], [1, 0, 2, 3], [0, 0, 18, 4]],
+    "a rank without rows": [[5, 6, 7, 8], [0, 0, 0, 0], [33, 0, 0, 2], [1, 1, 1, 1]],
+    "only to oneself": [[20, 0, 0, 0], [0, 20, 0, 0], [0, 0, 20, 0], [0, 0, 0, 20]],
+    "nothing at all": [[0] * 4] * 4,
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
+@pytest.mark.parametrize("routing", LOPSIDED)
+def test_lopsided_routing(routing: str, algorithm: str) -> None:
+    """Odd shapes, with tiles of 16 rows; one expert per rank, then all experts everywhere."""
+    small = {"block_m": 16, "block_n": 16, "block_k": 16, "chunks": 3}
+    for op, experts in ((EXCHANGE, 1), (GATHER, 4)):
+        check(Case(op, experts, LOPSIDED[routing], 9, 17, BF16, algorithm, configuration=small))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_rows_that_are_late(slow: int) -> None:
+    """A rank that falls behind is waited for, and its workspace not overwritten."""
+    case = Case(EXCHANGE, 2, [[18, 1, 17, 3], [2, 20, 16, 5]], 8, 16)
+    with starved(slow_rank(slow)), override(block_m=16, block_n=16, programs=2):
+        results = interlace.run(lambda: [on_rank(case) for _ in range(3)], 2, timeout=100)
+    for first, *later in results:
+        for other in later:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    check(case)
+
+
+def test_no_races_on_many_ranks() -> None:
+    def layer() -> None:
+        rank, size = interlace.get_rank(), interlace.get_world_size()
+        counts = [(rank + e) % 5 for e in range(size)]
+        rows = torch.ones(sum(counts), 16)
+        for _ in range(3):
+            interlace.all_to_all_grouped_matmul(rows, torch.ones(1, 16, 16), counts)
+
+    report = races(layer, 5, seeds=1)
+    assert report.clean, str(report)
+
+
+def test_asynchronous_results_come_in_order() -> None:
+    def layer() -> list[float]:
+        rank = interlace.get_rank()
+        works = [
+            interlace.all_to_all_grouped_matmul(
+                torch.full((2, 4), float(10 * call + rank)),
+                torch.ones(1, 4, 1),
+                [1, 1],
+                async_op=True,
+            )
+            for call in range(3)
+        ]
+        return [value for work in works for value in work.wait()[0].flatten().tolist()]
+
+    assert interlace.run(layer, 2) == [[0.0, 4.0, 40.0, 44.0, 80.0, 84.0]] * 2
+
+
+MISUSE = {
+    "does not divide": lambda op, x, w: op(x, w, [2, 1, 1]),
+    r"adds up to 5, input has 4 rows, on rank": lambda op, x, w: op(x, w, [2, 3]),
+    "must not be negative": lambda op, x, w: op(x, w, [5, -1]),
+    "must be a list of ints": lambda op, x, w: op(x, w, [2.0, 2.0]),
+    "must have 2 dimensions": lambda op, x, w: op(x[0], w, [2, 2]),
+    "at least one expert": lambda op, x, w: op(x, w[:0], [2, 2]),
+    "supports float32, float16": lambda op, x, w: op(
+        x.double(), w.double(), [2, 2], algorithm="fused"
+    ),
+    "weight is torch.float16": lambda op, x, w: op(x, w.half(), [2, 2]),
+    "activation must be": lambda op, x, w: op(x, w, [2, 2], activation="tanh"),
+}
+
+
+@pytest.mark.parametrize("text", MISUSE)
+def test_misuse(text: str) -> None:
+    def call() -> None:
+        MISUSE[text](interlace.all_to_all_grouped_matmul, torch.ones(4, 8), torch.ones(1, 8, 3))
+
+    error = failure(call, 2)
+    assert text in str(error), str(error)
+
+
+def test_gradients_in_sim_are_warned_about() -> None:
+    def layer() -> bool:
+        rows = torch.ones(2, 4, requires_grad=True)
+        with pytest.warns(UserWarning, match="does not record gradients"):
+            return interlace.all_gather_grouped_matmul(rows, torch.ones(1, 4, 1), [2])[
+                0
+            ].requires_grad
+
+    assert interlace.run(layer, 1) == [False]
+
+
+# -- routes --------------------------------------------------------------------------------------------
+
+SIZES = st.lists(st.sampled_from([0, 0, 1, 2, 15, 16, 17, 40]), min_size=6, max_size=6)
+
+
+@given(st.lists(SIZES, min_size=3, max_size=3), st.booleans(), st.sampled_from([16, 32]))
+def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int) -> None:
+    """What is sent is what is expected: rows once each, every chunk a slot of its own."""
+    blocks = tuple((2 * r, 2 * r + 2) if exchange else (0, 6) for r in range(3))
+    everyone = [Routes(r, tuple(map(tuple, counts)), blocks) for r in range(3)]
+    for routes in everyone:
+        rank = routes.rank
+        arriving = [
+            line for other in everyone for line in other.send_lines(chunk) if line[0] == rank
+        ]
+        slots = [line[4] for line in arriving]
+        assert sorted(slots) == sorted(slot for _, slot in routes.arrival_slots(chunk))
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < routes.slots(chunk) for slot in slots)
+        filled = [row for _, _, rows, to, _ in arriving for row in range(to, to + rows)]
+        filled += [row for s in routes.own_segments() for row in range(s.to, s.to + s.rows)]
+        assert sorted(filled) == list(range(routes.received(rank)))
+        assert routes.received(rank) <= routes.most_received
+
+
+def test_offsets_are_those_of_the_docstring() -> None:
+    routes = Routes(0, ((3, 1), (2, 4)), ((0, 2), (0, 2)))
+    assert list(itertools.chain(*routes.offset_lines())) == [0, 0, 3, 5, 6, 10]
+    assert routes.arrival_slots(4) == [(1, 1), (1, 4)]
