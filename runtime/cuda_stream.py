@@ -132,6 +132,7 @@ class DeviceStream(Stream):
         self._end: Point | None = None  # after the last item, if somebody has asked for it
         self._waiting: dict[Target, Point] = {}
         self._waited: dict[Target, Point] = {}  # what is enqueued next comes after these
+        self._depends: Workspace | None = None  # of the op in which data was waited for
 
     # -- where items go ------------------------------------------------------------------------
 
@@ -215,9 +216,13 @@ class DeviceStream(Stream):
         self.launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
+        """A stream signals by itself, unless it has waited for data: then that may have been given up.
+
+        A kernel looks whether it was. A wait for credits holds the stream instead.
+        """
         self._cannot_be_planned()
         words, epoch = self._place.words_for(workspace)
-        if words is None:
+        if words is None or self._depends is workspace:
             slot_byte = workspace.slot_byte(slot)
             self._signal(signal.publish_kernel, workspace, peer=peer, slot_byte=slot_byte)
             return
@@ -226,6 +231,7 @@ class DeviceStream(Stream):
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
         self._cannot_be_planned()
+        self._depends = workspace
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
         if waits is None:

@@ -84,6 +84,7 @@ class DevicePlace(Place):
         self._kept: list[Any] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
         self._side: torch.cuda.Stream | None = None
+        self._alarm: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
 
     # -- memory --------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class DevicePlace(Place):
             )
         buffer = self._allocate(nbytes)
         if self._one is None:  # now, for both may synchronize the device
-            self.side_stream()
+            self.alarm_stream()
             self._one = cuda_driver.pinned([1])
         self._buffers.append(buffer)
         self._epochs[buffer.addresses[self.rank]] = 0
@@ -170,10 +171,16 @@ class DevicePlace(Place):
         return DeviceStream(self, stream, follows=name == "compute")
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream of the group's that no op uses."""
+        """A stream of the group's that no op uses; it may wait for one."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         return self._side
+
+    def alarm_stream(self) -> torch.cuda.Stream:
+        """A stream that never waits, for what ends the waits of others. Made with the first memory."""
+        if self._alarm is None:
+            self._alarm = torch.cuda.Stream(self.device, priority=-1)
+        return self._alarm
 
     def submit_item(self, item: Callable[[], None]) -> None:
         """Run a stream item now, or with the rest of its op."""
@@ -305,7 +312,7 @@ class DevicePlace(Place):
         """
         if self._one is None:
             return
-        with torch.cuda.stream(self.side_stream()):
+        with torch.cuda.stream(self.alarm_stream()):
             for buffer in self.workspaces():
                 for rank in range(self.world_size):
                     if buffer.mapped(rank):
