@@ -101,6 +101,12 @@ class DeviceEvent(Event):
             point.record().synchronize()
 
 
+def programs_of(launch: KernelLaunch) -> int:
+    """How many programs of ``launch`` may hold multiprocessors while they wait for peers."""
+    x, y, z = launch.extents
+    return x * y * z if launch.num_warps > 1 else 0
+
+
 class StreamPlace(Protocol):
     """What a :class:`DeviceStream` needs of its place; see ``DevicePlace`` for what they are."""
 
@@ -108,6 +114,8 @@ class StreamPlace(Protocol):
     launches: LaunchCache
     watcher: Any
 
+    @property
+    def residency(self) -> Any: ...
     def caller(self) -> Target: ...
     def about_to_use(self, target: Target) -> None: ...
     def submit_item(self, item: Callable[[], None]) -> None: ...
@@ -192,7 +200,19 @@ class DeviceStream(Stream):
         if self._place.watcher is not None:
             self._place.watcher.launched(self, launch, prepared)
         self._place.keep(launch.arguments, prepared)
-        self._place.submit_item(lambda: prepared.run(self.enter()[0]))
+        programs = programs_of(launch)
+
+        def item() -> None:
+            if programs:
+                self.admit(programs)
+            prepared.run(self.enter()[0])
+
+        self._place.submit_item(item)
+
+    def admit(self, programs: int) -> None:
+        """What is enqueued next waits until so many programs fit the GPU; see ``residency.py``."""
+        for point in self._place.residency.admit(id(self._place), programs, self.target()):
+            self._wait_for(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         if self._place.watcher is not None:
@@ -256,9 +276,14 @@ class DeviceStream(Stream):
 
     def finish(self, workspace: Workspace) -> None:
         self._signal(signal.finish_kernel, workspace, world_size=workspace.world_size)
+        self._place.submit_item(self.ended)
         if self._place.watcher is not None:
             self._place.watcher.finished()
         self._place.finished(workspace)
+
+    def ended(self) -> None:
+        """The end of an op was enqueued here, after all its kernels."""
+        self._place.residency.ended(id(self._place), self.target())
 
     # -- order ---------------------------------------------------------------------------------
 

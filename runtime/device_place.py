@@ -4,6 +4,7 @@
 ``cuda_stream.py``          the group's streams on CUDA streams; points in them
 ``cuda_launch.py``          launches that cost the host little
 ``cuda_plans.py``           whole calls that do
+``residency.py``            which kernels of several groups run side by side
 ``cuda_driver.py``          stream memory operations, captures
 ``cuda_watchdog.py``        waits of streams that are bounded; what kernels have given up on
 ``place_cuda_virtual.py``   virtual ranks: several ranks of one process on one GPU
@@ -23,6 +24,7 @@ then only kernels signal. Until then streams themselves write and wait for epoch
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,7 @@ from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
+from interlace.runtime.residency import Residency, residency
 from interlace.runtime.stream import Event, Outcome, Stream
 
 T = TypeVar("T")
@@ -291,6 +294,15 @@ class DevicePlace(Place):
 
     # -- limits --------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
+        return residency(self._residency_key(), self.program_limit() + 1)
+
+    def _residency_key(self) -> Any:
+        """What the groups of this rank on this GPU have in common."""
+        return self.device.type, self._index
+
     def program_limit(self) -> int:
         """One multiprocessor is left to signals and sums of the group's streams."""
         properties = torch.cuda.get_device_properties(self.device)
@@ -370,6 +382,7 @@ class DevicePlace(Place):
         self._buffers.clear()
         self._epochs.clear()
         self.launches.clear()
+        self.residency.forget(id(self))
 
 
 def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:

@@ -97,6 +97,9 @@ class VirtualRankPlace(DevicePlace):
                 item()
             self._meet(None, "the launch of an op")
 
+    def _residency_key(self) -> Any:
+        return self._turns, self._members[self.rank]
+
     def program_limit(self) -> int:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         return max(2, sms // self._virtual_ranks - 1)

@@ -6,6 +6,7 @@ host that is threads, with memory that is the CPU's, and a watchdog that looks w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,9 @@ class ThreadHost:
 class ThreadPlace(DeviceProcessPlace):
     name = "cuda"
     host: Any
+
+    def _residency_key(self) -> Any:
+        return self.host.turns, threading.get_ident()  # a rank's own GPU
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.host.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")
