@@ -297,11 +297,7 @@ class DevicePlace(Place):
     @functools.cached_property
     def residency(self) -> Residency:
         """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
-        return residency(self._residency_key(), self.program_limit() + 1)
-
-    def _residency_key(self) -> Any:
-        """What the groups of this rank on this GPU have in common."""
-        return self.device.type, self._index
+        return residency(self._index, self.program_limit() + 1)
 
     def program_limit(self) -> int:
         """One multiprocessor is left to signals and sums of the group's streams."""
@@ -382,7 +378,8 @@ class DevicePlace(Place):
         self._buffers.clear()
         self._epochs.clear()
         self.launches.clear()
-        self.residency.forget(id(self))
+        if "residency" in self.__dict__:
+            self.residency.forget(id(self))
 
 
 def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:

@@ -47,7 +47,7 @@ class Residency:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._chains: dict[int, _Chain] = {}  # by group, the one whose last op is oldest first
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage may close a group within
 
     def admit(self, group: int, programs: int, where: Any) -> list[Point]:
         """``group`` is about to launch so many programs at ``where``; what they must wait for.
@@ -71,7 +71,7 @@ class Residency:
                 other = others.pop(0)
                 waited += other.ends
                 own.largest = max(own.largest, other.largest)
-                del chains[other.group]
+                chains.pop(other.group, None)
             own.ends.append(Point(where))
             return waited
 
@@ -84,7 +84,7 @@ class Residency:
             own.largest = max(own.largest, min(own.in_op, self.capacity))
             own.in_op = 0
             own.ends = [Point(where)]
-            del self._chains[group]
+            self._chains.pop(group, None)
             self._chains[group] = own  # the youngest
 
     def forget(self, group: int) -> None:
@@ -94,13 +94,11 @@ class Residency:
 
 
 _of_devices: dict[Any, Residency] = {}
-_making = threading.Lock()
+_making = threading.RLock()
 
 
-def residency(key: Any, capacity: int) -> Residency:
-    """That of ``key``, a GPU of this process or what stands for one; the same for all its groups."""
+def residency(key: Any, capacity: int, known: dict[Any, Residency] | None = None) -> Residency:
+    """That of ``key``, the same for all groups: among ``known``, or of a GPU of this process."""
+    among = _of_devices if known is None else known
     with _making:
-        known = _of_devices.get(key)
-        if known is None:
-            known = _of_devices[key] = Residency(capacity)
-        return known
+        return among.setdefault(key, Residency(capacity))
