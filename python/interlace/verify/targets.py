@@ -36,11 +36,21 @@ INNER = 8
 
 @dataclass(frozen=True)
 class Target:
-    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint."""
+    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint.
+
+    ``quick``: the variants of a quick check, None for all.
+    """
 
     name: str
     variants: dict[str, Callable[[], Any]]
     kernels: tuple[str, ...] = field(default=())
+    quick: tuple[str, ...] | None = None
+
+    def checked(self, quick: bool) -> dict[str, Callable[[], Any]]:
+        """The variants of a check."""
+        if not quick or self.quick is None:
+            return self.variants
+        return {name: self.variants[name] for name in self.quick}
 
 
 def _numbers(rank: int, call: int, *shape: int) -> torch.Tensor:
@@ -235,6 +245,7 @@ def _algorithms(
 
 _MATMULS = ("fused", "pipelined", "unfused")
 _COLLECTIVES = ("kernel", "copy")
+_LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
     target.name: target
     for target in (
@@ -265,18 +276,23 @@ TARGETS = {
             ("reduce_scatter_kernel",),
         ),
         Target("all_reduce", _algorithms(_all_reduce, *_COLLECTIVES), ("all_reduce_kernel",)),
-        Target("nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel")),
+        Target(
+            "nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel"), _LATE
+        ),
         Target(
             "nodes.reduce_scatter",
             _over_nodes("reduce_scatter"),
             ("node_reduce_scatter_kernel", "put_credits_kernel"),
+            _LATE,
         ),
-        Target("nodes.all_to_all", _over_nodes("all_to_all")),
-        Target("nodes.all_gather_matmul", _over_nodes("all_gather_matmul")),
+        # the moves are those of nodes.all_gather
+        Target("nodes.all_to_all", _over_nodes("all_to_all"), quick=()),
+        Target("nodes.all_gather_matmul", _over_nodes("all_gather_matmul"), quick=()),
         Target(
             "nodes.matmul_reduce_scatter",
             _over_nodes("matmul_reduce_scatter"),
             ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
+            _LATE,
         ),
     )
 }
