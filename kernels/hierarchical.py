@@ -20,7 +20,9 @@ import triton.language as tl
 from interlace.kernels import node_order, nvshmem
 from interlace.kernels.signal import (
     CREDIT_WORDS,
+    counted_epoch,
     current_epoch,
+    is_void,
     peer_pointer,
     publish,
     wait,
@@ -133,9 +135,7 @@ def move_kernel(
         elements = rows * columns
         from_byte = data_offset + from_row * columns * element_bytes
         to_byte = data_offset + to_row * columns * element_bytes
-        ready = epoch
-        if peer != rank:
-            ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1
+        ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1
         waited = tl.load(line + 6)
         if waited >= 0:
             waited_byte = slot_offset + waited * 8
@@ -216,10 +216,11 @@ def quiet_kernel(
         nvshmem.quiet()
     if PUT == "late":
         epoch = current_epoch(peers_ptr, rank)
-        for number in range(num_partners):
-            partner = tl.load(partners_ptr + number)
-            slot_byte = slot_offset + (slot + rank) * 8
-            publish(peer_pointer(peers_ptr, world_size + partner, slot_byte), epoch)
+        if not is_void(peers_ptr, rank):
+            for number in range(num_partners):
+                partner = tl.load(partners_ptr + number)
+                slot_byte = slot_offset + (slot + rank) * 8
+                publish(peer_pointer(peers_ptr, world_size + partner, slot_byte), epoch)
         for number in range(num_partners):
             partner = tl.load(partners_ptr + number)
             slot_byte = slot_offset + (slot + partner) * 8
@@ -235,11 +236,13 @@ def put_credits_kernel(
     ``finish_kernel`` comes next on the stream: it gives the credits of this node and ends the op.
 
     Ordering: as finish_kernel. All reads of the channel by this rank are over, the kernel boundary
-    has put them before the signals, which carry no data. One warp, one signal per lane.
+    has put them before the signals, which carry no data. One warp, one signal per lane. In a void
+    channel there is no credit, and partners are told so as by finish_kernel.
 
     Example: with epoch word 6, partners [2] and rank 0, word CREDIT[0] of rank 2 becomes 7.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = counted_epoch(peers_ptr, rank)
+    credit = tl.where(is_void(peers_ptr, rank), -epoch, epoch)
     word_byte = (_CREDIT + rank) * 8
     if PUT == "nvshmem":
         word = tl.load(peers_ptr + rank) + word_byte
@@ -247,8 +250,8 @@ def put_credits_kernel(
             # lanes to spare say the same as the last one
             number = tl.minimum(first + tl.arange(0, _LANES), num_partners - 1)
             pe = tl.load(peers_ptr + world_size + tl.load(partners_ptr + number))
-            nvshmem.signal(word, epoch, _SET, pe)
+            nvshmem.signal(word, credit, _SET, pe)
     else:
         for number in range(num_partners):
             partner = tl.load(partners_ptr + number)
-            publish(peer_pointer(peers_ptr, world_size + partner, word_byte), epoch)
+            publish(peer_pointer(peers_ptr, world_size + partner, word_byte), credit)

@@ -85,6 +85,108 @@ def reduce_tile(
         store_tile(output_ptr, N, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
 
 
+@triton.jit
+def produce_part(
+    input_ptr,
+    input_stride,
+    row_scale_ptr,
+    b,
+    weight_stride_k,
+    weight_stride_n,
+    column_scale_ptr,
+    bias_ptr,
+    to_ptr,
+    first,
+    start,
+    tiles_m,
+    tiles_n,
+    programs,
+    first_row,
+    rows,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SCALES: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FAST_ACCUM: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, ready to publish.
+
+    They are number ``first`` and every ``programs``-th after it; the owner's begin with ``start``.
+    """
+    a_ptr = input_ptr + first_row * input_stride
+    a = rows_operand(a_ptr, input_stride, rows.to(tl.int32), K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+    c = output_operand(
+        to_ptr,
+        N,
+        rows.to(tl.int32),
+        N,
+        BLOCK_M,
+        BLOCK_N,
+        SUBTILE,
+        OUT_DESCRIPTOR,
+    )
+    scale_ptr = row_scale_ptr
+    if SCALES == "row":
+        scale_ptr += first_row
+    for number in tl.range(
+        first,
+        start + tiles_m * tiles_n,
+        programs,
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, GROUP_M)
+        acc = multiply_tile(
+            a,
+            input_stride,
+            rows.to(tl.int32),
+            b,
+            weight_stride_k,
+            weight_stride_n,
+            N,
+            K,
+            tile_m,
+            tile_n,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            DESCRIPTORS,
+            INPUT_PRECISION,
+            FAST_ACCUM,
+        )
+        emit_tile(
+            c,
+            N,
+            acc,
+            bias_ptr,
+            scale_ptr,
+            column_scale_ptr,
+            tile_m,
+            tile_n,
+            rows,
+            N,
+            BLOCK_M,
+            BLOCK_N,
+            "",
+            "",
+            SCALES,
+            SUBTILE,
+            OUT_DESCRIPTOR,
+        )
+    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
+    complete_descriptor_stores(COMPILED_STORES)
+
+
 @triton.jit(do_not_specialize=["rank", "world_size", "own_rows", "slot_offset"])
 def matmul_reduce_scatter_kernel(
     peers_ptr,
@@ -139,7 +241,6 @@ def matmul_reduce_scatter_kernel(
     stores them in region 0 of rank 1 and publishes slot 0 there; then rows 0-63 into its own region
     0, slot 0; then waits for slots 0 (source 0) and 1 (source 1) and adds both regions.
     """
-    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
     epoch = current_epoch(peers_ptr, rank)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -158,70 +259,39 @@ def matmul_reduce_scatter_kernel(
         first = first_tile(start, program, programs)
         if first < start + tiles:
             if wait_credit(peers_ptr, rank, world_size, owner, epoch) >= epoch - 1:
-                to_ptr = data_pointer(peers_ptr, owner, data_offset, output_ptr) + rank * rows * N
-                a_ptr = input_ptr + first_row * input_stride
-                a = rows_operand(
-                    a_ptr, input_stride, rows.to(tl.int32), K, BLOCK_M, BLOCK_K, DESCRIPTORS
-                )
-                c = output_operand(
-                    to_ptr,
+                produce_part(
+                    input_ptr,
+                    input_stride,
+                    row_scale_ptr,
+                    b,
+                    weight_stride_k,
+                    weight_stride_n,
+                    column_scale_ptr,
+                    bias_ptr,
+                    data_pointer(peers_ptr, owner, data_offset, output_ptr) + rank * rows * N,
+                    first,
+                    start,
+                    tiles_m,
+                    tiles_n,
+                    programs,
+                    first_row,
+                    rows,
                     N,
-                    rows.to(tl.int32),
-                    N,
+                    K,
                     BLOCK_M,
                     BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    DESCRIPTORS,
+                    SCALES,
+                    INPUT_PRECISION,
+                    FAST_ACCUM,
+                    FLATTEN,
+                    WARP_SPECIALIZE,
                     SUBTILE,
                     OUT_DESCRIPTOR,
+                    COMPILED,
                 )
-                scale_ptr = row_scale_ptr
-                if SCALES == "row":
-                    scale_ptr += first_row
-                for number in tl.range(
-                    first,
-                    start + tiles,
-                    programs,
-                    flatten=FLATTEN,
-                    warp_specialize=WARP_SPECIALIZE,
-                ):
-                    tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, GROUP_M)
-                    acc = multiply_tile(
-                        a,
-                        input_stride,
-                        rows.to(tl.int32),
-                        b,
-                        weight_stride_k,
-                        weight_stride_n,
-                        N,
-                        K,
-                        tile_m,
-                        tile_n,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        DESCRIPTORS,
-                        INPUT_PRECISION,
-                        FAST_ACCUM,
-                    )
-                    emit_tile(
-                        c,
-                        N,
-                        acc,
-                        bias_ptr,
-                        scale_ptr,
-                        column_scale_ptr,
-                        tile_m,
-                        tile_n,
-                        rows,
-                        N,
-                        BLOCK_M,
-                        BLOCK_N,
-                        "",
-                        "",
-                        SCALES,
-                        SUBTILE,
-                        OUT_DESCRIPTOR,
-                    )
-                complete_descriptor_stores(COMPILED_STORES)
                 for number in range(first, start + tiles, programs):
                     slot_byte = slot_offset + (rank * tiles + number - start) * 8
                     publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)

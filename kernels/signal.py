@@ -17,6 +17,19 @@ Guarantees
     move the load up. Bounded: after ``SPIN_LIMIT`` polls, or once the group is aborted, it returns a
     smaller value, and the first to give up has written into the header for whom it waited.
 
+Giving up
+---------
+A wait that was given up holds back every store into a peer's memory, every signal and every credit that
+comes after it. Within a kernel whoever waits looks at what ``wait`` returns. For all that follows on the
+stream, ABORT is not 0: the channel is *void* on this rank, and stays so. A void channel's epoch is one that
+no slot reaches, so every kernel that begins there gives up before it stores; ``publish_kernel`` sends
+nothing; ``finish_kernel`` gives no credit. It tells that it has come: CREDIT becomes negative, which says
+that nothing this rank does reads the channel as valid any more, and which satisfies no wait.
+
+A copy on a stream cannot look. So a stream's wait for credits, which is what protects a peer's memory,
+holds the stream until the peer has told so, or ``LINGER_POLLS`` more are over: who is alive and in the
+middle of a read is through by then, and what begins later finds the channel void.
+
 Preconditions
 -------------
 Data that is published was stored with ``tl.store``. A descriptor (TMA) store is complete only after
@@ -32,7 +45,7 @@ Header of a channel, in int64 words; every rank has its own::
     4 SOURCE      which rank it waited for           5 SLOT      byte offset of the slot
     6 EXPECTED    the epoch it waited for            7 SEEN      what it saw last
     8 PROGRAM     program id
-    64 + r CREDIT rank r has finished this many ops on this channel
+    64 + r CREDIT rank r has finished this many ops on this channel; negative: it never will again
 
 Flags: what torch's handle of symmetric memory does
 ---------------------------------------------------
@@ -65,12 +78,16 @@ CLAIMED_WORD = 3
 CREDIT_WORDS = 64
 MAX_WORLD_SIZE = 64
 HEADER_WORDS = CREDIT_WORDS + MAX_WORLD_SIZE
+LINGER_POLLS = 1 << 20  # about a second
+VOID_EPOCH = 1 << 62  # no slot gets there
 
 _EPOCH = tl.constexpr(EPOCH_WORD)
 _ABORT = tl.constexpr(ABORT_WORD)
 _SPIN_LIMIT = tl.constexpr(SPIN_LIMIT_WORD)
 _CLAIMED = tl.constexpr(CLAIMED_WORD)
 _CREDIT = tl.constexpr(CREDIT_WORDS)
+_LINGER = tl.constexpr(LINGER_POLLS)
+_VOID = tl.constexpr(VOID_EPOCH)
 _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 
 
@@ -87,9 +104,26 @@ def is_mapped(peers_ptr, peer):
 
 
 @triton.jit
-def current_epoch(peers_ptr, rank):
-    """The epoch of the op that runs now; constant during the op."""
+def counted_epoch(peers_ptr, rank):
+    """The epoch of the op that runs now, whether the channel is void or not; constant during the op."""
     return tl.load(peer_pointer(peers_ptr, rank, 0) + _EPOCH) + 1
+
+
+@triton.jit
+def is_void(peers_ptr, rank):
+    """Whether the channel is void, as of now at the latest; what an earlier kernel gave up is seen."""
+    return tl.load(peer_pointer(peers_ptr, rank, 0) + _ABORT) != 0
+
+
+@triton.jit
+def current_epoch(peers_ptr, rank):
+    """The epoch of the op that runs now; in a void channel one that is never reached.
+
+    To be asked for at the start of a kernel: waits for it or for the one before it are given up at once,
+    and what they hold back is not stored.
+    """
+    epoch = counted_epoch(peers_ptr, rank)
+    return tl.where(is_void(peers_ptr, rank), _VOID, epoch)
 
 
 @triton.jit
@@ -166,6 +200,21 @@ def wait_credit(peers_ptr, rank, world_size, peer, epoch):
 
 
 @triton.jit
+def linger(peers_ptr, rank, peer, finished):
+    """After a credit was given up: until ``peer`` cannot be harmed by what follows on the stream.
+
+    That is once it has ``finished`` as many ops, or has told that it never will; or after
+    ``LINGER_POLLS``, and SPIN_LIMIT at most.
+    """
+    credit_ptr = peer_pointer(peers_ptr, rank, (peer + _CREDIT) * 8)
+    polls_left = tl.minimum(tl.load(peer_pointer(peers_ptr, rank, 0) + _SPIN_LIMIT), _LINGER)
+    seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
+    while (seen >= 0) & (seen < finished) & (polls_left > 0):
+        seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
+        polls_left -= 1
+
+
+@triton.jit
 def fence_descriptor_loads(COMPILED: tl.constexpr):
     """Order descriptor (TMA) loads of this program after a preceding wait.
 
@@ -182,12 +231,13 @@ def publish_kernel(peers_ptr, rank, peer, slot_byte):
     """Publish one slot of ``peer`` from the host's point of view: a stream item after a copy.
 
     Ordering: runs after the copies that precede it on its stream, so the kernel boundary has already
-    made them visible; the release carries them to ``peer``.
+    made them visible; the release carries them to ``peer``. In a void channel nothing is published.
 
     Example: rank 2 has copied its chunk 1 to rank 0 and runs ``publish_kernel[(1,)](table, 2, 0, 1064)``:
     the int64 at byte 1064 of rank 0's buffer becomes the current epoch, say 7.
     """
-    publish(peer_pointer(peers_ptr, peer, slot_byte), current_epoch(peers_ptr, rank))
+    if not is_void(peers_ptr, rank):
+        publish(peer_pointer(peers_ptr, peer, slot_byte), counted_epoch(peers_ptr, rank))
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "source", "slot_byte"])
@@ -195,6 +245,8 @@ def wait_kernel(peers_ptr, rank, world_size, source, slot_byte):
     """Hold a stream until an own slot has the current epoch.
 
     Ordering: one program, alone; the end of the kernel orders everything later on the stream after it.
+    If it gives up, the stream goes on and the channel is void: what follows may fill this rank's own
+    memory, and kernels that would signal do not.
 
     Example: with epoch word 6, ``wait_kernel[(1,)](table, 0, 4, 2, 1064)`` ends once the int64 at byte
     1064 of rank 0's buffer is at least 7; rank 2 is named if it never is.
@@ -207,13 +259,17 @@ def wait_credits_kernel(peers_ptr, rank, world_size):
     """Hold a stream until every peer has finished the previous op on this channel.
 
     Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write
-    for this op's producers.
+    for this op's producers. Copies that follow cannot see that a credit was given up, so then it stays
+    (``linger``) until the peer has nothing left to read.
 
-    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6.
+    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
+    and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
     """
     epoch = current_epoch(peers_ptr, rank)
+    counted = counted_epoch(peers_ptr, rank)
     for peer in range(world_size):
-        wait_credit(peers_ptr, rank, world_size, peer, epoch)
+        if wait_credit(peers_ptr, rank, world_size, peer, epoch) < epoch - 1:
+            linger(peers_ptr, rank, peer, counted - 1)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size"])
@@ -222,15 +278,20 @@ def finish_kernel(peers_ptr, rank, world_size):
 
     Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
     peers may write into it. The epoch word is read only by this rank's later ops, which are ordered
-    after by the stream or an event.
+    after by the stream or an event. In a void channel the op never ends: the epoch stays, and peers are
+    told so.
 
-    Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7.
+    Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7. In a
+    void channel CREDIT[rank] becomes -7 and the epoch word stays 6.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = counted_epoch(peers_ptr, rank)
+    void = is_void(peers_ptr, rank)
+    credit = tl.where(void, -epoch, epoch)
     for peer in range(world_size):
         if is_mapped(peers_ptr, peer):
-            publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), epoch)
-    tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)
+            publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), credit)
+    if not void:
+        tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)
 
 
 @triton.jit

@@ -222,6 +222,8 @@ def _fused(arch: int) -> Iterator[Entry]:
     yield grouped_matmul(arch, plain, copiers=False)
     for operands in shared:
         yield matmul_reduce_scatter(arch, operands)
+    for operands in (plain, Operands(tma=tma, layout="nk"), Operands(tma=False, dtype="fp32")):
+        yield matmul_node_reduce_scatter(arch, operands)
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
     for activation in ACTIVATIONS:
@@ -386,6 +388,18 @@ def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = Fals
     types = {"segments_ptr": "*i64", "own_rows": "i32", **_scales(operands)}
     constants = _loop(operands.configuration(arch), operands, published=True)
     return _reduction(arch, operands, "matmul_reduce_scatter", types, average, constants)
+
+
+def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
+    """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
+    tables = dict.fromkeys(("segments_ptr", "members_ptr", "sums_ptr"), "*i64")
+    counts = ("num_members", "own_member", "num_nodes", "own_node", "own_rows", "tiles_each")
+    multiples = dict.fromkeys(("stride", "landing_offset"), "i32")
+    numbers = dict.fromkeys((*counts, "landed_slot"), "i32")
+    constants = _loop(operands.configuration(arch), operands, published=True)
+    types = {**tables, **numbers, **multiples, **_scales(operands)}
+    entry = _reduction(arch, operands, "matmul_node_reduce_scatter", types, False, constants)
+    return replace(entry, divisible=(*entry.divisible, *multiples))
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:

@@ -29,7 +29,7 @@ import torch
 from interlace.runtime import configuration
 from interlace.runtime.call import Call
 from interlace.runtime.cuda_launch import ALIGNMENT, Prepared
-from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target
+from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target, programs_of
 from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import Layout, Workspace
@@ -74,6 +74,7 @@ class Step:
     workspace: Workspace
     pulled: bool
     items: list[Launched | Copied] = field(default_factory=list)
+    programs: int = 0  # of its kernels, together
 
 
 @dataclass
@@ -205,6 +206,8 @@ class Plans:
         stream = communicator.compute
         assert isinstance(stream, DeviceStream)
         workspace = communicator.lease_again(step.workspace)
+        if step.programs:
+            stream.admit(step.programs)
         target = stream.enter()
         for item in step.items:
             if type(item) is Launched:
@@ -220,6 +223,7 @@ class Plans:
                 assert isinstance(item, Copied)
                 destination = _view(item.destination, arguments, results)
                 stream.copy(destination, _view(item.source, arguments, results), "planned")
+        stream.ended()
         place.finished(workspace)
         communicator.ended(workspace, self._end_of(target), pulled=step.pulled)
 
@@ -289,7 +293,7 @@ class Watcher:
         try:
             tree = where.tree(result)
             steps = [
-                Step(workspace, pulled, [where.item(item) for item in items])
+                Step(workspace, pulled, [where.item(item) for item in items], _programs(items))
                 for workspace, pulled, items in self._steps
             ]
         except LookupError:
@@ -298,6 +302,10 @@ class Watcher:
         if where.is_whole(result):
             return Plan(agreed, steps, [(result.dtype, result.shape)], _WHOLE)
         return Plan(agreed, steps, where.results, tree)
+
+
+def _programs(items: Sequence[Any]) -> int:
+    return sum(programs_of(first) for first, _ in items if isinstance(first, KernelLaunch))
 
 
 class _Where:

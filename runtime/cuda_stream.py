@@ -101,6 +101,12 @@ class DeviceEvent(Event):
             point.record().synchronize()
 
 
+def programs_of(launch: KernelLaunch) -> int:
+    """How many programs of ``launch`` may hold multiprocessors while they wait for peers."""
+    x, y, z = launch.extents
+    return x * y * z if launch.num_warps > 1 else 0
+
+
 class StreamPlace(Protocol):
     """What a :class:`DeviceStream` needs of its place; see ``DevicePlace`` for what they are."""
 
@@ -108,6 +114,8 @@ class StreamPlace(Protocol):
     launches: LaunchCache
     watcher: Any
 
+    @property
+    def residency(self) -> Any: ...
     def caller(self) -> Target: ...
     def about_to_use(self, target: Target) -> None: ...
     def submit_item(self, item: Callable[[], None]) -> None: ...
@@ -132,6 +140,7 @@ class DeviceStream(Stream):
         self._end: Point | None = None  # after the last item, if somebody has asked for it
         self._waiting: dict[Target, Point] = {}
         self._waited: dict[Target, Point] = {}  # what is enqueued next comes after these
+        self._depends: Workspace | None = None  # of the op in which data was waited for
 
     # -- where items go ------------------------------------------------------------------------
 
@@ -191,7 +200,19 @@ class DeviceStream(Stream):
         if self._place.watcher is not None:
             self._place.watcher.launched(self, launch, prepared)
         self._place.keep(launch.arguments, prepared)
-        self._place.submit_item(lambda: prepared.run(self.enter()[0]))
+        programs = programs_of(launch)
+
+        def item() -> None:
+            if programs:
+                self.admit(programs)
+            prepared.run(self.enter()[0])
+
+        self._place.submit_item(item)
+
+    def admit(self, programs: int) -> None:
+        """What is enqueued next waits until so many programs fit the GPU; see ``residency.py``."""
+        for point in self._place.residency.admit(id(self._place), programs, self.target()):
+            self._wait_for(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         if self._place.watcher is not None:
@@ -215,9 +236,13 @@ class DeviceStream(Stream):
         self.launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
+        """A stream signals by itself, unless it has waited for data: then that may have been given up.
+
+        A kernel looks whether it was. A wait for credits holds the stream instead.
+        """
         self._cannot_be_planned()
         words, epoch = self._place.words_for(workspace)
-        if words is None:
+        if words is None or self._depends is workspace:
             slot_byte = workspace.slot_byte(slot)
             self._signal(signal.publish_kernel, workspace, peer=peer, slot_byte=slot_byte)
             return
@@ -226,6 +251,7 @@ class DeviceStream(Stream):
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
         self._cannot_be_planned()
+        self._depends = workspace
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
         if waits is None:
@@ -250,9 +276,14 @@ class DeviceStream(Stream):
 
     def finish(self, workspace: Workspace) -> None:
         self._signal(signal.finish_kernel, workspace, world_size=workspace.world_size)
+        self._place.submit_item(self.ended)
         if self._place.watcher is not None:
             self._place.watcher.finished()
         self._place.finished(workspace)
+
+    def ended(self) -> None:
+        """The end of an op was enqueued here, after all its kernels."""
+        self._place.residency.ended(id(self._place), self.target())
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -12,6 +12,12 @@ peers                    a process that ended, a group that was aborted (``place
 and fails the place: the error is kept for the next call, the group is aborted on all ranks, every wait in
 every kernel returns, and the streams that wait are let go. What they compute from there on is void.
 
+Copies that follow a wait on a stream cannot be called back, so a stream is let go only when they harm
+nobody (:meth:`Watchdog.let_go`). All come after ABORT is set on every rank that this one reaches::
+
+    for data      at once: what follows fills this rank's own memory, and signals behind are kernels' matter
+    for credits   once the peer has told that it is through (CREDIT < 0), or is dead; or after a second
+
 How it knows which wait a stream is in without asking CUDA, whose queries would end another thread's graph
 capture: the stream itself writes, into pinned memory of the host, that it comes to wait number n and that
 it has passed it. A header is copied to pinned memory at one look and read at the next.
@@ -36,10 +42,16 @@ from interlace.kernels.signal import (
     HEADER_WORDS,
 )
 from interlace.runtime import cuda_driver
-from interlace.runtime.errors import AbortedError, CollectiveTimeoutError, InterlaceError
+from interlace.runtime.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+)
 from interlace.runtime.memory import WORD, SymmetricBuffer, Workspace
 
 LOOK_SECONDS = 0.05
+LINGER_SECONDS = 1.0  # in which a peer that lives gets through what it was about to read
 IDLE_LOOK_SECONDS = 1.0  # where graphs are replayed of which the host does not know
 CELLS = 64
 _UNKNOWN = torch.empty(0)
@@ -59,6 +71,8 @@ class Watched(Protocol):
     def workspaces(self) -> list[SymmetricBuffer]: ...
     def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor: ...
     def ops_finished(self, buffer: SymmetricBuffer) -> int: ...
+    def alarm_stream(self) -> torch.cuda.Stream: ...
+    def _stream_words(self) -> cuda_driver.StreamWords | None: ...
     def reported(self, header: Sequence[int]) -> InterlaceError | None: ...
 
 
@@ -73,6 +87,10 @@ class Wait:
     slot_byte: int
     address: int
     value: int
+
+    @property
+    def for_credit(self) -> bool:
+        return self.slot_byte < HEADER_WORDS * WORD
 
 
 class StreamWaits:
@@ -165,7 +183,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._headers: list[tuple[SymmetricBuffer, torch.Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
-        self._last_header = 0.0
+        self._letting_go: float | None = None  # since when
 
     def look_after(self) -> None:
         """Something was enqueued."""
@@ -185,6 +203,9 @@ class Watchdog:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(5.0)
+        place = self._place()
+        if place is not None and self._letting_go is not None:
+            self.let_go(place, self._letting_go + LINGER_SECONDS)  # nobody comes back to do it
 
     def _watch(self) -> None:
         place = self._place()
@@ -197,9 +218,13 @@ class Watchdog:
         while not self._stopped:
             self._wanted.wait(IDLE_LOOK_SECONDS)
             place = self._place()
-            if self._stopped or place is None or place.failure is not None:
+            if self._stopped or place is None:
                 return
-            if self._wanted.is_set() or place.replays:
+            if place.failure is not None or self._letting_go is not None:
+                if not self.let_go(place, time.monotonic()):
+                    return
+                self._copy_headers(place)
+            elif self._wanted.is_set() or place.replays:
                 self.look(place, time.monotonic())
             del place
             time.sleep(LOOK_SECONDS)
@@ -269,8 +294,31 @@ class Watchdog:
             self._stream = torch.cuda.Stream(place.device, priority=-1)
         return self._stream
 
-    def let_go(self, place: Watched, words: cuda_driver.StreamWords) -> None:
-        """Release every stream that still waits; from any thread, after the kernels were woken."""
-        side = int(self._side(place).cuda_stream)
+    def let_go(self, place: Watched, now: float) -> bool:
+        """After the kernels were woken: release the streams that harm nobody; whether some still wait.
+
+        From any thread; to be called again as long as it returns True, which the own thread does.
+        """
+        words = place._stream_words()
+        if self._letting_go is None:
+            self._letting_go = now
+        over = now - self._letting_go >= LINGER_SECONDS
+        gone = place.failure.rank if isinstance(place.failure, PeerDiedError) else None
+        alarm = int(place.alarm_stream().cuda_stream)
+        left = False
         for wait in self.ledger.open():
-            words.write(side, wait.address, wait.value)
+            if over or not wait.for_credit or wait.source == gone or self._through(wait):
+                if words is not None:
+                    words.write(alarm, wait.address, wait.value)
+            else:
+                left = True
+        if left:
+            self.look_after()
+        return left
+
+    def _through(self, wait: Wait) -> bool:
+        """Whether the source of ``wait``, for a credit, has told that it reads nothing any more."""
+        for buffer, mirror in self._headers:
+            if buffer.addresses[buffer.rank] + wait.slot_byte == wait.address:
+                return int(mirror[CREDIT_WORDS + wait.source]) < 0
+        return False

@@ -4,6 +4,7 @@
 ``cuda_stream.py``          the group's streams on CUDA streams; points in them
 ``cuda_launch.py``          launches that cost the host little
 ``cuda_plans.py``           whole calls that do
+``residency.py``            which kernels of several groups run side by side
 ``cuda_driver.py``          stream memory operations, captures
 ``cuda_watchdog.py``        waits of streams that are bounded; what kernels have given up on
 ``place_cuda_virtual.py``   virtual ranks: several ranks of one process on one GPU
@@ -23,6 +24,7 @@ then only kernels signal. Until then streams themselves write and wait for epoch
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,7 @@ from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
+from interlace.runtime.residency import Residency, residency
 from interlace.runtime.stream import Event, Outcome, Stream
 
 T = TypeVar("T")
@@ -84,6 +87,7 @@ class DevicePlace(Place):
         self._kept: list[Any] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
         self._side: torch.cuda.Stream | None = None
+        self._alarm: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
 
     # -- memory --------------------------------------------------------------------------------
@@ -100,7 +104,7 @@ class DevicePlace(Place):
             )
         buffer = self._allocate(nbytes)
         if self._one is None:  # now, for both may synchronize the device
-            self.side_stream()
+            self.alarm_stream()
             self._one = cuda_driver.pinned([1])
         self._buffers.append(buffer)
         self._epochs[buffer.addresses[self.rank]] = 0
@@ -170,10 +174,16 @@ class DevicePlace(Place):
         return DeviceStream(self, stream, follows=name == "compute")
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream of the group's that no op uses."""
+        """A stream of the group's that no op uses; it may wait for one."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         return self._side
+
+    def alarm_stream(self) -> torch.cuda.Stream:
+        """A stream that never waits, for what ends the waits of others. Made with the first memory."""
+        if self._alarm is None:
+            self._alarm = torch.cuda.Stream(self.device, priority=-1)
+        return self._alarm
 
     def submit_item(self, item: Callable[[], None]) -> None:
         """Run a stream item now, or with the rest of its op."""
@@ -284,6 +294,11 @@ class DevicePlace(Place):
 
     # -- limits --------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
+        return residency(self._index, self.program_limit() + 1)
+
     def program_limit(self) -> int:
         """One multiprocessor is left to signals and sums of the group's streams."""
         properties = torch.cuda.get_device_properties(self.device)
@@ -305,7 +320,7 @@ class DevicePlace(Place):
         """
         if self._one is None:
             return
-        with torch.cuda.stream(self.side_stream()):
+        with torch.cuda.stream(self.alarm_stream()):
             for buffer in self.workspaces():
                 for rank in range(self.world_size):
                     if buffer.mapped(rank):
@@ -363,6 +378,8 @@ class DevicePlace(Place):
         self._buffers.clear()
         self._epochs.clear()
         self.launches.clear()
+        if "residency" in self.__dict__:
+            self.residency.forget(id(self))
 
 
 def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import time
 import weakref
 from concurrent.futures import Future
 from typing import Any
@@ -127,12 +128,14 @@ class DeviceProcessPlace(DevicePlace):
         return self._agreement.mismatch() or self.host.trouble(doing)
 
     def abort(self, reason: str) -> None:
-        """As ``Place.abort``; on this rank's GPU and its peers' every wait in a kernel ends, too."""
+        """As ``Place.abort``; on this rank's GPU and its peers' every wait in a kernel ends, too.
+
+        Waits of streams end when nobody can be harmed by what follows (``Watchdog.let_go``).
+        """
         self.host.abort(reason)
         self.wake_kernels()
-        words = self._stream_words()
-        if self._watchdog is not None and words is not None:
-            self._watchdog.let_go(self, words)
+        if self._watchdog is not None and self._stream_words() is not None:
+            self._watchdog.let_go(self, time.monotonic())
 
     def _stop_watching(self) -> None:
         if self._watchdog is not None:

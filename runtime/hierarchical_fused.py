@@ -1,9 +1,10 @@
 """Fused ops between nodes: matmuls that run while rows or sums travel within and between nodes.
 
 All-gather + matmul keeps its kernel: it takes chunks in the order in which they come over both links, and
-the kernel of moves brings them. Matmul + reduce-scatter multiplies part by part in the order in which
-parts are needed, those of other nodes first; each is handed over as soon as it is done, and one kernel
-sums within the node, puts, and adds what the other nodes have put::
+the kernel of moves brings them. Fused matmul + reduce-scatter is in ``hierarchical_reduce.py``. The other
+algorithms multiply part by part in the order in which parts are needed, those of other nodes first; each
+is handed over as soon as it is done, and one kernel sums within the node, puts, and adds what the other
+nodes have put::
 
     compute  | mm part of node 1 | mm part of node 1 | mm own node's ... |
     copy       | contribute        | contribute        | contribute ...  | sum, put, sum |
@@ -12,6 +13,7 @@ sums within the node, puts, and adds what the other nodes have put::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +21,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.runtime import configuration as configurations
 from interlace.runtime import hierarchical_algorithms as algorithms
 from interlace.runtime import launch_formulas as formulas
+from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.hierarchical_nodes import Nodes
@@ -132,7 +135,7 @@ def matmul_reduce_scatter(
     if output.dtype not in SUMMED_DTYPES or not product.numel():
         multiply(product, input, linear.weight, None)
         return _exchanged(communicator, nodes, product, segments, output, fold_parts)
-    exact = linear.bias is None
+    exact = linear.bias is None and not linear.activation
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
     lengths = [count * columns for _, count in segments]
     config = configurations.choose(communicator.place, output.dtype, max(lengths), 1, 1)
@@ -143,9 +146,10 @@ def matmul_reduce_scatter(
         multiply(product[rows], input[rows], linear.weight, None)
 
     def finish() -> None:
-        assert linear.bias is not None
-        bias = linear.bias.float()
-        output.copy_(total + (bias if linear.bias_along == "n" else bias[:, None]))
+        if linear.bias is not None:
+            bias = linear.bias.float()
+            total.add_(bias if linear.bias_along == "n" else bias[:, None])
+        output.copy_(activate(total, linear.activation))
 
     return algorithms.reduce_scatter(
         communicator,
@@ -194,11 +198,9 @@ def matmul_all_reduce(
     nodes: Nodes,
     input: torch.Tensor,
     linear: Linear,
-    fold_parts: Callable[[Linear, Sequence[torch.Tensor]], None],
-    *,
-    average: bool,
+    reduce_scatter: Callable[[Linear, Sequence[tuple[int, int]]], Event],
 ) -> Event:
-    """Every rank sums a part of the rows, then all gather the parts."""
+    """Every rank sums a part of the rows, by ``reduce_scatter``; then all gather the parts."""
     rank, output = communicator.rank, linear.output
     segments = split_rows(output.shape[0], communicator.world_size)
     parts = [output[first : first + count] for first, count in segments]
@@ -206,15 +208,6 @@ def matmul_all_reduce(
     if bias is not None and linear.bias_along == "m":
         first, count = segments[rank]
         bias = bias[first : first + count]
-    own = Linear(linear.weight, bias, parts[rank], linear.bias_along)
-    event = matmul_reduce_scatter(
-        communicator,
-        nodes,
-        input,
-        own,
-        segments,
-        lambda collected: fold_parts(own, collected),
-        average=average,
-    )
+    event = reduce_scatter(replace(linear, bias=bias, output=parts[rank]), segments)
     whole = [bytes_of(part) for part in parts]
     return algorithms.gather_parts(communicator, nodes, whole, whole[rank], event) or event

@@ -63,6 +63,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
         num_warps=1,
     )
     yield _reduce_scatter(arch, put)
+    yield _tile_sums(arch, put)
 
 
 def linked(arch: int, folder: str | None = None) -> list[Entry]:
@@ -122,5 +123,34 @@ def _reduce_scatter(arch: int, put: str) -> Entry:
         },
         {"PUT": put, "BLOCK": configuration.block_elements, "AVERAGE": False},
         ("peers_ptr", "data_offset", *tensors, *tables, *multiples),
+        configuration.num_warps,
+    )
+
+
+def _tile_sums(arch: int, put: str) -> Entry:
+    """What runs beside the fused matmul + reduce-scatter; that kernel is with those of one node."""
+    configuration = gpu_default(arch, torch.bfloat16, _ROWS)
+    tables = ("duties_ptr", "members_ptr", "sums_ptr")
+    counts = ("num_duties", "num_members", "num_nodes", "own_node", "own_rows", "tiles_each")
+    multiples = ("stride", "N", "partial_offset", "landing_offset")
+    return Entry(
+        "interlace.kernels.matmul_node_reduce_scatter",
+        "node_sums_kernel",
+        put,
+        arch,
+        {
+            **_WORKSPACE,
+            "contribution_ptr": "*bf16",
+            **dict.fromkeys(tables, "*i64"),
+            **dict.fromkeys((*counts, "landing_slot", "landed_slot", *multiples), "i32"),
+        },
+        {
+            "PUT": put,
+            "BLOCK_M": configuration.block_m,
+            "BLOCK_N": configuration.block_n,
+            "GROUP_M": configuration.group_m,
+            "BLOCK": configuration.block_elements,
+        },
+        ("peers_ptr", "data_offset", "contribution_ptr", *tables, *multiples),
         configuration.num_warps,
     )

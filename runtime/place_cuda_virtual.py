@@ -16,6 +16,7 @@ What keeps it from blocking:
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.memory import SymmetricBuffer
 from interlace.runtime.place import Place
+from interlace.runtime.residency import Residency, residency
 from interlace.runtime.virtual_ranks import Turns, run_threads
 
 
@@ -96,6 +98,12 @@ class VirtualRankPlace(DevicePlace):
             for item in items:
                 item()
             self._meet(None, "the launch of an op")
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """A rank has its share of the GPU, for all its groups."""
+        capacity, known = self.program_limit() + 1, self._turns.residencies
+        return residency(self._members[self.rank], capacity, known)
 
     def program_limit(self) -> int:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count

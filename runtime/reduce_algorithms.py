@@ -18,7 +18,7 @@ import torch
 from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
-from interlace.runtime import hierarchical_fused
+from interlace.runtime import hierarchical_fused, hierarchical_reduce
 from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.activations import activate
 from interlace.runtime.call import Call
@@ -53,9 +53,20 @@ def matmul_reduce_scatter_fused(
 ) -> Event:
     """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part.
 
-    Between nodes a matmul per part, and a kernel that hands over and sums (``hierarchical_fused.py``).
-    ``row_scale``: of fp8 operands.
+    Between nodes a second one, that puts (``hierarchical_reduce.py``). ``row_scale``: of fp8 operands.
     """
+    nodes = communicator.place.nodes
+    if nodes is not None and input.shape[0] and linear.weight.shape[1]:
+        return hierarchical_reduce.matmul_reduce_scatter(
+            communicator,
+            nodes,
+            input,
+            linear,
+            segments,
+            configuration,
+            average=average,
+            row_scale=row_scale,
+        )
     if event := _between_nodes(communicator, input, linear, segments, average):
         return event
     rank, world_size = communicator.rank, communicator.world_size
@@ -253,8 +264,9 @@ def matmul_all_reduce_fused(
             nodes,
             input,
             linear,
-            lambda own, parts: sum_with_bias(parts, own, average=average),
-            average=average,
+            lambda own, segments: matmul_reduce_scatter_fused(
+                communicator, input, own, segments, configuration, average=average
+            ),
         )
     world_size = communicator.world_size
     (rows, columns), block_m = linear.output.shape, configuration.block_m

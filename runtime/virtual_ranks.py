@@ -41,6 +41,7 @@ class Turns:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self.failed: str | None = None
+        self.residencies: dict[Any, Any] = {}  # by rank; see residency.py
 
     def take(self) -> None:
         """Wait for the turn."""

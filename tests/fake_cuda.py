@@ -15,6 +15,8 @@ memory                 an item on the stream that was current uses a tensor safe
 captures               events from outside, queries, synchronization and unjoined streams are errors;
                        a replay runs the same addresses and values again
 stream memory ops      write and wait for words of memory, with the values they were given
+multiprocessors        if their number is given, a kernel begins when all its programs have one, and keeps
+                       them to its end; each rank has a GPU of its own
 =====================  ==============================================================================
 
 ``do(function)`` is torch code of the user on the current stream: what a test fills or reads.
@@ -68,6 +70,7 @@ class Item:
     marker: Marker | None = None
     running: Iterator[Callable[[], bool]] | None = None
     condition: Callable[[], bool] | None = None
+    programs: int = 0
 
 
 @dataclass(eq=False)
@@ -175,7 +178,15 @@ def gpu() -> FakeGpu:
 class FakeGpu:
     """The device. ``seed`` draws the order in which streams go on; ``eager`` how soon."""
 
-    def __init__(self, seed: int = 0, *, eager: float = 0.3, stream_words: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        eager: float = 0.3,
+        stream_words: bool = True,
+        multiprocessors: int = 0,
+    ) -> None:
+        self.multiprocessors = multiprocessors
         self._random = random.Random(seed)
         self._eager, self._has_words = eager, stream_words
         self._queues: dict[int, list[Item]] = {0: []}
@@ -224,8 +235,15 @@ class FakeGpu:
         """By this thread: a rank's captures are no matter for the others."""
         return any(capture.thread == threading.get_ident() for capture in self._captures)
 
-    def enqueue(self, handle: int, label: str, steps: Steps, marker: Marker | None = None) -> None:
-        item = Item(label, steps, marker)
+    def enqueue(
+        self,
+        handle: int,
+        label: str,
+        steps: Steps,
+        marker: Marker | None = None,
+        programs: int = 0,
+    ) -> None:
+        item = Item(label, steps, marker, programs=programs)
         capture = self.capture_of(handle)
         if capture is not None:
             capture.streams[handle].append(item)
@@ -279,12 +297,25 @@ class FakeGpu:
         if item.condition is not None and not item.condition():
             return False
         if item.running is None:
+            if item.programs and not self._fits(queue, item):
+                return False
             item.running = item.steps()
         try:
             item.condition = next(item.running)
         except StopIteration:
             queue.pop(0)
         return True
+
+    def _fits(self, queue: list[Item], item: Item) -> bool:
+        """Whether all of a kernel's programs find a multiprocessor, where their number is limited."""
+        handles = {id(each): handle for handle, each in self._queues.items()}
+        owner = self._owners.get(handles[id(queue)])  # a rank has a GPU of its own
+        used = sum(
+            each[0].programs
+            for handle, each in self._queues.items()
+            if each and each[0].running is not None and self._owners.get(handle) == owner
+        )
+        return not self.multiprocessors or used + item.programs <= self.multiprocessors
 
     def run_some(self, steps: int = 3) -> bool:
         progress = False
@@ -361,7 +392,7 @@ class FakeGpu:
             handle = self.new_stream()
             self.wait_marker(handle, begun)
             for item in items:
-                self.enqueue(handle, item.label, item.steps, item.marker)
+                self.enqueue(handle, item.label, item.steps, item.marker, item.programs)
             ends.append(self.mark(handle))
         for end in ends:
             self.wait_marker(self.current, end)
@@ -438,7 +469,7 @@ class FakeGpu:
 
         self.enqueue(handle, f"wait for {value}", steps)
 
-    def launch(self, name: str, handle: int, arguments: dict[str, Any]) -> None:
+    def launch(self, name: str, handle: int, arguments: dict[str, Any], programs: int) -> None:
         self.launches.append(name)
         assert self.running is not None
         forms = {
@@ -454,7 +485,7 @@ class FakeGpu:
             if not captured:
                 lease.held = []
 
-        self.enqueue(handle, name, steps)
+        self.enqueue(handle, name, steps, programs=programs)
 
 
 def _has(items: list[Item], marker: Marker) -> bool:

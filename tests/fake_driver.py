@@ -29,14 +29,16 @@ class FakeKernel:
     function = packed_metadata = None
 
     def __init__(self, launch: KernelLaunch) -> None:
-        self._name = launch.name
+        self._name, self._warps = launch.name, launch.num_warps
         self._parameters = list(inspect.signature(launch.kernel.fn).parameters)
         fake_cuda.gpu().loads.append(launch.name)
 
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         values = rest[5:]
         assert len(values) == len(self._parameters), (self._name, values)
-        fake_cuda.gpu().launch(self._name, stream, dict(zip(self._parameters, values, strict=True)))
+        programs = x * y * z if self._warps > 1 else 0
+        arguments = dict(zip(self._parameters, values, strict=True))
+        fake_cuda.gpu().launch(self._name, stream, arguments, programs)
 
 
 class FakeWords:
@@ -72,7 +74,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
         "is_current_stream_capturing": lambda: gpu.capture_of(gpu.current) is not None,
         "get_device_capability": lambda device: (9, 0),
         "get_device_properties": lambda device: SimpleNamespace(
-            multi_processor_count=MULTIPROCESSORS, uuid="fake"
+            multi_processor_count=gpu.multiprocessors or MULTIPROCESSORS, uuid="fake"
         ),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -6,6 +6,8 @@ host that is threads, with memory that is the CPU's, and a watchdog that looks w
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from interlace.runtime.cuda_watchdog import Watchdog
 from interlace.runtime.device_processes import DeviceProcessPlace
 from interlace.runtime.errors import AbortedError
 from interlace.runtime.memory import SymmetricBuffer
+from interlace.runtime.residency import Residency, residency
 from interlace.runtime.virtual_ranks import Turns, run_threads
 
 CPU = torch.device("cpu")
@@ -86,6 +89,11 @@ class ThreadHost:
 class ThreadPlace(DeviceProcessPlace):
     name = "cuda"
     host: Any
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        known = self.host.turns.residencies  # a rank, which is a thread, has a GPU of its own
+        return residency(threading.current_thread(), self.program_limit() + 1, known)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.host.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")

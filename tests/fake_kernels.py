@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
+from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
 from interlace.kernels.transfer import TRANSFER_COLUMNS
 from interlace.runtime.cuda_ipc import tensor_over
 from interlace.runtime.memory import WORD
@@ -51,6 +51,11 @@ class Arguments:
     def epoch(self) -> int:
         return int(word(self.base(self.rank) + EPOCH_WORD * WORD).value) + 1
 
+    @property
+    def void(self) -> bool:
+        """A wait in this channel was given up on this rank, or the group was aborted."""
+        return bool(word(self.base(self.rank) + ABORT_WORD * WORD).value)
+
     def data(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``count`` elements of the data region of ``rank`` from element ``offset`` on."""
         address = self.base(rank) + self.data_offset + offset * dtype.itemsize
@@ -69,25 +74,29 @@ class Arguments:
 
 
 def publish_kernel(a: Arguments) -> Steps:
-    word(a.base(a.peer) + a.slot_byte).value = a.epoch
+    if not a.void:
+        word(a.base(a.peer) + a.slot_byte).value = a.epoch
     return iter(())
 
 
 def wait_kernel(a: Arguments) -> Steps:
     epoch, slot = a.epoch, word(a.base(a.rank) + a.slot_byte)
-    yield lambda: slot.value >= epoch
+    yield lambda: slot.value >= epoch or a.void
 
 
 def wait_credits_kernel(a: Arguments) -> Steps:
     for peer in range(a.world_size):
-        yield a.credit(peer, a.epoch)
+        credit = a.credit(peer, a.epoch)
+        told = word(a.base(a.rank) + (CREDIT_WORDS + peer) * WORD)
+        yield lambda credit=credit, told=told: credit() or (a.void and told.value < 0)
 
 
 def finish_kernel(a: Arguments) -> Steps:
-    epoch = a.epoch
+    epoch, void = a.epoch, a.void
     for peer in range(a.world_size):
-        word(a.base(peer) + (CREDIT_WORDS + a.rank) * WORD).value = epoch
-    word(a.base(a.rank) + EPOCH_WORD * WORD).value = epoch
+        word(a.base(peer) + (CREDIT_WORDS + a.rank) * WORD).value = -epoch if void else epoch
+    if not void:
+        word(a.base(a.rank) + EPOCH_WORD * WORD).value = epoch
     return iter(())
 
 

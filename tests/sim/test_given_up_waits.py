@@ -16,7 +16,14 @@ import pytest
 import torch
 
 import interlace
-from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, HEADER_WORDS, SPIN_LIMIT_WORD
+from interlace.kernels import signal
+from interlace.kernels.signal import (
+    ABORT_WORD,
+    CREDIT_WORDS,
+    EPOCH_WORD,
+    HEADER_WORDS,
+    SPIN_LIMIT_WORD,
+)
 from interlace.runtime.configuration import override
 from interlace.runtime.interpreter import program_function
 from interlace.runtime.launch import KernelLaunch
@@ -95,17 +102,8 @@ class Seen:
             yield
 
 
-def run_again(op: Callable[[], None], *, credit: int) -> tuple[bool, bool]:
-    """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up."""
-    seen = Seen()
-    with override(**TILES), seen.looking():
-        interlace.run(op, 2)
-    (launch,), (buffer,) = seen.launches, seen.buffers
-    header = buffer.view(0, 0, (HEADER_WORDS,), torch.int64)
-    header[SPIN_LIMIT_WORD] = 100
-    header[CREDIT_WORDS + 1] = credit
-    theirs = buffer.peer_bytes[1][HEADER_WORDS * WORD :]
-    theirs.fill_(POISON_BYTE)
+def run_alone(launch: KernelLaunch) -> None:
+    """Run the programs of one kernel, and nothing else."""
     scheduler = Scheduler(0, block_polls=False, timeout=60)
 
     def programs() -> None:
@@ -116,6 +114,24 @@ def run_again(op: Callable[[], None], *, credit: int) -> tuple[bool, bool]:
 
     scheduler.spawn(0, "host", programs)
     scheduler.run()
+
+
+def run_again(op: Callable[[], None], *, credit: int, void: bool = False) -> tuple[bool, bool]:
+    """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up.
+
+    ``void``: a wait of rank 0 was given up before the kernel begins.
+    """
+    seen = Seen()
+    with override(**TILES), seen.looking():
+        interlace.run(op, 2)
+    (launch,), (buffer,) = seen.launches, seen.buffers
+    header = buffer.view(0, 0, (HEADER_WORDS,), torch.int64)
+    header[SPIN_LIMIT_WORD] = 100
+    header[CREDIT_WORDS + 1] = credit
+    header[ABORT_WORD] = int(void)
+    theirs = buffer.peer_bytes[1][HEADER_WORDS * WORD :]
+    theirs.fill_(POISON_BYTE)
+    run_alone(launch)
     told = buffer.view(1, 0, (HEADER_WORDS,), torch.int64)[ABORT_WORD]
     return not bool((theirs == POISON_BYTE).all()), bool(told)
 
@@ -129,6 +145,96 @@ def test_without_credit_nothing_is_stored(op: Callable[[], None]) -> None:
 def test_with_credit_it_is_stored(op: Callable[[], None]) -> None:
     """Rank 0 gives up here too, but only on the data of rank 1, which does not run."""
     assert run_again(op, credit=1) == (True, True)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_in_a_void_channel_nothing_is_stored(
+    op: Callable[[], None], tmp_path: pathlib.Path
+) -> None:
+    """What an earlier kernel or a stream's wait gave up holds back the kernels behind it, too."""
+    assert run_again(op, credit=1, void=True) == (False, False)
+    edit = Edit("tl.where(is_void(peers_ptr, rank), _VOID, epoch)", "epoch")
+    with mutated(Mutant(f"not void {op.__name__}", "kernels/signal.py", (edit,)), tmp_path):
+        assert run_again(op, credit=1, void=True)[0]
+
+
+# -- the kernels of streams --------------------------------------------------------------------------
+
+
+class Header:
+    """Ranks 0 and 1 with headers and a slot; rank 0 has finished 6 ops, and so has rank 1."""
+
+    def __init__(self, *, void: bool) -> None:
+        words = HEADER_WORDS + 1
+        self.own, self.theirs = torch.zeros(words).long(), torch.zeros(words).long()
+        self.own[EPOCH_WORD], self.own[SPIN_LIMIT_WORD] = 6, 100
+        self.own[CREDIT_WORDS : CREDIT_WORDS + 2] = 6
+        self.theirs[CREDIT_WORDS] = 6
+        self.own[ABORT_WORD] = int(void)
+        self.peers = torch.tensor([self.own.data_ptr(), self.theirs.data_ptr()])
+
+    def run(self, name: str, **arguments: int) -> None:
+        kernel = getattr(signal, name)  # which may be a mutant's
+        known = {"peers_ptr": self.peers, "rank": 0}
+        run_alone(KernelLaunch(kernel, 1, {**known, **arguments}, "a signal", num_warps=1))
+
+
+def published(void: bool) -> int:
+    header = Header(void=void)
+    header.run("publish_kernel", peer=1, slot_byte=HEADER_WORDS * WORD)
+    return int(header.theirs[HEADER_WORDS])
+
+
+def finished(void: bool) -> tuple[int, int]:
+    header = Header(void=void)
+    header.run("finish_kernel", world_size=2)
+    return int(header.theirs[CREDIT_WORDS]), int(header.own[EPOCH_WORD])
+
+
+def test_a_void_channel_signals_nothing(tmp_path: pathlib.Path) -> None:
+    assert published(False) == 7 and published(True) == 0
+    edit = Edit(
+        "    if not is_void(peers_ptr, rank):\n        publish", "    if True:\n        publish"
+    )
+    mutant = Mutant("signals", "kernels/signal.py", (edit,))
+    with mutated(mutant, tmp_path):
+        assert published(True) == 7
+
+
+def test_a_void_channel_gives_no_credit_and_tells_so(tmp_path: pathlib.Path) -> None:
+    assert finished(False) == (7, 7) and finished(True) == (-7, 6)
+    edit = Edit("void = is_void(peers_ptr, rank)", "void = rank < 0")
+    with mutated(Mutant("credit all the same", "kernels/signal.py", (edit,)), tmp_path):
+        assert finished(True) == (7, 7)
+
+
+def polls_for_credit(credit: int, *, void: bool = False) -> int:
+    """How often ``wait_credits_kernel`` looks at rank 1's credit, which stays as it is."""
+    header = Header(void=void)
+    header.own[CREDIT_WORDS + 1] = credit
+    polls = 0
+
+    class Counting(Scheduler):
+        def give_way(self) -> None:
+            nonlocal polls
+            polls += 1
+            super().give_way()
+
+    with mock.patch.dict(run_alone.__globals__, {"Scheduler": Counting}):
+        header.run("wait_credits_kernel", world_size=2)
+    assert bool(header.theirs[ABORT_WORD]) == (credit < 6 and not void)
+    return polls
+
+
+def test_a_stream_stays_with_a_credit_that_it_gave_up(tmp_path: pathlib.Path) -> None:
+    """Copies behind it cannot look: until the peer has told that it is through, or for a while."""
+    given, told, neither = (polls_for_credit(credit) for credit in (6, -6, 5))
+    assert given < 20 < told < neither - 90
+    # void before it begins, it still knows who has finished
+    assert polls_for_credit(6, void=True) < polls_for_credit(5, void=True) - 90
+    edit = Edit("            linger(peers_ptr, rank, peer, counted - 1)", "            pass")
+    with mutated(Mutant("goes on at once", "kernels/signal.py", (edit,)), tmp_path):
+        assert polls_for_credit(5) < neither - 90
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)

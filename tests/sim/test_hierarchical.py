@@ -13,29 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from interlace.groups import default_group
 from interlace.kernels import node_order
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import override
-from interlace.runtime.hierarchical_emulation import separate_nodes
 from interlace.runtime.hierarchical_engine import HierarchicalEngine
-from interlace.verify import RaceReport, races, schedules
+from interlace.verify import races, schedules
 from mutant_checks import filled
 from mutations import Edit, Mutant, mutated
+from sim.node_support import SMALL, TILES, TWO, found_in, on_nodes
 from support import noise, payload, poison, poisoned
 
 PUTS = ("stores", "late")
-SMALL = {"block_elements": 16, "programs": 2, "chunks": 2, "copiers": 2}
-TILES = {**SMALL, "block_m": 16, "block_n": 16, "block_k": 16}
-TWO = (0, 0, 1, 1)
 LAYOUTS = [(0, 0), (0, 1), TWO, (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 0, 1), (5, 2, 2, 2, 5)]
-
-
-def on_nodes(nodes: tuple[int, ...], put: str = "stores") -> Communicator:
-    """The group of all ranks again, as if they were on ``nodes``."""
-    ranks = tuple(range(len(nodes)))
-    place = default_group().place.subgroup(ranks, 99)
-    return Communicator(separate_nodes(place, nodes, put), ranks)
 
 
 # -- orders ------------------------------------------------------------------------------------------
@@ -440,10 +429,6 @@ MUTANTS = [
         _mutant("no credit of who sums", "hierarchical_reduction", (_SUMMER, "if epoch >= 0:")),
     ),
 ]  # fmt: skip
-
-
-def found_in(report: RaceReport) -> list[str]:
-    return [str(finding) for finding in report.findings] + [text for _, text in report.errors]
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,16 @@ def test_explore_all_reports_every_pattern_as_it_goes() -> None:
 
 SIGNAL = (ROOT / "kernels/signal.py").read_text()
 # What no pattern has a step for: addresses, the epoch (a constant), fences of one program, a publish
-# for users' kernels.
+# for users' kernels, and what happens after a wait was given up.
 NO_STEPS = {
     "is_mapped",
     "complete_descriptor_stores",
     "peer_pointer",
     "flag_pointer",
+    "counted_epoch",
     "current_epoch",
+    "is_void",
+    "linger",
     "fence_descriptor_loads",
     "write_value_kernel",
 }

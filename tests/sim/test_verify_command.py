@@ -159,3 +159,16 @@ def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match="importing it fails: SystemExit"):
         suite.load_function(f"{tmp_path}/leaves.py::f")
+
+
+def test_ops_between_nodes_are_among_those_checked() -> None:
+    """A quick check leaves out what only repeats moves, and nothing that a full one has is lost."""
+    names = [name for name in suite.TARGETS if name.startswith("nodes.")]
+    full, quick = (
+        {(job.subject, job.variant) for job in suite.shipped_jobs(names, plan)}
+        for plan in (Plan((4,), 1, 1, (90,)), Plan((4,), 1, 1, (90,), True))
+    )
+    assert quick < full and {variant for _, variant in quick} == {"late puts 4 ranks"}
+    assert ("nodes.all_to_all", "stores puts 4 ranks") in full
+    linted = {entry.kernel for entry in suite.shipped_entries(names, Plan((4,), 1, 1, (90,), True))}
+    assert {"node_sums_kernel", "move_kernel", "matmul_node_reduce_scatter_kernel"} <= linted

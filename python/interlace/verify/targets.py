@@ -1,5 +1,8 @@
 """What ``interlace verify all`` checks: every op with every algorithm, and the kernels that streams use.
 
+Ops whose name begins with "nodes." are those of ranks on several nodes, two to a node, with puts that
+store at once or as late as may be.
+
 A target is an SPMD function that has a few ops in flight, so that workspaces and slots are used again
 while some rank may be far behind, with small tiles, so that a few elements make several tiles, programs
 and chunks.
@@ -17,6 +20,8 @@ import interlace
 from interlace.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime import configuration
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.hierarchical_emulation import separate_nodes
 
 CALLS = 4
 SMALL_TILES: dict[str, int | bool] = {
@@ -31,11 +36,21 @@ INNER = 8
 
 @dataclass(frozen=True)
 class Target:
-    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint."""
+    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint.
+
+    ``quick``: the variants of a quick check, None for all.
+    """
 
     name: str
     variants: dict[str, Callable[[], Any]]
     kernels: tuple[str, ...] = field(default=())
+    quick: tuple[str, ...] | None = None
+
+    def checked(self, quick: bool) -> dict[str, Callable[[], Any]]:
+        """The variants of a check."""
+        if not quick or self.quick is None:
+            return self.variants
+        return {name: self.variants[name] for name in self.quick}
 
 
 def _numbers(rank: int, call: int, *shape: int) -> torch.Tensor:
@@ -192,6 +207,61 @@ def _signals() -> None:
         signal.finish_kernel[(1,)](table, rank, world_size)
 
 
+def _between_nodes(op: str, put: str) -> Callable[[], Any]:
+    """Calls of ``op`` in flight, as if every two ranks were a node; at least two nodes.
+
+    ``put`` is what stands for a put: "stores", at once, or "late", when the receiver looks.
+    """
+
+    def on_rank() -> None:
+        world_size = interlace.get_world_size()
+        each = 2 if world_size > 2 else 1
+        ranks = tuple(range(world_size))
+        place = default_group().place.subgroup(ranks, 1)
+        group = Communicator(separate_nodes(place, [r // each for r in ranks], put), ranks)
+        rank, started = group.rank, []
+        one = torch.ones(1, 4), torch.ones(4, 1)
+        with configuration.override(**SMALL_TILES, copiers=2, chunks=2):
+            for call in range(CALLS - 1):
+                started.append(_start_between_nodes(op, group, call))
+                interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
+            for call, (work, taken, expected) in enumerate(started):
+                if not torch.equal(taken(work.wait()), expected):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+def _start_between_nodes(op: str, group: Communicator, call: int) -> Started:
+    rank, world = group.rank, group.world_size
+    fused: dict[str, Any] = {"group": group, "algorithm": "fused", "async_op": True}
+    work: Any
+    if op == "all_gather":
+        parts, out = _all(world, call, 40), torch.empty(world * 40)
+        work = interlace.all_gather(out, parts[rank], group=group, async_op=True)
+        return work, lambda _: out, torch.cat(parts)
+    if op == "all_gather_matmul":
+        parts = _all(world, call, 20, INNER)
+        work = interlace.all_gather_matmul(parts[rank], torch.eye(INNER), **fused)
+        return work, _itself, torch.cat(parts)
+    if op == "matmul_reduce_scatter":
+        parts = _all(world, call, 17 * world, INNER)
+        work = interlace.matmul_reduce_scatter(parts[rank], torch.eye(INNER), **fused)
+        return work, _itself, sum(parts[1:], parts[0])[17 * rank : 17 * rank + 17]
+    parts = _all(world, call, world, 20)
+    if op == "reduce_scatter":
+        out = torch.empty(20)
+        work = interlace.reduce_scatter(out, parts[rank], group=group, async_op=True)
+        return work, lambda _: out, sum(parts[1:], parts[0])[rank]
+    out = torch.empty(world, 20)
+    work = interlace.all_to_all_single(out, parts[rank], group=group, async_op=True)
+    return work, lambda _: out, torch.stack([each[rank] for each in parts])
+
+
+def _over_nodes(op: str) -> dict[str, Callable[[], Any]]:
+    return {f"{put} puts": _between_nodes(op, put) for put in ("stores", "late")}
+
+
 def _algorithms(
     make: Callable[[str], Callable[[], Any]], *names: str
 ) -> dict[str, Callable[[], Any]]:
@@ -200,6 +270,7 @@ def _algorithms(
 
 _MATMULS = ("fused", "pipelined", "unfused")
 _COLLECTIVES = ("kernel", "copy")
+_LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
     target.name: target
     for target in (
@@ -234,5 +305,23 @@ TARGETS = {
             ("reduce_scatter_kernel",),
         ),
         Target("all_reduce", _algorithms(_all_reduce, *_COLLECTIVES), ("all_reduce_kernel",)),
+        Target(
+            "nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel"), _LATE
+        ),
+        Target(
+            "nodes.reduce_scatter",
+            _over_nodes("reduce_scatter"),
+            ("node_reduce_scatter_kernel", "put_credits_kernel"),
+            _LATE,
+        ),
+        # the moves are those of nodes.all_gather
+        Target("nodes.all_to_all", _over_nodes("all_to_all"), quick=()),
+        Target("nodes.all_gather_matmul", _over_nodes("all_gather_matmul"), quick=()),
+        Target(
+            "nodes.matmul_reduce_scatter",
+            _over_nodes("matmul_reduce_scatter"),
+            ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
+            _LATE,
+        ),
     )
 }
