@@ -86,7 +86,7 @@ def request(entry: Entry) -> Request:
         entry.divisible,
         entry.num_warps,
         entry.num_stages,
-        ("unfenced descriptor load",) if own else (),
+        (*entry.ignore, *(("unfenced descriptor load",) if own else ())),
         libraries=dict(entry.libraries),
     )
 

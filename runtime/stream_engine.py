@@ -83,10 +83,8 @@ class StreamEngine(Engine):
         payload = pickle.dumps(mine, protocol=5)
         return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
 
-    def _by_kernel(
-        self, call: Call, dtype: torch.dtype, elements: int, reduction: str = "sum"
-    ) -> bool:
-        """Whether to run the Triton kernel; the same on all ranks, as they agree on the call."""
+    def _chosen(self, call: Call, dtype: torch.dtype, elements: int, reduction: str = "sum") -> str:
+        """Which kernel to run, or "copy"; the same on all ranks, as they agree on the call."""
         algorithm = dict(call.terms).get("algorithm", "auto")
         supported = dtype in KERNEL_DTYPES and reduction in kernels.REDUCTIONS
         if algorithm == "kernel" and not supported:
@@ -94,9 +92,12 @@ class StreamEngine(Engine):
                 f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
                 f'not op "{reduction}" of {dtype}'
             )
+        if elements == 0:
+            return "copy"
         if algorithm == "auto":
-            return supported and elements > 0 and not self._communicator.place.direct_access
-        return algorithm == "kernel" and elements > 0
+            by_kernel = supported and not self._communicator.place.direct_access
+            return "kernel" if by_kernel else "copy"
+        return algorithm
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._messages(call))
@@ -120,8 +121,9 @@ class StreamEngine(Engine):
     ) -> Event | None:
         call.verify(self._messages(call))
         elements = sum(output.numel() for output in outputs)
-        if self._by_kernel(call, input.dtype, elements):
-            return kernels.all_gather(self._communicator, outputs, input)
+        chosen = self._chosen(call, input.dtype, elements)
+        if chosen != "copy":
+            return kernels.all_gather(self._communicator, outputs, input, chosen)
         return algorithms.all_gather_copy(
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
@@ -148,6 +150,8 @@ class StreamEngine(Engine):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         call.verify(self._messages(call))
+        if dict(call.terms).get("algorithm") == "low_latency" and tensor.numel():
+            return kernels.broadcast(self._communicator, tensor, root)
         data = bytes_of(tensor)
         is_root = self.rank == root
         staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
@@ -190,8 +194,9 @@ class StreamEngine(Engine):
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
         call.verify(self._messages(call))
-        if self._by_kernel(call, tensor.dtype, tensor.numel(), op):
-            return kernels.all_reduce(self._communicator, tensor, op)
+        chosen = self._chosen(call, tensor.dtype, tensor.numel(), op)
+        if chosen != "copy":
+            return kernels.all_reduce(self._communicator, tensor, op, chosen)
         flat = tensor.view(-1)
         segments = split_rows(flat.numel(), self.world_size)
         return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
@@ -205,8 +210,9 @@ class StreamEngine(Engine):
     ) -> Event | None:
         call.verify(self._messages(call))
         elements = sum(part.numel() for part in inputs)
-        if self._by_kernel(call, output.dtype, elements, op):
-            return kernels.reduce_scatter(self._communicator, output, inputs, op)
+        chosen = self._chosen(call, output.dtype, elements, op)
+        if chosen != "copy":
+            return kernels.reduce_scatter(self._communicator, output, inputs, op, chosen)
         flat = [part.view(-1) for part in inputs]
         return algorithms.reduce_scatter_copy(
             self._communicator, flat, output.view(-1), reduction=op
