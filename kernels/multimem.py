@@ -6,8 +6,9 @@ sum by ``multimem.ld_reduce``, which adds in fp32 and rounds once, in an order o
 taken once and then stored everywhere, so ranks get the same bits, but not those of a sum in rank order:
 these kernels run only when they are asked for.
 
-Without ``MULTIMEM`` the same protocol runs over the table of peers, one after another; that is what the
-interpreter runs, and sums are in rank order there.
+Without ``MULTIMEM`` the same protocol runs over the table of peers, one after another, and sums are in rank
+order; so it does where kernels are interpreted and there is no multicast address. In ``sim`` there is one:
+the instructions are emulated, rank by rank (``runtime/inline_ptx_multimem.py``).
 
 The multicast address is a second address of the same memory. What orders accesses through the two are the
 slots, by release and acquire of system scope, as for any other data; torch's and NCCL's kernels rely on it.
@@ -61,18 +62,12 @@ def sum_vectors(peers_ptr, world_size, multicast, from_byte, to_byte, to_address
     They go to ``to_byte`` of every rank's buffer (``BROADCAST``), or to ``to_address`` here.
     """
     if MULTIMEM:
-        if DTYPE.is_fp32():
-            KIND: tl.constexpr = "v4.f32"
-        elif DTYPE.is_bf16():
-            KIND: tl.constexpr = "acc::f32.v4.bf16x2"
-        else:
-            KIND: tl.constexpr = "acc::f32.v4.f16x2"
-        if BROADCAST:
-            STORE: tl.constexpr = "multimem.st.relaxed.sys.global.v4.f32"
-            target = multicast + to_byte
-        else:
-            STORE: tl.constexpr = "st.global.v4.b32"
-            target = to_address
+        PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
+        KIND: tl.constexpr = "v4.f32" if DTYPE.is_fp32() else "acc::f32.v4." + PAIR
+        STORE: tl.constexpr = (
+            "multimem.st.relaxed.sys.global.v4.f32" if BROADCAST else "st.global.v4.b32"
+        )
+        target = multicast + to_byte if BROADCAST else to_address
         tl.inline_asm_elementwise(
             "{\n.reg .pred p;\n.reg .b32 a, b, c, d;\nsetp.ne.s32 p, $3, 0;\n"
             "@p multimem.ld_reduce.relaxed.sys.global.add." + KIND + " {a, b, c, d}, [$1];\n"

@@ -31,7 +31,8 @@ Words that carry their own flag
 For a few bytes a signal of its own costs more than the data. ``send_words`` stores 64-bit words whose upper
 half is the epoch, and whose lower half is 32 bits of payload; ``receive_words`` polls the words themselves.
 A 64-bit store is seen whole or not at all, so nothing has to be ordered, and both sides are relaxed. What
-keeps a word from being overwritten too early is the caller's protocol (``kernels/low_latency.py``).
+keeps a word from being overwritten too early is the caller's protocol (``kernels/low_latency.py``). Their
+memory has a header, too, whose EPOCH counts the programs that have ended (``count_program``).
 
 Header of a channel, in int64 words; every rank has its own::
 
@@ -188,24 +189,21 @@ def fence_descriptor_loads(COMPILED: tl.constexpr):
 
 
 @triton.jit
-def send_words(peers_ptr, peer, byte_offsets, payload, epoch, valid, COMPILED: tl.constexpr):
-    """Store ``payload`` (int32) with the epoch's lower 32 bits to ``peer``, where ``valid``."""
+def send_words(peers_ptr, peer, byte_offsets, payload, epoch, COMPILED: tl.constexpr):
+    """Store ``payload`` (int32) with the epoch's lower 32 bits to ``peer``."""
     if COMPILED:
         tl.inline_asm_elementwise(
             """{
-            .reg .pred p;
             .reg .b64 word;
             mov.b64 word, {$2, $3};
-            setp.ne.s32 p, $4, 0;
-            @p st.relaxed.sys.global.b64 [$1], word;
+            st.relaxed.sys.global.b64 [$1], word;
             mov.u32 $0, 0;
             }""",
-            "=r,l,r,r,r",
+            "=r,l,r,r",
             [
                 tl.load(peers_ptr + peer) + byte_offsets,
                 payload,
                 (epoch & 0xFFFFFFFF).to(tl.int32),
-                valid.to(tl.int32),
             ],
             dtype=tl.int32,
             is_pure=False,
@@ -214,7 +212,7 @@ def send_words(peers_ptr, peer, byte_offsets, payload, epoch, valid, COMPILED: t
     else:
         word = (epoch << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
         pointers = (tl.load(peers_ptr + peer) + byte_offsets).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(pointers, word, mask=valid, sem="relaxed", scope="sys")
+        tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -281,6 +279,13 @@ def receive_words(peers_ptr, rank, world_size, source, byte_offsets, epoch, vali
             first_byte = tl.min(byte_offsets)
             _give_up(peers_ptr, rank, world_size, source, first_byte, epoch, epoch - 1, False)
     return payload, missing
+
+
+@triton.jit
+def count_program(peers_ptr, rank):
+    """One more program has ended, whether it gave up or not; the host looks at the count."""
+    header = peer_pointer(peers_ptr, rank, 0)
+    tl.atomic_add(header + _EPOCH, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "slot_byte"])

@@ -88,6 +88,7 @@ def request(entry: Entry) -> Request:
         entry.num_stages,
         (*entry.ignore, *(("unfenced descriptor load",) if own else ())),
         libraries=dict(entry.libraries),
+        max_registers=entry.max_registers,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from interlace.runtime.catalogue_entry import Constant, Entry
 
 _SHARED = ("rank", "world_size")
+UNITS = {4: "", 2: "by 2 bytes", 1: "by bytes"}
+"""What a low-latency kernel's unit, in bytes, is called in the name of an entry."""
 
 
 def by_the_switch(arch: int, dtype: str, block: int, num_warps: int) -> Iterator[Entry]:
@@ -39,26 +41,31 @@ def low_latency(arch: int, dtypes: Sequence[str]) -> Iterator[Entry]:
 
     Their polls are relaxed, because what they look at is the data itself: nothing has to be acquired.
     """
-    integers = (*_SHARED, "words", "epochs_offset", "words_offset")
+    integers = (*_SHARED, "units", "epochs_offset", "words_offset")
     types = {"peers_ptr": "*i64", **dict.fromkeys(integers, "i32")}
-    flat = {"input_ptr": "*i32", "output_ptr": "*i32"}
 
-    def entry(op: str, variant: str, own: dict[str, str], more: dict[str, Constant]) -> Entry:
-        pointers = [name for name in own if name.endswith("_ptr")]
+    def entry(op: str, variant: str, unit: int, **more: Constant) -> Entry:
+        pointers = ("tensor_ptr",) if op == "broadcast" else ("input_ptr", "output_ptr")
+        own = dict.fromkeys(pointers, f"*i{8 * unit}") | (
+            {"root": "i32"} if op == "broadcast" else {}
+        )
         return Entry(
             "interlace.kernels.low_latency",
             f"low_latency_{op}_kernel",
-            variant,
+            " ".join(filter(None, (variant, UNITS[unit]))),
             arch,
             {**types, **own},
-            {"WORDS": 256, "COMPILED": True, **more},
-            ("peers_ptr", "epochs_offset", "words_offset", *pointers),
+            {"UNIT": unit, "WORDS": 256, "COMPILED": True, **more},
+            ("peers_ptr", "epochs_offset", "words_offset", *(pointers if unit == 4 else ())),
             num_warps=8,
             ignore=("weak poll",),
+            max_registers=96,
         )
 
-    yield entry("all_gather", "", flat, {})
+    for unit in UNITS:
+        yield entry("all_gather", "", unit)
+        yield entry("broadcast", "", unit)
     for dtype in dtypes:
-        yield entry("all_reduce", dtype, flat, {"DTYPE": dtype, "AVERAGE": False})
-    yield entry("all_reduce", "bf16 average", flat, {"DTYPE": "bf16", "AVERAGE": True})
-    yield entry("broadcast", "", {"tensor_ptr": "*i32", "root": "i32"}, {})
+        yield entry("all_reduce", dtype, 4, DTYPE=dtype, AVERAGE=False)
+    yield entry("all_reduce", "bf16 average", 4, DTYPE="bf16", AVERAGE=True)
+    yield entry("all_reduce", "bf16", 2, DTYPE="bf16", AVERAGE=False)

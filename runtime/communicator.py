@@ -345,6 +345,11 @@ class Communicator:
         return Work(call.op, self.place, start(self.engine), [tensor])
 
     @property
+    def multicast(self) -> bool:
+        """Whether one store reaches all ranks. The same on all; collective before the first op."""
+        return self._arena.multicast()
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of symmetric memory that this group holds on this rank."""
         return self._arena.nbytes + (self.words.nbytes if self.words else 0)

@@ -105,7 +105,8 @@ def gpu_default(
     Ranks must agree on what they signal: ``block_m`` depends on ``rows`` alone (those of the longest
     shard) and ``block_n`` not on ``inner``, which may differ between ranks.
     """
-    chosen = Configuration(copiers=8, chunks=4, descriptors=capability >= 90)
+    hopper = capability >= 90
+    chosen = Configuration(copiers=8, chunks=4, descriptors=hopper, multimem=hopper)
     if dtype == torch.float32:
         # No tensor cores, unless TF32 is allowed: the operands need registers as well. Tiles in one part
         # on 9.0, in two on 10.0: the other way round ptxas saves registers and spills.

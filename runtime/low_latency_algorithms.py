@@ -9,7 +9,7 @@ All tensors here are flat and contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,20 +18,22 @@ from interlace.kernels import low_latency
 from interlace.kernels.signal import HEADER_WORDS, SPIN_LIMIT_WORD
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import WORD, SymmetricBuffer
+from interlace.runtime.memory import WORD, SymmetricBuffer, bytes_of
 from interlace.runtime.stream import Event
 
-BLOCK_WORDS = 256  # one for each thread: with more, ptxas spills
+BLOCK_WORDS = 256  # one for each thread
 MOST_BYTES = 64 << 10  # of a message: a program for each KiB
 MOST_PROGRAMS = MOST_BYTES // (4 * BLOCK_WORDS)
 NUM_WARPS = 8
+MAX_REGISTERS = 96  # left alone, ptxas takes 32 for the sake of occupancy, and spills
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Words:
     """The words of one group, for up to ``programs`` programs.
 
-    Outgrown buffers stay: ops that were enqueued before may still be on their way through them.
+    Outgrown buffers stay: ops that were enqueued before may still be on their way through them, and
+    captured graphs will come through them again.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Words:
         self.buffer, self.programs, self.outgrown = buffer, programs, outgrown
         self.epochs_offset = HEADER_WORDS * WORD
         self.words_offset = self.epochs_offset + MOST_PROGRAMS * WORD
-        header = buffer.view(buffer.rank, 0, (HEADER_WORDS,), torch.int64)
-        header[SPIN_LIMIT_WORD] = spin_limit
+        own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
+        own[SPIN_LIMIT_WORD] = spin_limit
+        own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
 
     @property
     def nbytes(self) -> int:
@@ -74,31 +77,30 @@ def _words_of(communicator: Communicator, programs: int) -> Words:
 
 def why_not(nbytes: int, *, equal: bool = True) -> str:
     """Why a message of ``nbytes`` cannot go this way; empty if it can."""
-    if nbytes % 4:
-        return f"it moves words of 4 bytes, got {nbytes} bytes"
     if nbytes > MOST_BYTES:
         return f"it is for at most {MOST_BYTES} bytes, got {nbytes}"
     return "" if equal else "it gathers equal shards only"
 
 
-def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of ``tensor`` as int32, or of a copy where it does not begin at 4 bytes."""
-    flat = tensor.view(-1) if tensor.data_ptr() % 4 == 0 else tensor.flatten().clone()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(torch.int32)
+def in_units(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of flat ``tensors`` as integers of 4 bytes, or of 2 or 1 if one needs that."""
+    whole = [bytes_of(tensor) for tensor in tensors]
+    for dtype in (torch.int32, torch.int16):
+        size = dtype.itemsize
+        if not any(
+            each.data_ptr() % size or each.numel() % size or each.storage_offset() % size
+            for each in whole
+        ):
+            return [each.view(dtype) for each in whole]
+    return [each.view(torch.int8) for each in whole]
 
 
 def _run(
-    communicator: Communicator,
-    op: str,
-    kernel: Any,
-    words: int,
-    arguments: dict[str, Any],
-    then: Callable[[], None] = lambda: None,
+    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, own: dict[str, Any]
 ) -> Event:
+    """Enqueue ``kernel`` for a message of ``units``, with arguments of its ``own``."""
     place = communicator.place
-    programs = -(-words // BLOCK_WORDS)
+    programs = -(-units.nbytes // (4 * BLOCK_WORDS))
     held = _words_of(communicator, programs)
     launch = KernelLaunch(
         kernel,
@@ -107,74 +109,61 @@ def _run(
             "peers_ptr": held.buffer.peers,
             "rank": communicator.rank,
             "world_size": communicator.world_size,
-            "words": words,
+            "units": units.numel(),
             "epochs_offset": held.epochs_offset,
             "words_offset": held.words_offset,
+            "UNIT": units.element_size(),
             "WORDS": BLOCK_WORDS,
             "COMPILED": not place.interpreted,
-            **arguments,
+            **own,
         },
         op,
         num_warps=NUM_WARPS,
+        options={"maxnreg": MAX_REGISTERS},
     )
     with place.launching():
         communicator.compute.wait_event(place.record_current())
         communicator.compute.launch(launch)
-        then()
+        place.counts(held.buffer, programs)
         return communicator.compute.record()
-
-
-def _copied_back(
-    communicator: Communicator, tensor: torch.Tensor, words: torch.Tensor
-) -> Callable[[], None]:
-    """What brings ``words`` into ``tensor``, if they are a copy of it."""
-
-    def copy() -> None:
-        if words.data_ptr() != tensor.data_ptr():
-            communicator.compute.copy(tensor, words.view(tensor.dtype).view(tensor.shape), "output")
-
-    return copy
 
 
 def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Tensor) -> Event:
     """``output`` = all ranks' ``input``, which are equal in size, one behind the other."""
-    source, target = as_words(input), as_words(output)
+    source, target = in_units(input, output)
     return _run(
         communicator,
         "all_gather",
         low_latency.low_latency_all_gather_kernel,
-        source.numel(),
+        source,
         {"input_ptr": source, "output_ptr": target},
-        _copied_back(communicator, output, target),
     )
 
 
 def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: bool) -> Event:
     """``tensor`` = the sum or the average over ranks."""
-    words = as_words(tensor)
+    (units,) = in_units(tensor)
     return _run(
         communicator,
         "all_reduce",
         low_latency.low_latency_all_reduce_kernel,
-        words.numel(),
+        units,
         {
-            "input_ptr": words,
-            "output_ptr": words,
+            "input_ptr": units,
+            "output_ptr": units,
             "DTYPE": NAMES[tensor.dtype],
             "AVERAGE": average,
         },
-        _copied_back(communicator, tensor, words),
     )
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
     """``tensor`` = that of ``root``."""
-    words = as_words(tensor)
+    (units,) = in_units(tensor)
     return _run(
         communicator,
         "broadcast",
         low_latency.low_latency_broadcast_kernel,
-        words.numel(),
-        {"tensor_ptr": words, "root": root},
-        _copied_back(communicator, tensor, words),
+        units,
+        {"tensor_ptr": units, "root": root},
     )

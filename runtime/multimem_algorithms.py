@@ -1,7 +1,7 @@
 """The host half of the plain collectives by the switch (``kernels/multimem.py``).
 
-Taken only when asked for, because sums are in the switch's order. They need memory with a multicast
-address; where kernels are interpreted there is none, and they reach the ranks one by one.
+They need memory with a multicast address. Interpreted kernels can do without, as in place ``shm``: they
+reach the ranks one by one. Sums are in the switch's order, so those are taken only when asked for.
 
 All tensors here are flat and contiguous. Parts begin at 16 bytes, so an input that does not is copied.
 """
@@ -16,7 +16,6 @@ from interlace.kernels import multimem
 from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
-from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import Layout, Workspace
 from interlace.runtime.stream import Event
@@ -37,13 +36,8 @@ def _launch(
     op: str,
     arguments: dict[str, object],
 ) -> None:
-    interpreted = communicator.place.interpreted
     multicast = workspace.buffer.multicast
-    if not multicast and not interpreted:
-        raise PlaceUnavailableError(
-            f'{op}: algorithm="multimem" needs memory with a multicast address, and this group\'s has '
-            f"none, on rank {communicator.rank}"
-        )
+    assert multicast or communicator.place.interpreted, "which the engine has made sure of"
     limit = configuration.programs or communicator.place.program_limit()
     communicator.compute.launch(
         KernelLaunch(
@@ -54,7 +48,7 @@ def _launch(
                 **arguments,
                 "multicast": multicast,
                 "BLOCK": configuration.block_elements,
-                "MULTIMEM": not interpreted,
+                "MULTIMEM": multicast != 0,
             },
             op,
             num_warps=configuration.num_warps,

@@ -6,10 +6,11 @@
 "multimem"       one Triton kernel that lets the switch send to all ranks, and sum; "sum" of the same
                  dtypes, in an order of the switch's own. Needs memory with a multicast address
 "low_latency"    one Triton kernel whose words carry their own flags, for up to 64 KiB a rank. Moves any
-                 dtype, sums and averages those that Triton has; equal shards, a multiple of 4 bytes
+                 dtype, sums and averages those that Triton has; equal shards
 ===============  ======================================================================================
 
-All run on a rank's streams, in every place, also where the group's own engine uses none.
+All run on a rank's streams, in every place, also where the group's own engine uses none; the last two need
+all ranks on one node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.stream_engine import StreamEngine
 
 COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy", "multimem", "low_latency")
+ONE_NODE_ALGORITHMS = ("multimem", "low_latency")
 
 
 def check(
@@ -31,6 +33,7 @@ def check(
     """Raise ValueError or TypeError unless ``algorithm`` can do ``op`` (None: only move) for ``dtype``."""
     rank = communicator.rank
     checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+    check_nodes(algorithm, communicator)
     typed = algorithm in ("kernel", "multimem") or (algorithm == "low_latency" and op is not None)
     if typed and dtype not in KERNEL_DTYPES:
         raise TypeError(
@@ -42,6 +45,16 @@ def check(
         raise ValueError(
             f'algorithm="{algorithm}" reduces with op {" or ".join(reductions)}, got {op!r} '
             f"on rank {rank}"
+        )
+
+
+def check_nodes(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` cannot reach all ranks."""
+    nodes = communicator.place.nodes
+    if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
+        raise ValueError(
+            f'algorithm="{algorithm}" needs all ranks on one node, and this group is on '
+            f"{len(nodes.names())} in place {communicator.place.name!r}, on rank {communicator.rank}"
         )
 
 

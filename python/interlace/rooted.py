@@ -43,6 +43,7 @@ def _broadcast(
         call = communicator.calls.get(key)
         if call is None:
             checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
+            chosen_algorithm.check_nodes(algorithm, communicator)
             terms = (
                 ("shape of tensor", tuple(data.shape)),
                 ("dtype of tensor", data.dtype),
