@@ -50,7 +50,9 @@ def collectives(algorithm: str) -> list[torch.Tensor]:
     interlace.all_reduce(reduced, algorithm=algorithm)
     part = torch.empty(2)
     scattering = "kernel" if algorithm == "low_latency" else algorithm
-    interlace.reduce_scatter(part, torch.arange(2.0 * world_size) * (rank + 1), algorithm=scattering)
+    interlace.reduce_scatter(
+        part, torch.arange(2.0 * world_size) * (rank + 1), algorithm=scattering
+    )
     return [gathered, reduced, part]
 
 

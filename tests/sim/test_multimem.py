@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from interlace import reference
-from interlace.runtime import multicast
+from interlace import chosen_algorithm, reference
+from interlace.runtime import cost, multicast
 from interlace.runtime.configuration import override
 from interlace.runtime.errors import PlaceUnavailableError
+from interlace.runtime.hierarchical_nodes import Nodes
 from interlace.runtime.inline_ptx_syntax import InlineAssemblyError
 from interlace.runtime.memory import SymmetricBuffer
 from interlace.runtime.place_sim import SimPlace
@@ -174,6 +176,35 @@ def test_without_a_multicast_address_it_is_refused_where_kernels_are_compiled() 
         error = failure(lambda: interlace.all_reduce(torch.ones(4), algorithm="multimem"), 2)
     assert isinstance(error, PlaceUnavailableError)
     assert 'algorithm="multimem" needs memory with a multicast address' in str(error)
+
+
+@pytest.mark.parametrize("algorithm", ["multimem", "low_latency"])
+def test_ranks_of_several_nodes_are_refused(algorithm: str) -> None:
+    place = SimpleNamespace(name="nvshmem", nodes=Nodes((0, 0, 1, 1), "stores"))
+    group: Any = SimpleNamespace(place=place, rank=3)
+    with pytest.raises(ValueError, match=f"{algorithm}.* on 2 in place 'nvshmem', on rank 3"):
+        chosen_algorithm.check_nodes(algorithm, group)
+    chosen_algorithm.check_nodes("kernel", group)
+
+
+CHOICES = [
+    # direct access, interpreted, bytes of a small message, kernel, multicast
+    ((False, False, 1 << 20, True, True), "multimem"),
+    ((False, False, None, True, True), "multimem"),
+    ((False, False, 1 << 20, True, False), "kernel"),
+    ((False, True, 1 << 20, True, True), "kernel"),
+    ((False, False, 1 << 20, False, True), "copy"),
+    ((False, False, 64, False, True), "low_latency"),
+    ((True, True, 64, True, True), "copy"),
+]
+
+
+@pytest.mark.parametrize(("given", "chosen"), CHOICES)
+def test_who_is_chosen(given: Any, chosen: str) -> None:
+    direct, interpreted, small, kernel, switch = given
+    place: Any = SimpleNamespace(direct_access=direct, interpreted=interpreted)
+    found = cost.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
+    assert found == chosen
 
 
 # -- the instructions ------------------------------------------------------------------------------
