@@ -51,6 +51,11 @@ def launches(
         yield seen
 
 
+def compiled(launch: KernelLaunch) -> None:
+    """Let a kernel run as on a GPU: each thread sends and looks for its own word."""
+    launch.arguments["COMPILED"] = True
+
+
 def three_ops(dtype: torch.dtype, count: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Of one size, one after another; with what came out of them."""
 
@@ -101,10 +106,6 @@ def test_worlds(world: int) -> None:
 @pytest.mark.parametrize("dtype", [U8, F16, F32], ids=str)
 def test_the_instructions_of_a_gpu(dtype: torch.dtype) -> None:
     """The asm text that is compiled, run by the emulator, also when words are late."""
-
-    def compiled(launch: KernelLaunch) -> None:
-        launch.arguments["COMPILED"] = True
-
     for slow in range(2):
         with poisoned(), small_words(), launches(compiled), starved(slow_rank(slow)):
             check_three(interlace.run(three_ops(dtype, 35), 2, seed=slow), dtype, 35)
@@ -170,7 +171,10 @@ def test_flags_come_round(finished: int) -> None:
 
 
 def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
-    """A long message in epoch 1, short ones until the flag is 1 again, then a long one."""
+    """A long message in epoch 1, short ones until the flag is 1 again, then a long one.
+
+    By threads, because words that are sent at once come at once.
+    """
 
     def on_rank() -> list[float]:
         rank = interlace.get_rank()
@@ -183,7 +187,7 @@ def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
         return tensor.tolist()
 
     for slow in range(2):
-        with starved(slow_rank(slow)):
+        with small_words(), launches(compiled), starved(slow_rank(slow)):
             assert interlace.run(on_rank, 2, seed=slow) == [[3.0] * 4] * 2
 
 
