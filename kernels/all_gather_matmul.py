@@ -9,7 +9,8 @@ send order makes them arrive. It waits once per chunk, not per tile::
 
 Who copies is chosen by the host. With ``COPIERS > 0`` the first programs of this kernel do; with 0 the
 copy engine does, on its own stream, and this kernel only consumes. Several weights share one gather:
-the kernel of the first weight carries the copiers.
+the kernel of the first weight carries the copiers. ``MULTICAST`` copiers send a chunk once, to all ranks,
+where a switch can do that (``kernels/multimem.py``).
 
 What the consumers do between two waits is a plain persistent matmul, so the compiler may overlap the end
 of a tile with the beginning of the next (``FLATTEN``), and the tiles may leave by TMA (``OUT_DESCRIPTOR``),
@@ -25,6 +26,7 @@ import triton.language as tl
 
 from interlace.kernels.epilogue import emit_tile, output_operand
 from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
+from interlace.kernels.multimem import broadcast_chunks
 from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import data_pointer, push_chunks
@@ -161,9 +163,19 @@ def _consume(
                 )
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "num_sends", "num_chunks", "slot_offset"])
+@triton.jit(
+    do_not_specialize=[
+        "rank",
+        "world_size",
+        "num_sends",
+        "num_chunks",
+        "slot_offset",
+        "multicast",
+    ]
+)
 def all_gather_matmul_kernel(
     peers_ptr,
+    multicast,
     input_ptr,
     input_stride,
     row_scale_ptr,
@@ -187,6 +199,7 @@ def all_gather_matmul_kernel(
     COPIERS: tl.constexpr,
     COPY_ROWS: tl.constexpr,
     COPY_COLUMNS: tl.constexpr,
+    MULTICAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -212,7 +225,8 @@ def all_gather_matmul_kernel(
     first tile. Tiles are numbered through; consumer p of P takes tiles t with ``t % P == p``.
     ``SCALES`` "tensor": ``row_scale`` and ``column_scale`` are one number each, the former the same on
     all ranks. "row": ``row_scale`` is ``[M_r]`` and is gathered with the rows, into the workspace from
-    byte ``scale_offset`` on; ``column_scale`` is ``[N]``.
+    byte ``scale_offset`` on; ``column_scale`` is ``[N]``. ``MULTICAST``: copiers send each chunk once for
+    all ranks, through the address ``multicast`` ("multimem") or, to try that, one by one ("peers").
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
@@ -230,26 +244,50 @@ def all_gather_matmul_kernel(
     if COPIERS > 0:
         consumes = program >= COPIERS
         if program < COPIERS:
-            push_chunks(
-                peers_ptr,
-                input_ptr,
-                input_stride,
-                sends_ptr,
-                num_sends,
-                K,
-                rank,
-                world_size,
-                slot_offset,
-                data_offset,
-                epoch,
-                program,
-                COPIERS,
-                COPY_ROWS,
-                COPY_COLUMNS,
-                row_scale_ptr,
-                scale_offset,
-                SCALES == "row",
-            )
+            if MULTICAST == "":
+                push_chunks(
+                    peers_ptr,
+                    input_ptr,
+                    input_stride,
+                    sends_ptr,
+                    num_sends,
+                    K,
+                    rank,
+                    world_size,
+                    slot_offset,
+                    data_offset,
+                    epoch,
+                    program,
+                    COPIERS,
+                    COPY_ROWS,
+                    COPY_COLUMNS,
+                    row_scale_ptr,
+                    scale_offset,
+                    SCALES == "row",
+                )
+            else:
+                broadcast_chunks(
+                    peers_ptr,
+                    multicast,
+                    input_ptr,
+                    input_stride,
+                    sends_ptr,
+                    num_sends,
+                    K,
+                    rank,
+                    world_size,
+                    slot_offset,
+                    data_offset,
+                    epoch,
+                    program,
+                    COPIERS,
+                    COPY_ROWS,
+                    COPY_COLUMNS,
+                    row_scale_ptr,
+                    scale_offset,
+                    SCALES == "row",
+                    MULTICAST == "multimem",
+                )
     if consumes:
         _consume(
             peers_ptr,

@@ -86,8 +86,9 @@ def request(entry: Entry) -> Request:
         entry.divisible,
         entry.num_warps,
         entry.num_stages,
-        ("unfenced descriptor load",) if own else (),
+        (*entry.ignore, *(("unfenced descriptor load",) if own else ())),
         libraries=dict(entry.libraries),
+        max_registers=entry.max_registers,
     )
 
 

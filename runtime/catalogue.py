@@ -17,6 +17,7 @@ Variants of a fused kernel, named in this order::
     scaled tensor      fp8 operands, bf16 output: one scale for each operand; "row": per row and column
     fast               as many bits as the tensor cores keep while they add up, and not fp32's
     silu, ...          the activation
+    multimem           copiers send once for all ranks, through the switch
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from interlace.kernels.epilogue import ACTIVATIONS
+from interlace.runtime.catalogue_collectives import by_the_switch, low_latency
 from interlace.runtime.catalogue_entry import Constant
 from interlace.runtime.catalogue_entry import Entry as Entry
 from interlace.runtime.configuration import Configuration, gpu_default
@@ -84,6 +86,9 @@ def _collectives(arch: int) -> Iterator[Entry]:
         for average in (False, True):
             yield reduce_scatter(arch, dtype, configuration, average=average)
             yield all_reduce(arch, dtype, configuration, average=average)
+        block, num_warps = configuration.block_elements, configuration.num_warps
+        yield from by_the_switch(arch, dtype, block, num_warps)
+    yield from low_latency(arch, tuple(DTYPES))
 
 
 def _flat(dtype: str) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -161,6 +166,7 @@ class Operands:
     scales: str = ""
     fast_accum: bool = True
     grouped: bool = False
+    multimem: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -192,6 +198,7 @@ class Operands:
         words += [f"scaled {self.scales}"] if self.scales else []
         words += ["fast"] if self.scales and self.fast_accum else []
         words += [self.activation] if self.activation else []
+        words += ["multimem"] if self.multimem else []
         return " ".join(words)
 
 
@@ -231,6 +238,10 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_reduce_scatter(arch, Operands(tma=tma, bias="n", activation=activation))
     yield matmul_all_reduce(arch, Operands(tma=tma, bias="n", activation="gelu"))
     if arch >= 90:
+        yield all_gather_matmul(arch, Operands(tma=tma, multimem=True))
+        yield all_gather_matmul(
+            arch, Operands("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
+        )
         for operands in _scaled():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
@@ -337,6 +348,7 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
             "num_sends": "i32",
             "num_chunks": "i32",
             "scale_offset": "i32",
+            "multicast": "i64" if operands.multimem else "i32",
         },
         {
             **constants,
@@ -344,6 +356,7 @@ def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) ->
             "COPIERS": configuration.copiers if copiers else 0,
             "COPY_ROWS": configuration.copy_rows,
             "COPY_COLUMNS": configuration.copy_columns,
+            "MULTICAST": "multimem" if operands.multimem else "",
             "ALIGNED": operands.inner % 16 == 0,
         },
         (*divisible, *_scales(operands), *tables, "scale_offset"),

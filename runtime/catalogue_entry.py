@@ -15,7 +15,8 @@ class Entry:
     "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
     lists the arguments that are multiples of 16 (pointers: 16-byte aligned). ``default`` is False for
     what a call gets only with an override, or with operands whose strides and bases rule TMA out.
-    ``libraries`` are (name, path) of bitcode that it is linked with.
+    ``libraries`` are (name, path) of bitcode that it is linked with. ``ignore`` names rules of lint that do
+    not apply to the kernel, ``max_registers`` is what a thread may have (0: as many as ptxas thinks right).
     """
 
     module: str
@@ -29,6 +30,8 @@ class Entry:
     num_stages: int = 3
     default: bool = True
     libraries: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[str, ...] = ()
+    max_registers: int = 0
 
     @property
     def name(self) -> str:

@@ -71,6 +71,7 @@ class Communicator:
             None  # an agreement that is reached already
         )
         self.plans: Any = place.new_plans(self)
+        self.words: Any = None  # memory of low_latency_algorithms.py, once there is a need
 
     def on(self, tensor: Any) -> Communicator:
         """The communicator of the same ranks on the device of ``tensor``, if there is one; else this.
@@ -358,9 +359,14 @@ class Communicator:
         return Work(call.op, self.place, start(self.engine), [tensor])
 
     @property
+    def multicast(self) -> bool:
+        """Whether one store reaches all ranks. The same on all; collective before the first op."""
+        return self._arena.multicast()
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of symmetric memory that this group holds on this rank."""
-        return self._arena.nbytes
+        return self._arena.nbytes + (self.words.nbytes if self.words else 0)
 
     @property
     def closed(self) -> bool:
@@ -371,6 +377,7 @@ class Communicator:
         if not self._closed:
             self._closed = True
             self._arena.close()
+            self.words = None
             self.place.close()
 
 

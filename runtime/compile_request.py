@@ -33,7 +33,8 @@ class Request:
     arguments. ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
     ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
     left in files of that name (``compile_artifacts.py``). ``libraries`` are paths of bitcode by name; what
-    is linked is not looked at for faults, because most of it is not the kernel's.
+    is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
+    thread; 0 leaves it to ptxas.
     """
 
     module: str
@@ -48,6 +49,7 @@ class Request:
     ignore: tuple[str, ...] = ()
     artifacts: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ def compile_kernel(request: Request) -> Any:
     options: dict[str, Any] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
+        **({"maxnreg": request.max_registers} if request.max_registers else {}),
     }
     if request.libraries:
         options["extern_libs"] = request.libraries

@@ -82,7 +82,7 @@ class DevicePlace(Place):
         self._start_event: torch.cuda.Event | None = None
         self._deferred: list[Callable[[], None]] | None = None
         self._buffers: list[SymmetricBuffer] = []
-        self._epochs: dict[int, int] = {}  # by address of the own workspace: ops finished there
+        self._epochs: dict[int, int] = {}  # by address of the own memory: what its EPOCH comes to
         self._captured = False
         self._kept: list[Any] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
@@ -291,6 +291,9 @@ class DevicePlace(Place):
     def finished(self, workspace: Workspace) -> None:
         """The end of the op in ``workspace`` was enqueued."""
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
+
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        self._epochs[buffer.addresses[self.rank]] += programs
 
     # -- limits --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from interlace.runtime.cuda_stream import DeviceEvent, Point
 from interlace.runtime.cuda_watchdog import StreamWaits, Watchdog
 from interlace.runtime.device_messages import HostMessages
 from interlace.runtime.device_place import DevicePlace
-from interlace.runtime.memory import Workspace
+from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
 from interlace.runtime.stream import Event, Outcome
 
@@ -108,6 +108,10 @@ class DeviceProcessPlace(DevicePlace):
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
+        self._watched().look_after()
+
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        super().counts(buffer, programs)
         self._watched().look_after()
 
     def _watched(self) -> Watchdog:

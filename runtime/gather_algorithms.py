@@ -125,6 +125,10 @@ def all_gather_matmul_fused(
                         "COPIERS": mine,
                         "COPY_ROWS": configuration.copy_rows,
                         "COPY_COLUMNS": configuration.copy_columns,
+                        "multicast": workspace.buffer.multicast,
+                        "MULTICAST": multicast_path(communicator, configuration, workspace)
+                        if mine and aligned
+                        else "",
                         "ALIGNED": aligned,
                     },
                     "all_gather_matmul",
@@ -149,6 +153,17 @@ def all_gather_matmul_fused(
             far.finish(workspace)
 
     return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def multicast_path(
+    communicator: Communicator, configuration: Configuration, workspace: Workspace
+) -> str:
+    """How copiers reach all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
+    if not configuration.multimem:
+        return ""
+    if workspace.buffer.multicast:
+        return "multimem"
+    return "peers" if communicator.place.interpreted else ""
 
 
 def _send_by_copy_engine(

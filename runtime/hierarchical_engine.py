@@ -134,7 +134,8 @@ class HierarchicalEngine(StreamEngine):
         if not sum(lengths):
             return None
         communicator = self._communicator
-        if self._by_kernel(call, output.dtype, sum(lengths), op):
+        chosen = self._chosen(call, output.dtype, sum(lengths), reduction=op)
+        if chosen == "kernel":
             config = self._configuration(output.dtype, max(lengths))
             return algorithms.reduce_scatter(
                 communicator,

@@ -17,7 +17,7 @@ From text to execution::
 
     inline_ptx_parser      text -> instructions            inline_ptx_syntax: what they are made of
     inline_ptx_values      operands -> functions           inline_ptx_types:  bits and numbers
-    _arithmetic _moves _memory _atomics _waits             instruction -> action, by mnemonic
+    _arithmetic _moves _memory _atomics _multimem _waits   instruction -> action, by mnemonic
     inline_ptx_operands    tensors <-> $0, $1, ...         inline_ptx: the threads that run it
 
 A text is built once. An instruction, qualifier or type that is not known is an
@@ -36,6 +36,7 @@ from interlace.runtime.inline_ptx_arithmetic import ARITHMETIC
 from interlace.runtime.inline_ptx_atomics import ATOMICS
 from interlace.runtime.inline_ptx_memory import MEMORY
 from interlace.runtime.inline_ptx_moves import MOVES
+from interlace.runtime.inline_ptx_multimem import MULTIMEM
 from interlace.runtime.inline_ptx_operands import arguments, registers_of, results
 from interlace.runtime.inline_ptx_parser import parse
 from interlace.runtime.inline_ptx_syntax import InlineAssemblyError, Instruction, Register
@@ -52,7 +53,8 @@ from interlace.runtime.inline_ptx_waits import BLOCK_BARRIER, WAITS
 
 __all__ = ["InlineAssembly", "InlineAssemblyError"]
 
-BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **MEMORY, **ATOMICS, **WAITS}
+TOUCHING = {**MEMORY, **ATOMICS, **MULTIMEM, **WAITS}
+BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **TOUCHING}
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 _AGAIN = -3  # a thread has branched back
@@ -85,7 +87,7 @@ def _build(asm: str, constraints: str) -> _Statement:
     code = parse(asm, (*outputs, *inputs))
     steps = [_step(instruction) for instruction in code.instructions]
     apart = any(name in asm for name in OF_THREADS)
-    effects = any(i.mnemonic in (*MEMORY, *ATOMICS, *WAITS) for i in code.instructions)
+    effects = any(i.mnemonic in TOUCHING for i in code.instructions)
     return _Statement(tuple(steps), outputs, inputs, code.slots, apart and effects)
 
 

@@ -167,7 +167,7 @@ def build_atomic(instruction: Instruction) -> Action:
     target, *given = instruction.operands[returns:]
     at = address_of(instruction, target, kind)
     reads = [reader(instruction, operand, kind) for operand in given]
-    apply = _compare_and_swap(kind) if name == "cas" else _read_modify_write(name, kind)
+    apply = _compare_and_swap(kind) if name == "cas" else read_modify_write(name, kind)
 
     def run(thread: Thread) -> None:
         before = apply(thread, sem, scope, at(thread), *[read(thread) for read in reads])
@@ -193,7 +193,7 @@ def _compare_and_swap(kind: ScalarType) -> Callable[[Thread, str, str, int, int,
     return apply
 
 
-def _read_modify_write(name: str, kind: ScalarType) -> Callable[[Thread, str, str, int, int], int]:
+def read_modify_write(name: str, kind: ScalarType) -> Callable[[Thread, str, str, int, int], int]:
     told = "xchg" if name == "exch" else name
     change = _change(told, kind)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)

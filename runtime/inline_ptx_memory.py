@@ -60,7 +60,7 @@ def build_access(instruction: Instruction) -> Action:
     at = address_of(instruction, inner, kind, len(parts))
     places = [(index * kind.bits // 8, part) for index, part in enumerate(parts)]
     if loads:
-        get = ordered_load(kind, str(sem), SCOPES[str(scope)]) if atomic else _plain_load(kind, sem)
+        get = ordered_load(kind, str(sem), SCOPES[str(scope)]) if atomic else plain_load(kind, sem)
         writes = [(by, writer(instruction, part, kind, wider=True)) for by, part in places]
 
         def load(thread: Thread) -> None:
@@ -69,7 +69,7 @@ def build_access(instruction: Instruction) -> Action:
                 write(thread, get(thread, address + by))
 
         return load
-    put = ordered_store(kind, str(sem), SCOPES[str(scope)]) if atomic else _plain_store(kind)
+    put = ordered_store(kind, str(sem), SCOPES[str(scope)]) if atomic else plain_store(kind)
     reads = [(by, reader(instruction, part, kind, wider=True)) for by, part in places]
 
     def store(thread: Thread) -> None:
@@ -80,7 +80,7 @@ def build_access(instruction: Instruction) -> Action:
     return store
 
 
-def _plain_load(kind: ScalarType, sem: str | None) -> Callable[[Thread, int], int]:
+def plain_load(kind: ScalarType, sem: str | None) -> Callable[[Thread, int], int]:
     zero, volatile = handle(0, kind), sem == "volatile"
 
     def load(thread: Thread, address: int) -> int:
@@ -96,7 +96,7 @@ def _plain_load(kind: ScalarType, sem: str | None) -> Callable[[Thread, int], in
     return load
 
 
-def _plain_store(kind: ScalarType) -> Callable[[Thread, int, int], None]:
+def plain_store(kind: ScalarType) -> Callable[[Thread, int, int], None]:
     def store(thread: Thread, address: int, bits: int) -> None:
         thread.idle_steps = 0
         pointers, value = pointer(address, kind), handle(bits, kind)

@@ -134,3 +134,25 @@ def segment_lines(
         lines.append([owner, first, count, start])
         start += ceil_div(count, block_m) * tiles_n
     return lines
+
+
+# -- by the switch -----------------------------------------------------------------------------
+
+
+def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
+    """Lines of ``kernels/multimem.py``'s ``parts``: first element, elements, byte, first block; by rank."""
+    lines = []
+    first = 0
+    byte = 0
+    blocks = 0
+    for count in rows:
+        lines.append([first, count, byte, blocks])
+        first += count
+        byte += ceil_div(count * item, 16) * 16
+        blocks += ceil_div(count, block)
+    return lines
+
+
+def multimem_bytes(rows: Sequence[int], item: int) -> int:
+    """Data region of a gather by the switch: every part begins at 16 bytes."""
+    return sum(ceil_div(count * item, 16) * 16 for count in rows)

@@ -230,6 +230,12 @@ class Arena:
         channel = self._channels[(self._turn + after) % len(self._channels)]
         return None if channel is None else channel.buffer
 
+    def multicast(self) -> bool:
+        """Whether all channels have a multicast address. Collective before the first lease."""
+        if not self.buffers():
+            self._channels = [self._grown(None, Layout()) for _ in self._channels]
+        return all(buffer.multicast for buffer in self.buffers())
+
     def skip(self) -> None:
         """Take a turn without a lease: of an op that has the workspace from before."""
         self._turn += 1

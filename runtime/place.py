@@ -185,6 +185,10 @@ class Place(ABC):
         """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
         return None
 
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """So many programs were enqueued, each of which counts one up in ``buffer`` when it has ended."""
+        return
+
     def launching(self) -> AbstractContextManager[None]:
         """Entered around the launches of one collective op, after all allocation is done."""
         return nullcontext()

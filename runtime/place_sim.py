@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
-from interlace.runtime import trace
+from interlace.runtime import multicast, trace
 from interlace.runtime.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory, aligned
@@ -354,7 +354,9 @@ class SimPlace(Place):
         parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")
         peer_bytes = [torch.from_numpy(part) for (part,) in parts]
         peers = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
-        return SymmetricBuffer(self.rank, nbytes, peers, peer_bytes)
+        buffer = SymmetricBuffer(self.rank, nbytes, peers, peer_bytes)
+        buffer.multicast = multicast.address_for(buffer, nbytes, buffer.addresses)
+        return buffer
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))

@@ -23,9 +23,10 @@ Staging costs one copy more than writing into the peers' outputs would, but nobo
 those lie. Where lengths differ between ranks a second message tells them, because all ranks must lease
 workspaces of the same size and readers must know the source's layout.
 
-Sums and averages of a dtype that kernels have, and all-gathers, are done by one Triton kernel in places
-whose ranks have no direct access to each other's memory. The term ``algorithm`` of a call, "kernel" or
-"copy" in place of "auto", chooses otherwise.
+In places whose ranks have no direct access to each other's memory, ``cost.choose_collective`` says which
+ops one Triton kernel does instead: one whose words carry their own flags, for what is small; one that
+pushes, for sums and averages of a dtype that kernels have and for all-gathers; one that lets the switch
+send to all, for large all-gathers. The term ``algorithm`` of a call, if it is not "auto", names it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ import torch
 
 from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums, split_rows
 from interlace.runtime import collective_algorithms as algorithms
+from interlace.runtime import cost
 from interlace.runtime import stream_kernels as kernels
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import KERNEL_DTYPES, Staged, Taken
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
+from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.memory import bytes_of
 from interlace.runtime.stream import Event, Outcome
 
@@ -83,20 +86,43 @@ class StreamEngine(Engine):
         payload = pickle.dumps(mine, protocol=5)
         return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
 
-    def _by_kernel(
-        self, call: Call, dtype: torch.dtype, elements: int, reduction: str = "sum"
-    ) -> bool:
-        """Whether to run the Triton kernel; the same on all ranks, as they agree on the call."""
-        algorithm = dict(call.terms).get("algorithm", "auto")
-        supported = dtype in KERNEL_DTYPES and reduction in kernels.REDUCTIONS
+    def _chosen(
+        self,
+        call: Call,
+        dtype: torch.dtype,
+        elements: int,
+        *,
+        small: int | None = None,
+        reduction: str | None = None,
+    ) -> str:
+        """Which kernel to run, or "copy"; the same on all ranks, as they agree on the call.
+
+        ``small``: bytes of the message, if a low-latency kernel can do the op. ``reduction``: None if it
+        only moves.
+        """
+        place = self._communicator.place
+        algorithm = str(dict(call.terms).get("algorithm", "auto"))
+        supported = dtype in KERNEL_DTYPES and reduction in (None, *kernels.REDUCTIONS)
         if algorithm == "kernel" and not supported:
             raise TypeError(
                 f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
-                f'not op "{reduction}" of {dtype}'
+                f'not op "{reduction or "sum"}" of {dtype}'
             )
-        if algorithm == "auto":
-            return supported and elements > 0 and not self._communicator.place.direct_access
-        return algorithm == "kernel" and elements > 0
+        if algorithm == "multimem" and not place.interpreted and not self._communicator.multicast:
+            raise PlaceUnavailableError(
+                f'{call.op}: algorithm="multimem" needs memory with a multicast address, and this group\'s '
+                f"has none, on rank {self.rank}: its GPUs have no NVLink switch, or ranks share a GPU"
+            )
+        if elements == 0:
+            return "copy"
+        if algorithm != "auto":
+            return algorithm
+        return cost.choose_collective(
+            place,
+            small if reduction is None or supported else None,
+            kernel=supported,
+            multicast=lambda: reduction is None and self._communicator.multicast,
+        )
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._messages(call))
@@ -120,8 +146,11 @@ class StreamEngine(Engine):
     ) -> Event | None:
         call.verify(self._messages(call))
         elements = sum(output.numel() for output in outputs)
-        if self._by_kernel(call, input.dtype, elements):
-            return kernels.all_gather(self._communicator, outputs, input)
+        equal = all(output.numel() == input.numel() for output in outputs)
+        small = input.nbytes if equal else None
+        chosen = self._chosen(call, input.dtype, elements, small=small)
+        if chosen != "copy":
+            return kernels.all_gather(self._communicator, outputs, input, chosen)
         return algorithms.all_gather_copy(
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
@@ -148,6 +177,12 @@ class StreamEngine(Engine):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         call.verify(self._messages(call))
+        chosen = dict(call.terms).get("algorithm", "auto")
+        if chosen == "auto":
+            place = self._communicator.place
+            chosen = cost.choose_collective(place, tensor.nbytes, kernel=False)
+        if chosen == "low_latency" and tensor.numel():
+            return kernels.broadcast(self._communicator, tensor, root)
         data = bytes_of(tensor)
         is_root = self.rank == root
         staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
@@ -190,8 +225,9 @@ class StreamEngine(Engine):
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
         call.verify(self._messages(call))
-        if self._by_kernel(call, tensor.dtype, tensor.numel(), op):
-            return kernels.all_reduce(self._communicator, tensor, op)
+        chosen = self._chosen(call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op)
+        if chosen != "copy":
+            return kernels.all_reduce(self._communicator, tensor, op, chosen)
         flat = tensor.view(-1)
         segments = split_rows(flat.numel(), self.world_size)
         return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
@@ -205,8 +241,9 @@ class StreamEngine(Engine):
     ) -> Event | None:
         call.verify(self._messages(call))
         elements = sum(part.numel() for part in inputs)
-        if self._by_kernel(call, output.dtype, elements, op):
-            return kernels.reduce_scatter(self._communicator, output, inputs, op)
+        chosen = self._chosen(call, output.dtype, elements, reduction=op)
+        if chosen != "copy":
+            return kernels.reduce_scatter(self._communicator, output, inputs, op, chosen)
         flat = [part.view(-1) for part in inputs]
         return algorithms.reduce_scatter_copy(
             self._communicator, flat, output.view(-1), reduction=op

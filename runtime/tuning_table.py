@@ -34,7 +34,8 @@ class Tile(NamedTuple):
     "16 bit", "fp8 exact" (sums exact to fp32), "fp8 fast". ``extents``: "even" if columns and inner are
     multiples of 16, else "odd N" or "odd K". ``rows``: "few", up to 64 of a rank, or "many".
 
-    ``flags``: tma (operands by descriptor), flatten, out (the product by descriptor).
+    ``flags``: tma (operands by descriptor), flatten, out (the product by descriptor). From 9.0 on gathers
+    send once for all ranks where the memory has a multicast address.
     """
 
     arch: int | str
@@ -63,6 +64,7 @@ class Tile(NamedTuple):
             "descriptors": "tma" in flags,
             "flatten": "flatten" in flags,
             "output_descriptors": "out" in flags,
+            "multimem": self.arch != ANY and int(self.arch) >= 9,
         }
 
 
@@ -201,6 +203,9 @@ THRESHOLDS = (
               "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
     # of the output; beyond, matmul + all-reduce is reduce-scatter and all-gather
     Threshold("one_shot_bytes",           ANY,   256 << 10, "assumed: as torch's symmetric memory"),
+    # of a rank's message: up to here it goes in words that carry their flag
+    Threshold("largest_low_latency_bytes", ANY,  32 << 10,
+              "assumed: no measurement; words with flags move twice the bytes"),
     # of the gathered input, of the product: up to here a CPU's engine moves them, beyond peers' memory
     Threshold("engine_gather_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
     Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),

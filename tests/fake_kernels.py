@@ -202,6 +202,74 @@ def matmul_all_reduce_kernel(a: Arguments) -> Steps:
     return _reduced(a, [_product(a)] * a.world_size, a.tensor("output_ptr"))
 
 
+# -- words that carry their flag ----------------------------------------------------------------------
+
+
+def _words(a: Arguments, rank: int, program: int, epoch: int, source: int) -> torch.Tensor:
+    region = (program * 2 + epoch % 2) * a.world_size + source
+    address = a.base(rank) + a.words_offset + region * a.WORDS * WORD
+    return tensor_over(address, a.WORDS * WORD, CPU).view(torch.int64)
+
+
+def _all_there(words: torch.Tensor, flag: int) -> Callable[[], bool]:
+    return lambda: bool((words >> 32 == flag).all())
+
+
+def _exchanged(a: Arguments, own: torch.Tensor) -> Any:
+    """``own`` of every rank, as a tensor each."""
+    data = own.reshape(-1).view(torch.uint8)
+    count = -(-data.numel() // 4)
+    programs = -(-count // a.WORDS)
+    padded = torch.zeros(programs * a.WORDS * 4, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    payload = padded.view(torch.int32).view(programs, a.WORDS).long() & 0xFFFFFFFF
+    epochs = [word(a.base(a.rank) + a.epochs_offset + p * WORD) for p in range(programs)]
+    for program, epoch in enumerate(epochs):
+        now = epoch.value + 1
+        for peer in range(a.world_size):
+            if peer != a.rank:
+                _words(a, peer, program, now, a.rank).copy_(payload[program] | now << 32)
+    parts = []
+    for source in range(a.world_size):
+        if source != a.rank:
+            received = []
+            for program, epoch in enumerate(epochs):
+                words = _words(a, a.rank, program, epoch.value + 1, source)
+                yield _all_there(words, epoch.value + 1)
+                received.append((words & 0xFFFFFFFF).to(torch.int32))
+            parts.append(torch.cat(received).view(torch.uint8)[: data.numel()].view(own.dtype))
+        else:
+            parts.append(own.reshape(-1))
+    for epoch in epochs:
+        epoch.value += 1
+    word(a.base(a.rank) + EPOCH_WORD * WORD).value += programs
+    return parts
+
+
+def low_latency_all_gather_kernel(a: Arguments) -> Steps:
+    parts = yield from _exchanged(a, a.tensor("input_ptr"))
+    output = a.tensor("output_ptr")
+    output.view(-1).copy_(torch.cat([part.to(output.dtype) for part in parts]))
+
+
+def low_latency_broadcast_kernel(a: Arguments) -> Steps:
+    tensor = a.tensor("tensor_ptr")
+    parts = yield from _exchanged(a, tensor)
+    tensor.copy_(parts[a.root].clone().view(tensor.shape))
+
+
+def low_latency_all_reduce_kernel(a: Arguments) -> Steps:
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[a.DTYPE]
+    output = a.tensor("output_ptr")
+    parts = yield from _exchanged(a, a.tensor("input_ptr"))
+    total = torch.zeros(parts[0].view(dtype).numel())
+    for part in parts:
+        total += part.view(dtype).float()
+    if a.AVERAGE:
+        total /= a.world_size
+    output.copy_(total.to(dtype).view(output.dtype).view(output.shape))
+
+
 MODELS: dict[str, Callable[[Arguments], Steps]] = {
     model.__name__: model
     for model in (
@@ -216,5 +284,8 @@ MODELS: dict[str, Callable[[Arguments], Steps]] = {
         reduce_scatter_kernel,
         matmul_reduce_scatter_kernel,
         matmul_all_reduce_kernel,
+        low_latency_all_gather_kernel,
+        low_latency_broadcast_kernel,
+        low_latency_all_reduce_kernel,
     )
 }

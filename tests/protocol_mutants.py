@@ -43,6 +43,8 @@ _WAIT_ROWS = (
     "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
 )
 _AGK, _PUB, _WAIT = "all_gather_kernel", "publish_kernel", "wait_kernel"
+_LOW, _SWITCH = "kernels/low_latency.py", "kernels/multimem.py"
+_WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
     # -- kernels/signal.py -----------------------------------------------------------------------
@@ -345,6 +347,87 @@ CASES = [
         "lint",
         _A2A,
         "grouped_matmul_kernel",
+    ),
+    # -- words that carry their flag -----------------------------------------------------------------
+    Case(
+        _signal(
+            "flag of two epochs before taken",
+            ("(words >> 32).to(tl.int32) != flag", "(words >> 32).to(tl.int32) < flag - 2"),
+        ),
+        "schedules",
+        "all_gather low_latency",
+    ),
+    Case(
+        _signal("word stored plainly", (_WORD, "tl.store(pointers, word)")),
+        "races",
+        "all_gather low_latency",
+    ),
+    Case(
+        _in(_LOW, "one set of words", ("program * 2 + epoch % 2", "program * 2")),
+        "schedules",
+        "all_reduce low_latency",
+    ),
+    Case(
+        _in(
+            _LOW,
+            "epoch of words used again",
+            ("    tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))", "    pass"),
+        ),
+        "schedules",
+        "all_reduce low_latency",
+    ),
+    Case(
+        _in(_LOW, "root waits for nobody", ("words, first + 1)", "words, first)")),
+        "schedules",
+        "broadcast low_latency",
+    ),
+    Case(
+        _in(
+            _LOW,
+            "one set of words for all sources",
+            ("(program * 2 + epoch % 2) * world_size + source", "(program * 2 + epoch % 2)"),
+        ),
+        "schedules",
+        "all_gather low_latency",
+    ),
+    # -- by the switch ---------------------------------------------------------------------------------
+    Case(
+        _in(
+            _SWITCH,
+            "sum before all have come",
+            (
+                "arrived = arrived & (wait(peers_ptr, rank, world_size, source, slot, epoch) >= epoch)",
+                "if source > 0:\n            wait(peers_ptr, rank, world_size, source, slot, epoch)",
+            ),
+        ),
+        "races",
+        "all_reduce multimem",
+    ),
+    Case(
+        _in(
+            _SWITCH,
+            "credit of one rank for all",
+            (
+                "    for peer in range(world_size):\n        free =",
+                "    for peer in range(rank, rank + 1):\n        free =",
+            ),
+        ),
+        "races",
+        "all_gather multimem",
+    ),
+    Case(
+        _in(
+            _SWITCH,
+            "sums told to one rank",
+            (
+                "            for peer in range(world_size):\n"
+                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
+                "            for peer in range(1):\n"
+                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
+            ),
+        ),
+        "schedules",
+        "all_reduce multimem",
     ),
     # -- a counter that elects the last program, in a user's kernel ----------------------------------
     Case(

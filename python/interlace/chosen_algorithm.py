@@ -1,7 +1,16 @@
-"""``algorithm="kernel"`` and ``"copy"`` of a plain collective: what an engine would otherwise choose.
+"""``algorithm`` of a plain collective: what an engine would otherwise choose.
 
-Both run on a rank's streams, in every place, also where the group's own engine uses none. A kernel sums and
-averages the dtypes that Triton has; copies serve every op.
+===============  ======================================================================================
+"kernel"         one Triton kernel that pushes; sums and averages of the dtypes that Triton has
+"copy"           the copy engine and torch operators; every op and dtype
+"multimem"       one Triton kernel that lets the switch send to all ranks, and sum; "sum" of the same
+                 dtypes, in an order of the switch's own. Needs memory with a multicast address
+"low_latency"    one Triton kernel whose words carry their own flags, for up to 64 KiB a rank. Moves any
+                 dtype, sums and averages those that Triton has; equal shards
+===============  ======================================================================================
+
+All run on a rank's streams, in every place, also where the group's own engine uses none; the last two need
+all ranks on one node.
 """
 
 from __future__ import annotations
@@ -14,7 +23,8 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
 from interlace.runtime.stream_engine import StreamEngine
 
-COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy")
+COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy", "multimem", "low_latency")
+ONE_NODE_ALGORITHMS = ("multimem", "low_latency")
 
 
 def check(
@@ -23,14 +33,28 @@ def check(
     """Raise ValueError or TypeError unless ``algorithm`` can do ``op`` (None: only move) for ``dtype``."""
     rank = communicator.rank
     checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
-    if algorithm == "kernel" and dtype not in KERNEL_DTYPES:
+    check_nodes(algorithm, communicator)
+    typed = algorithm in ("kernel", "multimem") or (algorithm == "low_latency" and op is not None)
+    if typed and dtype not in KERNEL_DTYPES:
         raise TypeError(
-            f'algorithm="kernel" supports float32, float16 and bfloat16, got {dtype} on rank {rank}'
-        )
-    if algorithm == "kernel" and op is not None and op not in checks.REDUCE_OPS:
-        raise ValueError(
-            f'algorithm="kernel" reduces with op {" or ".join(checks.REDUCE_OPS)}, got {op!r} '
+            f'algorithm="{algorithm}" supports float32, float16 and bfloat16, got {dtype} '
             f"on rank {rank}"
+        )
+    reductions = ("sum",) if algorithm == "multimem" else checks.REDUCE_OPS
+    if typed and op is not None and op not in reductions:
+        raise ValueError(
+            f'algorithm="{algorithm}" reduces with op {" or ".join(reductions)}, got {op!r} '
+            f"on rank {rank}"
+        )
+
+
+def check_nodes(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` cannot reach all ranks."""
+    nodes = communicator.place.nodes
+    if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
+        raise ValueError(
+            f'algorithm="{algorithm}" needs all ranks on one node, and this group is on '
+            f"{len(nodes.names())} in place {communicator.place.name!r}, on rank {communicator.rank}"
         )
 
 

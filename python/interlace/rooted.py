@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from interlace import dense, reduce_ops
+from interlace import checks, chosen_algorithm, dense, reduce_ops
 from interlace.forms import apart, one_per_rank
 from interlace.groups import resolve
 from interlace.roots import check_member, group_rank
@@ -24,31 +24,43 @@ from interlace.runtime.work import Work
 # -- broadcast ----------------------------------------------------------------------------------------
 
 
+BROADCAST_ALGORITHMS = ("auto", "copy", "low_latency")
+
+
 def _broadcast(
-    communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    root: int,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
 ) -> Work | None:
     try:
         check_member("src", root, communicator)
         is_root = communicator.rank == root
         data = (dense.source if is_root else dense.target)("tensor", tensor, communicator)
-        key = ("broadcast", data.dtype, data.shape, root)
+        key = ("broadcast", data.dtype, data.shape, root, algorithm)
         call = communicator.calls.get(key)
         if call is None:
+            checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
+            chosen_algorithm.check_nodes(algorithm, communicator)
             terms = (
                 ("shape of tensor", tuple(data.shape)),
                 ("dtype of tensor", data.dtype),
                 ("root", root),
+                ("algorithm", algorithm),
             )
             call = dense.remember(communicator, key, Call("broadcast", terms))
     except Exception:
         with communicator.accepting("broadcast"):
             raise
-    if data.is_contiguous():
+    if data.is_contiguous() and algorithm == "auto":
         return communicator.collective(
             call, lambda engine: engine.broadcast(call, data, root), (tensor,), async_op=async_op
         )
 
     def start(engine: Engine) -> Event | None:
+        engine = chosen_algorithm.serving(engine, communicator, algorithm)
         if is_root:
             return engine.broadcast(call, data.contiguous(), root)
         return dense.filled(
@@ -64,9 +76,12 @@ def broadcast(
     group: Any = None,
     async_op: bool = False,
     group_src: int | None = None,
+    *,
+    algorithm: str = "auto",
 ) -> Work | None:
     """``tensor`` becomes that of rank ``src``, in place. Any dtype.
 
+    ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``chosen_algorithm``'s words).
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
     """
@@ -76,7 +91,7 @@ def broadcast(
     except Exception:
         with communicator.accepting("broadcast"):
             raise
-    return _broadcast(communicator, tensor, root, async_op)
+    return _broadcast(communicator, tensor, root, async_op, algorithm=algorithm)
 
 
 # -- reduce -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from interlace.runtime import cuda_driver
 from interlace.runtime.cuda_memory import MemoryRefused, TorchMemory
 
 ROWS, INNER, COLUMNS = 256, 128, 192
+SMALL_PARTS = 4  # of an input, each few enough bytes for a low-latency kernel
 NANOSECONDS = 1_000_000
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,7 +55,30 @@ def reduced_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = x.clone()
-    interlace.all_reduce(out)
+    interlace.all_reduce(out, algorithm="kernel")
+    return out
+
+
+def all_reduce_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    for part in out.chunk(SMALL_PARTS):
+        interlace.all_reduce(part, algorithm="low_latency")
+    return out
+
+
+def all_gather_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for part in x.chunk(SMALL_PARTS):
+        out = x.new_empty(interlace.get_world_size(), *part.shape)
+        interlace.all_gather(out, part, algorithm="low_latency")
+        parts.append(out)
+    return torch.cat(parts, 1).view(-1, x.shape[1])
+
+
+def broadcast_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    for part in out.chunk(SMALL_PARTS):
+        interlace.broadcast(part, 1, algorithm="low_latency")
     return out
 
 
@@ -66,7 +90,7 @@ def all_reduce_by_copies(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(interlace.get_world_size() * x.shape[0], x.shape[1])
-    interlace.all_gather(out, x)
+    interlace.all_gather(out, x, algorithm="kernel")
     return out
 
 
@@ -84,7 +108,7 @@ def all_to_all(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def broadcast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = x.clone()
-    interlace.broadcast(out, 1)
+    interlace.broadcast(out, 1, algorithm="copy")
     return out
 
 
@@ -117,6 +141,7 @@ OPS: dict[str, Op] = {
         fused_gather, pipelined_gather, unfused_gather, gather_with_input, asynchronous_gather,
         fused_scatter, pipelined_scatter, reduced_product, all_reduce, all_reduce_by_copies,
         all_gather, reduce_scatter, all_to_all, broadcast, grouped_exchange, grouped_gather,
+        all_reduce_low_latency, all_gather_low_latency, broadcast_low_latency,
     )
 }  # fmt: skip
 
@@ -130,6 +155,9 @@ REPLAYED = [
     "all_reduce_by_copies",
     "all_to_all",
     "grouped_exchange",
+    "all_reduce_low_latency",
+    "all_gather_low_latency",
+    "broadcast_low_latency",
 ]
 
 
@@ -161,6 +189,7 @@ def expected(name: str, rank: int, world_size: int, call: int) -> torch.Tensor:
         return gathered @ w
     if name.endswith("_scatter") and name != "reduce_scatter":
         return (summed @ w)[part]
+    name = name.removesuffix("_low_latency")
     return {
         "reduced_product": lambda: summed @ w,
         "all_reduce": lambda: summed,

@@ -49,7 +49,10 @@ def collectives(algorithm: str) -> list[torch.Tensor]:
     reduced = torch.arange(7.0) + rank
     interlace.all_reduce(reduced, algorithm=algorithm)
     part = torch.empty(2)
-    interlace.reduce_scatter(part, torch.arange(2.0 * world_size) * (rank + 1), algorithm=algorithm)
+    scattering = "kernel" if algorithm == "low_latency" else algorithm
+    interlace.reduce_scatter(
+        part, torch.arange(2.0 * world_size) * (rank + 1), algorithm=scattering
+    )
     return [gathered, reduced, part]
 
 

@@ -37,7 +37,7 @@ def test_fused_ops(algorithm: str, dtype: torch.dtype, async_op: bool) -> None:
     assert (scattered.double() - total).abs().max() <= scale * total.abs().max()
 
 
-@pytest.mark.parametrize("algorithm", ["kernel", "copy"])
+@pytest.mark.parametrize("algorithm", ["kernel", "copy", "multimem", "low_latency"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_collectives(algorithm: str, world_size: int) -> None:
     results = interlace.run(op_ranks.collectives, world_size, algorithm, place="shm")

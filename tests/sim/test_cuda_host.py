@@ -50,7 +50,7 @@ def call_ops() -> None:
     interlace.all_gather_matmul(x, w, return_gathered=True)
     interlace.matmul_reduce_scatter(x, w, algorithm="fused")
     interlace.all_gather_matmul(x, w, algorithm="pipelined", async_op=True).wait()
-    interlace.all_reduce(torch.ones(5))
+    interlace.all_reduce(torch.ones(5), algorithm="kernel")
 
 
 def test_all_ranks_load_before_any_launches(log: Log) -> None:

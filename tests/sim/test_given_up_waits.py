@@ -50,6 +50,18 @@ def all_reduce() -> None:
     interlace.all_reduce(NUMBERS.clone(), algorithm="kernel")
 
 
+def multimem_all_gather() -> None:
+    interlace.all_gather(torch.empty(64, 16), NUMBERS, algorithm="multimem")
+
+
+def multimem_reduce_scatter() -> None:
+    interlace.reduce_scatter(torch.empty(16, 16), NUMBERS, algorithm="multimem")
+
+
+def multimem_all_reduce() -> None:
+    interlace.all_reduce(NUMBERS.clone(), algorithm="multimem")
+
+
 def all_gather_matmul() -> None:
     interlace.all_gather_matmul(NUMBERS, WEIGHT, algorithm="fused")
 
@@ -67,6 +79,9 @@ OPS: dict[Callable[[], None], str] = {
     all_gather: "transfer",
     reduce_scatter: "reduction",
     all_reduce: "reduction",
+    multimem_all_gather: "multimem",
+    multimem_reduce_scatter: "multimem",
+    multimem_all_reduce: "multimem",
     all_gather_matmul: "transfer",
     matmul_reduce_scatter: "matmul_reduce_scatter",
     matmul_all_reduce: "matmul_all_reduce",

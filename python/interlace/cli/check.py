@@ -18,6 +18,7 @@ import torch
 import interlace
 from interlace import reference
 from interlace.runtime import configuration
+from interlace.runtime.low_latency_algorithms import MOST_BYTES
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -182,7 +183,11 @@ def cases(device: str) -> Iterator[Case]:
                 for variant, arguments, overrides in reduce:
                     yield Case(op, variant, world_size, m, n, k, dtype, arguments, overrides)
             for op in COLLECTIVES:
-                for algorithm in ("kernel", "copy"):
+                for algorithm in ("kernel", "copy", "low_latency"):
+                    if algorithm == "low_latency" and (
+                        op == "reduce_scatter" or 28 * m > MOST_BYTES
+                    ):
+                        continue  # no such kernel, or too much for one
                     arguments = {"algorithm": algorithm}
                     yield Case(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments, {})
 

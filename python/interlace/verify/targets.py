@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import interlace
+from interlace import functional
 from interlace.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime import configuration
@@ -32,6 +33,7 @@ SMALL_TILES: dict[str, int | bool] = {
     "programs": 2,
 }
 INNER = 8
+MANY = 300  # more words than a program of kernels/low_latency.py takes
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,19 @@ def _itself(result: Any) -> torch.Tensor:
 
 
 def _all_gather_matmul(algorithm: str) -> Callable[[], Any]:
+    """ "switch" is the kernel with copiers that send to all ranks at once."""
+
     def start(rank: int, world_size: int, call: int) -> Started:
         shards = _all(world_size, call, 20, INNER)
         weight = torch.eye(INNER)
-        work = interlace.all_gather_matmul(shards[rank], weight, algorithm=algorithm, async_op=True)
+        by_switch = algorithm == "switch"
+        with configuration.override(multimem=by_switch, output_descriptors=by_switch):
+            work = interlace.all_gather_matmul(
+                shards[rank],
+                weight,
+                algorithm="fused" if by_switch else algorithm,
+                async_op=True,
+            )
         return work, _itself, torch.cat(shards)
 
     return _calls(start)
@@ -132,6 +143,37 @@ def _grouped(op: str) -> Callable[[str], Callable[[], Any]]:
     return make
 
 
+def _scaled_gather() -> Callable[[], Any]:
+    """fp8 rows, each with a scale that travels beside it."""
+
+    def start(rank: int, world_size: int, call: int) -> Started:
+        rows = [_numbers(each, call, 20, INNER) % 8 for each in range(world_size)]
+        scales = [2.0 ** (_numbers(each, call, 20, 1) % 3) for each in range(world_size)]
+        weight = torch.eye(INNER).to(torch.float8_e4m3fn)
+        output = functional.all_gather_scaled_matmul(
+            rows[rank].to(torch.float8_e4m3fn),
+            weight,
+            scales[rank],
+            torch.ones(1, INNER),
+            out_dtype=torch.float32,
+            algorithm="fused",
+        )
+        expected = torch.cat([row * scale for row, scale in zip(rows, scales, strict=True)])
+        return _Waited(output), _itself, expected
+
+    return _calls(start)
+
+
+@dataclass(frozen=True)
+class _Waited:
+    """A tensor in flight, as a Work."""
+
+    output: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return functional.wait(self.output)
+
+
 def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
     def start(rank: int, world_size: int, call: int) -> Started:
         inputs = _all(world_size, call, 17 * world_size, INNER)
@@ -156,7 +198,8 @@ def _matmul_all_reduce(algorithm: str) -> Callable[[], Any]:
 
 def _all_gather(algorithm: str) -> Callable[[], Any]:
     def start(rank: int, world_size: int, call: int) -> Started:
-        shards, output = _all(world_size, call, 20), torch.empty(world_size * 20)
+        count = MANY if algorithm == "low_latency" else 20
+        shards, output = _all(world_size, call, count), torch.empty(world_size * count)
         work = interlace.all_gather(output, shards[rank], algorithm=algorithm, async_op=True)
         return work, lambda _: output, torch.cat(shards)
 
@@ -174,10 +217,22 @@ def _reduce_scatter(algorithm: str) -> Callable[[], Any]:
 
 def _all_reduce(algorithm: str) -> Callable[[], Any]:
     def start(rank: int, world_size: int, call: int) -> Started:
-        inputs = _all(world_size, call, 20)
+        inputs = _all(world_size, call, MANY if algorithm == "low_latency" else 20)
         result = inputs[rank].clone()
         work = interlace.all_reduce(result, algorithm=algorithm, async_op=True)
         return work, lambda _: result, sum(inputs[1:], inputs[0])
+
+    return _calls(start)
+
+
+def _broadcast(algorithm: str) -> Callable[[], Any]:
+    """One root, which is ahead of everybody."""
+
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, MANY)
+        result = inputs[rank].clone()
+        work = interlace.broadcast(result, world_size - 1, algorithm=algorithm, async_op=True)
+        return work, lambda _: result, inputs[-1]
 
     return _calls(start)
 
@@ -268,8 +323,13 @@ def _algorithms(
     return {name: make(name) for name in names}
 
 
+def _kernels(op: str, *more: str) -> tuple[str, ...]:
+    """The plain kernel of ``op``, and those of other algorithms."""
+    return (f"{op}_kernel", *(f"{name}_{op}_kernel" for name in more))
+
+
 _MATMULS = ("fused", "pipelined", "unfused")
-_COLLECTIVES = ("kernel", "copy")
+_COLLECTIVES = ("kernel", "copy", "multimem")
 _LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
     target.name: target
@@ -281,7 +341,7 @@ TARGETS = {
         ),
         Target(
             "all_gather_matmul",
-            _algorithms(_all_gather_matmul, *_MATMULS),
+            {**_algorithms(_all_gather_matmul, *_MATMULS, "switch"), "scaled": _scaled_gather()},
             ("all_gather_matmul_kernel",),
         ),
         *(
@@ -298,13 +358,26 @@ TARGETS = {
             _algorithms(_matmul_all_reduce, *_MATMULS),
             ("matmul_all_reduce_kernel",),
         ),
-        Target("all_gather", _algorithms(_all_gather, *_COLLECTIVES), ("all_gather_kernel",)),
+        Target(
+            "all_gather",
+            _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
+            _kernels("all_gather", "multimem", "low_latency"),
+        ),
         Target(
             "reduce_scatter",
             _algorithms(_reduce_scatter, *_COLLECTIVES),
-            ("reduce_scatter_kernel",),
+            _kernels("reduce_scatter", "multimem"),
         ),
-        Target("all_reduce", _algorithms(_all_reduce, *_COLLECTIVES), ("all_reduce_kernel",)),
+        Target(
+            "all_reduce",
+            _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
+            _kernels("all_reduce", "multimem", "low_latency"),
+        ),
+        Target(
+            "broadcast",
+            _algorithms(_broadcast, "copy", "low_latency"),
+            ("low_latency_broadcast_kernel",),
+        ),
         Target(
             "nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel"), _LATE
         ),

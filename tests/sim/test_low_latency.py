@@ -1,0 +1,367 @@
+"""Words that carry their flag: sizes, flags that come round, who is slow, giving up, and who is chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import interlace
+from interlace import reference
+from interlace.groups import default_group
+from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
+from interlace.runtime import cost, low_latency_algorithms
+from interlace.runtime.interpreter import program_function
+from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.memory import WORD
+from interlace.runtime.place_sim import SimStream
+from interlace.runtime.scheduler import Program, Scheduler
+from support import POISON_BYTE, failure, noise, payload, poison, poisoned, slow_rank, starved
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64
+ANY = [U8, torch.bool, torch.float8_e4m3fn, I16, BF16, F32, I64, torch.complex64]
+LOW = {"algorithm": "low_latency"}
+
+
+def small_words(words: int = 8) -> Any:
+    """Programs of few words, so that a few numbers make several."""
+    return mock.patch.object(low_latency_algorithms, "BLOCK_WORDS", words)
+
+
+@contextmanager
+def launches(
+    change: Callable[[KernelLaunch], None] = lambda launch: None,
+) -> Iterator[Counter[str]]:
+    """Which kernels ran, counted; ``change`` sees a launch first."""
+    seen: Counter[str] = Counter()
+    launch = SimStream.launch
+
+    def noting(stream: SimStream, made: KernelLaunch) -> None:
+        seen[made.name] += 1
+        change(made)
+        launch(stream, made)
+
+    with mock.patch.object(SimStream, "launch", noting):
+        yield seen
+
+
+def compiled(launch: KernelLaunch) -> None:
+    """Let a kernel run as on a GPU: each thread sends and looks for its own word."""
+    launch.arguments["COMPILED"] = True
+
+
+def three_ops(dtype: torch.dtype, count: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Of one size, one after another; with what came out of them."""
+
+    def on_rank() -> tuple[torch.Tensor, ...]:
+        rank, world = interlace.get_rank(), interlace.get_world_size()
+        gathered = poison(torch.zeros(world * count, dtype=dtype))
+        interlace.all_gather(gathered, payload(rank, 1, (count,), dtype), **LOW)
+        sent = payload(rank, 2, (count,), dtype)
+        interlace.broadcast(sent, world - 1, **LOW)
+        summed = noise(rank, 3, (count,), dtype) if dtype in (F32, F16, BF16) else torch.zeros(0)
+        if summed.numel():
+            interlace.all_reduce(summed, **LOW)
+        return gathered, sent, summed
+
+    return on_rank
+
+
+def check_three(results: list[Any], dtype: torch.dtype, count: int) -> None:
+    world = len(results)
+    parts = [payload(rank, 1, (count,), dtype) for rank in range(world)]
+    inputs = [noise(rank, 3, (count,), dtype) for rank in range(world)]
+    for gathered, sent, summed in results:
+        assert gathered.tolist() == torch.cat(parts).tolist()
+        assert sent.tolist() == payload(world - 1, 2, (count,), dtype).tolist()
+        if summed.numel():
+            expected, bound = reference.reduce_reference(inputs), reference.reduce_bound(inputs)
+            assert reference.worst_ratio(summed, expected, bound) <= 1
+            assert torch.equal(summed, results[0][2]), "bits differ between ranks"
+
+
+@pytest.mark.parametrize("count", [1, 7, 33])
+@pytest.mark.parametrize("dtype", ANY, ids=str)
+def test_lengths_that_are_no_words(dtype: torch.dtype, count: int) -> None:
+    """From one byte on; shards of a gather that begin anywhere."""
+    with poisoned(), small_words():
+        check_three(interlace.run(three_ops(dtype, count), 3, seed=count), dtype, count)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_worlds(world: int) -> None:
+    with poisoned(), small_words(), launches() as seen:
+        check_three(interlace.run(three_ops(BF16, 21), world, seed=world), BF16, 21)
+    assert set(seen) == {
+        f"low_latency_{op}_kernel" for op in ("all_gather", "all_reduce", "broadcast")
+    }
+
+
+@pytest.mark.parametrize("dtype", [U8, F16, F32], ids=str)
+def test_the_instructions_of_a_gpu(dtype: torch.dtype) -> None:
+    """The asm text that is compiled, run by the emulator, also when words are late."""
+    for slow in range(2):
+        with poisoned(), small_words(), launches(compiled), starved(slow_rank(slow)):
+            check_three(interlace.run(three_ops(dtype, 35), 2, seed=slow), dtype, 35)
+
+
+def test_memory_that_begins_anywhere() -> None:
+    def on_rank() -> list[Any]:
+        rank = interlace.get_rank()
+        results = []
+        for shift in (1, 2, 3, 4):
+            output = torch.zeros(16 + shift, dtype=torch.int8)[shift:]
+            interlace.all_gather(output, torch.arange(9, dtype=torch.int8)[1:] + rank, **LOW)
+            memory = bytearray(4 * 3 + shift)
+            summed = torch.frombuffer(memory, dtype=F32, count=3, offset=shift)
+            summed.copy_(torch.tensor([1.0, 2.0, 3.0]))
+            interlace.all_reduce(summed, **LOW)
+            results.append((output.tolist(), summed.tolist()))
+        return results
+
+    for result in interlace.run(on_rank, 2):
+        assert result == [([*range(1, 9), *range(2, 10)], [2.0, 4.0, 6.0])] * 4
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+def set_epochs(finished: int) -> None:
+    """As if every program had ended so many ops; collective."""
+    group = default_group()
+    group.barrier()
+    words = group.words
+    own = words.buffer.view(group.rank, words.epochs_offset, (words.programs,), I64)
+    own.fill_(finished)
+    group.barrier()
+
+
+WRAPS = [(1 << 32) - 3, (1 << 31) - 3, (1 << 33) - 3]
+
+
+@pytest.mark.parametrize("finished", WRAPS)
+def test_flags_come_round(finished: int) -> None:
+    """The lower half of an epoch goes through 0, and through what is a negative number."""
+
+    def on_rank() -> list[list[int]]:
+        rank, world = interlace.get_rank(), interlace.get_world_size()
+        results = []
+        interlace.all_gather(torch.zeros(world, dtype=I32), torch.zeros(1, dtype=I32), **LOW)
+        set_epochs(finished)
+        for call in range(5):
+            output = torch.full((world * 3,), -1, dtype=I32)
+            own = torch.tensor([rank, call, finished + call & 0x7FFFFFFF], dtype=I32)
+            interlace.all_gather(output, own, **LOW)
+            results.append(output.tolist())
+        return results
+
+    def expected(call: int) -> list[int]:
+        return [x for rank in range(3) for x in (rank, call, finished + call & 0x7FFFFFFF)]
+
+    for slow in range(3):
+        with starved(slow_rank(slow)):
+            for results in interlace.run(on_rank, 3, seed=slow):
+                assert results == [expected(call) for call in range(5)]
+
+
+def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
+    """A long message in epoch 1, short ones until the flag is 1 again, then a long one.
+
+    By threads, because words that are sent at once come at once.
+    """
+
+    def on_rank() -> list[float]:
+        rank = interlace.get_rank()
+        interlace.all_reduce(torch.full((4,), 100.0), **LOW)
+        set_epochs((1 << 32) - 2)
+        for _ in range(2):
+            interlace.all_reduce(torch.ones(1), **LOW)
+        tensor = torch.full((4,), 1.0 + rank)
+        interlace.all_reduce(tensor, **LOW)
+        return tensor.tolist()
+
+    for slow in range(2):
+        with small_words(), launches(compiled), starved(slow_rank(slow)):
+            assert interlace.run(on_rank, 2, seed=slow) == [[3.0] * 4] * 2
+
+
+def test_data_that_looks_like_flags() -> None:
+    """Words of the next, the last and the present epoch in either half of an int64."""
+
+    def on_rank() -> list[list[int]]:
+        rank, world = interlace.get_rank(), interlace.get_world_size()
+        results = []
+        for epoch in range(1, 6):
+            own = torch.tensor([(epoch + d) << 32 | epoch + e for d in (-1, 0, 1) for e in (0, 1)])
+            output = torch.zeros(6 * world, dtype=I64)
+            interlace.all_gather(output, own + rank, **LOW)
+            results.append(output.tolist())
+        return results
+
+    def expected(epoch: int, world: int) -> list[int]:
+        own = [(epoch + d) << 32 | epoch + e for d in (-1, 0, 1) for e in (0, 1)]
+        return [x + rank for rank in range(world) for x in own]
+
+    for slow in range(2):
+        with starved(slow_rank(slow)):
+            for results in interlace.run(on_rank, 2, seed=slow):
+                assert results == [expected(epoch, 2) for epoch in range(1, 6)]
+
+
+@pytest.mark.parametrize("slow", range(3))
+def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
+    """Programs that missed ops; buffers that are outgrown while ops are on their way through them."""
+    counts = [3, 40, 5, 100, 3, 41, 100]
+
+    def on_rank() -> list[torch.Tensor]:
+        tensors = [payload(interlace.get_rank(), call, (n,)) for call, n in enumerate(counts)]
+        started = [interlace.all_reduce(tensor, async_op=True, **LOW) for tensor in tensors]
+        for work in started:
+            work.wait()
+        return tensors
+
+    with poisoned(), small_words(), starved(slow_rank(slow)):
+        for tensors in interlace.run(on_rank, 3, seed=slow):
+            for call, (n, tensor) in enumerate(zip(counts, tensors, strict=True)):
+                assert torch.equal(tensor, sum(payload(rank, call, (n,)) for rank in range(3)))
+
+
+# -- giving up -------------------------------------------------------------------------------------
+
+
+def run_alone(launch: KernelLaunch) -> None:
+    """The kernel on rank 0, once more, while no other rank does anything."""
+    scheduler = Scheduler(0, block_polls=False, timeout=60)
+
+    def programs() -> None:
+        body = program_function(launch.kernel, launch.arguments)
+        for index in range(launch.extents[0]):
+            program = Program(launch.name, launch.op, index, (index, 0, 0), launch.extents)
+            scheduler.spawn(0, f"program {index}", body, program=program)
+
+    scheduler.spawn(0, "host", programs)
+    scheduler.run()
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce", "broadcast"])
+def test_after_giving_up_nothing_is_stored(op: str) -> None:
+    """The op after an answered one may send; it gives up, leaves the output, and the next sends nothing."""
+    made: list[tuple[KernelLaunch, Any]] = []
+    output = torch.zeros(8)
+
+    def on_rank() -> None:
+        tensor = output if interlace.get_rank() == 0 else torch.zeros(8)
+        if op == "all_gather":
+            interlace.all_gather(tensor, torch.ones(4), **LOW)
+        elif op == "all_reduce":
+            interlace.all_reduce(tensor, **LOW)
+        else:
+            interlace.broadcast(tensor, 1, **LOW)
+        if interlace.get_rank() == 0:
+            made[0] = made[0][0], default_group().words
+
+    def note(launch: KernelLaunch) -> None:
+        if launch.arguments["rank"] == 0:
+            made.append((launch, None))
+
+    with small_words(4), launches(note):
+        interlace.run(on_rank, 2)
+    ((launch, words),) = made
+    header = words.buffer.view(0, 0, (HEADER_WORDS,), I64)
+    told = words.buffer.view(1, 0, (HEADER_WORDS,), I64)
+    programs = launch.extents[0]
+    assert header[EPOCH_WORD] == programs
+    header[SPIN_LIMIT_WORD] = 100
+    theirs = words.buffer.peer_bytes[1][words.words_offset :]
+    for number, sends in enumerate((True, False, False)):
+        theirs.fill_(POISON_BYTE)
+        output.fill_(-7)
+        run_alone(launch)
+        assert bool((theirs == POISON_BYTE).all()) is not sends
+        own = output[:4] if op == "all_gather" else output[:0]
+        assert (output[len(own) :] == -7).all()
+        assert told[ABORT_WORD] != 0
+        assert header[EPOCH_WORD] == programs * (2 + number)
+    epochs = words.buffer.view(0, HEADER_WORDS * WORD, (programs,), I64)
+    assert epochs.tolist() == [-2] * programs
+
+
+# -- who is chosen ---------------------------------------------------------------------------------
+
+
+def test_small_messages_go_this_way_by_themselves() -> None:
+    most = cost.LARGEST_LOW_LATENCY_BYTES
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("low_latency_all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4))),
+        ("all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4 + 1))),
+        ("low_latency_all_reduce", lambda: interlace.all_reduce(torch.ones(4), "avg")),
+        ("", lambda: interlace.all_reduce(torch.ones(4), "max")),
+        ("", lambda: interlace.all_reduce(torch.ones(4, dtype=I64))),
+        ("all_reduce", lambda: interlace.all_reduce(torch.ones(4), algorithm="kernel")),
+        ("low_latency_all_gather", lambda: interlace.all_gather(torch.ones(4), torch.ones(2))),
+        ("low_latency_all_gather", lambda: gather(1, I64)),
+        ("all_gather", lambda: gather(most // 4 + 1, F32)),
+        ("", lambda: gather(most + 1, U8)),
+        ("low_latency_broadcast", lambda: interlace.broadcast(torch.ones(most // 4), 0)),
+        ("", lambda: interlace.broadcast(torch.ones(most // 4 + 1), 0)),
+        ("", lambda: interlace.broadcast(torch.ones(4), 0, algorithm="copy")),
+        ("reduce_scatter", lambda: interlace.reduce_scatter(torch.ones(1), torch.ones(2))),
+        ("all_gather", uneven),
+    ]
+    for number, (kernel, call) in enumerate(cases):
+        with launches() as seen:
+            interlace.run(call, 2)
+        assert dict(seen) == ({f"{kernel}_kernel": 2} if kernel else {}), number
+
+
+def gather(count: int, dtype: torch.dtype) -> None:
+    interlace.all_gather(torch.ones(2 * count, dtype=dtype), torch.ones(count, dtype=dtype))
+
+
+def uneven() -> None:
+    count = 2 + interlace.get_rank()
+    interlace.all_gather([torch.ones(2), torch.ones(3)], torch.ones(count))
+
+
+def test_words_are_made_once_and_counted() -> None:
+    def on_rank() -> list[int]:
+        held = [default_group().workspace_bytes]
+        for count in (4, 8, 300, 4):
+            interlace.all_reduce(torch.ones(count), **LOW)
+            held.append(default_group().workspace_bytes)
+        return held
+
+    (held, *others) = interlace.run(on_rank, 2)
+    assert all(each == held for each in others)
+    assert held[0] == 0 < held[1] == held[2] < held[3] == held[4]
+
+
+REFUSED = [
+    (lambda: interlace.all_reduce(torch.ones(1 << 15), **LOW),
+     "all_reduce: algorithm=\"low_latency\" cannot do this: it is for at most 65536 bytes, got 131072"),
+    (lambda: interlace.all_gather([torch.ones(2), torch.ones(4)],
+                                  torch.ones(2 + 2 * interlace.get_rank()), **LOW),
+     "it gathers equal shards only"),
+    (lambda: interlace.reduce_scatter(torch.ones(2), torch.ones(4), **LOW), "use all_reduce"),
+    (lambda: interlace.broadcast(torch.ones(4), 0, algorithm="kernel"),
+     "algorithm must be one of auto, copy, low_latency, got 'kernel'"),
+    (lambda: interlace.all_reduce(torch.ones(4), "max", **LOW), "reduces with op sum or avg, got 'max'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_done_is_said(call: Any, message: str) -> None:
+    error = failure(call, 2)
+    assert isinstance(error, ValueError) and message in str(error)
+
+
+def test_dtypes_without_sums_are_refused() -> None:
+    error = failure(lambda: interlace.all_reduce(torch.ones(4).long(), **LOW), 2)
+    assert isinstance(error, TypeError)
+    assert "supports float32, float16 and bfloat16" in str(error)
