@@ -106,15 +106,24 @@ class Communicator:
             raise self._was_closed(op)
         if self.world_size == 1:
             return [mine]
-        call = Call(op, part=mine)
+        return compare(self.messages(Call(op, part=mine)))
+
+    def messages(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared. Collective, host only."""
+        if self.world_size == 1:
+            return [call.message]
         answered, self.answered = self.answered, None
         if answered is not None and answered[0] == call.message:
             answers = answered[1]
         else:
             answers = self.place.agree(call)
+        self.noted(call, answers)
+        return answers
+
+    def noted(self, call: Call, answers: list[bytes]) -> None:
+        """Ranks have agreed on ``call``, which may be a part of what is being planned."""
         if self.plans is not None and self.place.watcher is not None:
             self.place.watcher.agreed(call, answers)
-        return compare(answers)
 
     @contextlib.contextmanager
     def accepting(self, op: str) -> Iterator[None]:
@@ -127,8 +136,10 @@ class Communicator:
             with self._numbered():
                 yield
         except InterlaceError:
+            self.place.watcher = None
             raise
         except Exception as error:
+            self.place.watcher = None  # what follows is another call
             if self.world_size > 1 and not self._closed:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 text = str(error)
@@ -255,7 +266,11 @@ class Communicator:
         if modes_active():
             _refuse_other_tensors(op)
         self.place.check()
-        future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
+        try:
+            future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
+        except BaseException:
+            self.place.watcher = None
+            raise
         work = Work(op, self.place, future)
         if self.plans is not None:
             self.plans.learn(op, future.result().result)  # which is there: a GPU's host never waits
@@ -294,6 +309,8 @@ class Communicator:
             except BaseException as error:
                 self._failed(call.op, error)
                 raise
+            if self.plans is not None:
+                self.plans.learn(call.op, None)
             if event is not None:
                 place.hold_current(event, f"the end of {call.op}")
                 place.check()
@@ -307,6 +324,8 @@ class Communicator:
                 raise
 
         work = Work(call.op, place, place.submit(numbered, asynchronous=async_op), outputs)
+        if self.plans is not None:
+            self.plans.learn(call.op, None)
         if async_op:
             return work
         work.wait()
@@ -326,6 +345,7 @@ class Communicator:
 
     def _failed(self, op: str, error: BaseException) -> None:
         """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
+        self.place.watcher = None
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
             self._number(error)
         elif self.world_size > 1:

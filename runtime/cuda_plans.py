@@ -1,4 +1,4 @@
-"""Plans: a fused call on a GPU whose like was made before costs the host next to nothing.
+"""Plans: a call on a GPU whose like was made before costs the host next to nothing.
 
 All that Python does between the call and the launches - checks, algorithm, configuration, grid, tables,
 arguments - follows from the shapes, strides, dtypes and options of the call and from what the ranks have
@@ -9,8 +9,8 @@ place, and launches::
     again     known kind?  ranks still agree?  same workspaces?   then launch, and return the results
     learn     at the end of a call that went the long way: a plan, if all it has enqueued can be repeated
 
-What can be: kernels and copies on the group's ``compute`` stream, whose tensors are arguments, results, or
-live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream cannot; such
+What can be: kernels, copies and signals on the group's ``compute`` stream, whose tensors are arguments,
+results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream cannot; such
 calls go the long way every time. There is a plan for every workspace that a call may come to, for they
 are used in turn. A plan holds no tensor of a caller's.
 
@@ -32,14 +32,15 @@ from interlace.runtime.cuda_launch import ALIGNMENT, Prepared
 from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target
 from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import Layout, Workspace
-from interlace.runtime.stream import Outcome
+from interlace.runtime.memory import Layout, Workspace, bytes_of
+from interlace.runtime.stream import Outcome, Settled
 from interlace.runtime.work import Work
 
 if TYPE_CHECKING:
     from interlace.runtime.communicator import Communicator
 
 MOST_PLANS = 512
+COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _MISSED: Any = object()
@@ -61,10 +62,36 @@ class Launched:
     addresses: list[tuple[int, int, int, int]]  # position, and an Address
 
 
+@dataclass(frozen=True)
+class Bytes:
+    """``count`` bytes of a dense argument from byte ``offset`` on, flat."""
+
+    index: int
+    count: int
+    offset: int
+
+
+Part = View | Bytes | torch.Tensor
+
+
 @dataclass
 class Copied:
-    destination: View | torch.Tensor
-    source: View | torch.Tensor
+    destination: Part
+    source: Part
+
+
+@dataclass
+class Signalled:
+    """A publish, a wait, or a wait for credits by the stream itself: the name of the method, and for what.
+
+    It takes the epoch anew, and is done by a kernel in a graph capture, as the first time it would be.
+    """
+
+    method: str
+    arguments: tuple[int, ...]
+
+    def again(self, stream: DeviceStream, workspace: Workspace) -> None:
+        getattr(stream, self.method)(workspace, *self.arguments)
 
 
 @dataclass
@@ -73,7 +100,7 @@ class Step:
 
     workspace: Workspace
     pulled: bool
-    items: list[Launched | Copied] = field(default_factory=list)
+    items: list[Launched | Copied | Signalled] = field(default_factory=list)
 
 
 @dataclass
@@ -110,9 +137,46 @@ class Plans:
     def again(
         self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
     ) -> tuple[Any] | None:
-        """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
+        """(result,) of a fused call of a known kind, or its (Work,) if ``async_op``.
 
         None for another, which then goes the long way, and is watched.
+        """
+        call = self._prepared(op, tensors, options, into=False)
+        if call is None:
+            return None
+        result = self._start(op, call, ()) if async_op else self._run(call)
+        if result is _MISSED:
+            self._place.watcher = Watcher(call.kind, call.arguments)
+            return None
+        self.hits += 1
+        return (result if async_op or result is not None else True,)
+
+    def again_into(
+        self,
+        op: str,
+        outputs: torch.Tensor | Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        options: tuple[Any, ...],
+        *,
+        async_op: bool,
+    ) -> tuple[Work | None] | None:
+        """As :meth:`again`, of a plain collective that fills ``outputs``: (its Work or None,)."""
+        call = self._prepared(op, (outputs, *inputs), options, into=True)
+        if call is None:
+            return None
+        result = self._start(op, call, outputs) if async_op else self._run(call)
+        if result is _MISSED:
+            self._place.watcher = Watcher(call.kind, call.arguments, apart=True)
+            return None
+        self.hits += 1
+        return (result,)
+
+    def _prepared(
+        self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, into: bool
+    ) -> _Again | None:
+        """The call, if its kind is known; else None, and it is watched if it may be planned.
+
+        ``into``: the op writes the first of ``tensors``.
         """
         place = self._place
         place.watcher = self._communicator.answered = None  # of a call that failed
@@ -137,34 +201,38 @@ class Plans:
                     else:
                         return None
                 key.append(0)  # where a list ends
-            if arguments and arguments[0].dtype is torch.float32:
+            if into:
+                if not _where_they_lie(key, tensors, arguments, addresses):
+                    return None
+            elif arguments and arguments[0].dtype is torch.float32:
                 key.append(torch.get_float32_matmul_precision())
             kind = tuple(key)
             plan = self._plans.get(kind)
-        except (RuntimeError, TypeError):  # a tensor without strides, an option that is a list
+        except (LookupError, RuntimeError, TypeError):
+            # no tensor at all, a tensor without strides, an option that is a list
             return None
-        if plan is not None:
-            call = _Again(kind, plan, arguments, addresses)
-            result = self._start(op, call) if async_op else self._run(call)
-            if result is not _MISSED:
-                self.hits += 1
-                return (result if async_op or result is not None else True,)
-        place.watcher = Watcher(kind, arguments)
-        return None
+        if plan is None:
+            place.watcher = Watcher(kind, arguments, apart=into)
+            return None
+        return _Again(kind, plan, arguments, addresses)
 
-    def _start(self, op: str, call: _Again) -> Any:
+    def _start(self, op: str, call: _Again, outputs: Any) -> Any:
         """Repeat ``call`` on the group's own stream; its Work."""
         place, stream = self._place, self._communicator.compute
-
-        def host() -> Any:
-            stream.wait_event(place.record_current())
-            place.keep(call.arguments)
+        assert isinstance(stream, DeviceStream)
+        before, place.asynchronous = place.asynchronous, True
+        try:
+            stream.follow(place.start())
             result = self._run(call)
-            place.keep(result)
-            return None if result is _MISSED else Outcome(result, stream.record())
-
-        future = place.submit(host, asynchronous=True)
-        return _MISSED if future.result() is None else Work(op, place, future)
+            if result is _MISSED:
+                return _MISSED
+            end = DeviceEvent()
+            stream.mark(end)
+        finally:
+            place.asynchronous = before
+        place.in_flight(end, [call.arguments, result])
+        given = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        return Work(op, place, Settled(Outcome(result, end)), given)
 
     def _run(self, call: _Again) -> Any:
         communicator, place, plan = self._communicator, self._place, call.plan
@@ -174,8 +242,8 @@ class Plans:
             return _MISSED
         if plan.agreed is not None:
             agreed, answers = plan.agreed
-            now = place.agree(agreed)
-            if now != answers:
+            now = place.agree_again(agreed)
+            if now is not answers and now != answers:
                 communicator.answered = (agreed.message, now)
                 return _MISSED
         device = place.device
@@ -211,6 +279,8 @@ class Plans:
                     prepared.again(*target, values)
                 else:
                     prepared.run(target[0])
+            elif type(item) is Signalled:
+                item.again(stream, workspace)
             else:
                 assert isinstance(item, Copied)
                 destination = _view(item.destination, arguments, results)
@@ -241,10 +311,13 @@ class Plans:
 
 
 class Watcher:
-    """What a call of a ``kind`` enqueues; ``arguments`` are its tensors."""
+    """What a call of a ``kind`` enqueues; ``arguments`` are its tensors.
 
-    def __init__(self, kind: Any, arguments: list[torch.Tensor]) -> None:
-        self.kind, self._arguments = kind, arguments
+    ``apart``: how they lie to each other is part of the kind.
+    """
+
+    def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
+        self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
         self._steps: list[tuple[Workspace, bool, list[Any]]] = []
         self._open = self._spoilt = False
@@ -263,6 +336,10 @@ class Watcher:
     def copied(self, stream: DeviceStream, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._note(stream, (destination, source))
 
+    def signalled(self, stream: DeviceStream, method: str, *arguments: int) -> None:
+        if self._open:  # else it is the wait before the op for the credits of the one before
+            self._note(stream, Signalled(method, arguments))
+
     def _note(self, stream: DeviceStream, item: Any) -> None:
         if not self._open or not stream.follows:
             self._spoilt = True
@@ -273,14 +350,14 @@ class Watcher:
         self._open = False
 
     def spoil(self) -> None:
-        """Something that cannot be repeated. Between ops and before their first item it may."""
-        self._spoilt = self._spoilt or self._open
+        """Something that cannot be repeated."""
+        self._spoilt = True
 
     def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
         """The plan, if all that was seen can be repeated."""
         if self._spoilt or self._open or not self._steps or len(self._agreed) > 1:
             return None
-        where = _Where(self._arguments, lasting)
+        where = _Where(self._arguments, lasting, apart=self._apart)
         try:
             tree = where.tree(result)
             steps = [
@@ -298,8 +375,10 @@ class Watcher:
 class _Where:
     """Which tensor an address belongs to. LookupError for memory that is not there the next time."""
 
-    def __init__(self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor]) -> None:
-        self._arguments = arguments
+    def __init__(
+        self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool
+    ) -> None:
+        self._arguments, self._apart = arguments, apart
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._made: dict[int, int] = {}  # storages of results, by address
         self.results: list[tuple[torch.dtype, Sequence[int]]] = []
@@ -331,7 +410,9 @@ class _Where:
             and result.nbytes == result.untyped_storage().nbytes()
         )
 
-    def item(self, item: Any) -> Launched | Copied:
+    def item(self, item: Any) -> Launched | Copied | Signalled:
+        if isinstance(item, Signalled):
+            return item
         first, second = item
         if isinstance(first, torch.Tensor):
             return Copied(self._view(first), self._view(second))
@@ -344,7 +425,10 @@ class _Where:
         return Launched(second, addresses)
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Of arguments in one storage the one that begins where ``tensor`` does; there must be one such."""
+        """Of arguments in one storage the one that begins where ``tensor`` does; there must be one such.
+
+        If it is known how they lie to each other, any that has where it begins.
+        """
         storage = tensor.untyped_storage().data_ptr()
         near = [
             index
@@ -353,7 +437,10 @@ class _Where:
         ]
         if len(near) > 1:
             address = tensor.data_ptr()
-            near = [index for index in near if self._arguments[index].data_ptr() == address]
+            if self._apart:
+                near = [index for index in near if _has(self._arguments[index], address)][:1]
+            else:
+                near = [index for index in near if self._arguments[index].data_ptr() == address]
             if len(near) != 1:  # the next time they may lie differently
                 raise LookupError
         return near[0] if near else None
@@ -380,19 +467,23 @@ class _Where:
             base = self._arguments[index].data_ptr()
         return kind, index, tensor.data_ptr() - base
 
-    def _view(self, tensor: torch.Tensor) -> View | torch.Tensor:
+    def _view(self, tensor: torch.Tensor) -> Part:
         owner = self._owner(tensor)
         if owner is None:
             return tensor
         kind, index = owner
         shape, strides, offset = _form(tensor)
+        first = 0
         if kind == 0:
             argument = self._arguments[index]
-            dtype, offset = argument.dtype, offset - int(argument.storage_offset())
+            first = int(argument.storage_offset())
+            dtype, offset = argument.dtype, offset - first
         else:
             dtype = self.results[index][0]
         if dtype != tensor.dtype:
-            raise LookupError
+            if kind or tensor.dtype != torch.uint8 or not self._apart:
+                raise LookupError
+            return Bytes(index, shape[0], offset + first - first * dtype.itemsize)
         return kind, index, shape, strides, offset
 
 
@@ -401,15 +492,46 @@ class _Leaf:
     view: View
 
 
+def _has(dense: torch.Tensor, address: int) -> bool:
+    return dense.data_ptr() <= address < dense.data_ptr() + max(1, dense.nbytes)
+
+
+def _where_they_lie(
+    key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
+) -> bool:
+    """Add to ``key`` how what is ``given``, tensors and lists of them, lies to the first of these.
+
+    ``tensors`` are all of them. False if a plan cannot be made: if one is not dense, or a list not one memory.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
+            return False
+    first = last = index = 0
+    for each in given:
+        start = end = addresses[index]
+        for _ in range(1 if isinstance(each, torch.Tensor) else len(each)):
+            if addresses[index] != end:
+                return False
+            end += tensors[index].nbytes
+            index += 1
+        if not last:
+            first, last = start, end
+        else:
+            key.append(start - first if start < last and first < end else None)
+    return True
+
+
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def _view(
-    view: View | torch.Tensor, arguments: list[torch.Tensor], results: list[torch.Tensor]
+    view: Part, arguments: list[torch.Tensor], results: list[torch.Tensor]
 ) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
+    if isinstance(view, Bytes):
+        return bytes_of(arguments[view.index].detach())[view.offset : view.offset + view.count]
     kind, index, shape, strides, offset = view
     base = results[index] if kind else arguments[index].detach()
     return base.as_strided(shape, strides, offset + base.storage_offset())

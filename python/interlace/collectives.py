@@ -83,6 +83,12 @@ def _all_reduce(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_reduce", tensor, (), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_all_reduce(communicator, tensor, op, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 
@@ -214,6 +220,12 @@ def _all_gather(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_gather", output, (tensor,), (algorithm,), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_all_gather(communicator, output, tensor, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 
@@ -384,6 +396,12 @@ def _reduce_scatter(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "reduce_scatter", output, (input,), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_reduce_scatter(communicator, output, input, op, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 

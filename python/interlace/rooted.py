@@ -27,6 +27,10 @@ from interlace.runtime.work import Work
 def _broadcast(
     communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into("broadcast", tensor, (), (root,), async_op=async_op)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     try:
         check_member("src", root, communicator)
         is_root = communicator.rank == root
