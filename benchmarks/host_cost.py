@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import itertools
 import json
 import mmap
@@ -44,6 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 BUDGET_US = 30.0
 
 driver: Counter[str] = Counter()
+launched: Callable[[], int] = lambda: 0  # noqa: E731; by Triton's launcher
 
 
 # -- the stub ------------------------------------------------------------------------------------
@@ -254,8 +256,10 @@ def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, floa
         for _ in range(3):
             call()
         driver.clear()
+        before = launched()
         call()
         asked[name] = Counter(driver)
+        asked[name]["launches"] += launched() - before
     for _ in range(repetitions):
         for name, call in calls.items():
             times[name].append(_block(call, finish))
@@ -285,6 +289,7 @@ def without_gpu(ranks: int, repetitions: int, *, launcher: bool) -> dict[str, di
 
 
 def main() -> None:
+    global launched
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--gpu", action="store_true", help="on a GPU, not with the stub")
     parser.add_argument("--ranks", type=int, default=2, help="processes, or those that are played")
@@ -307,14 +312,16 @@ def main() -> None:
             if launcher:
                 import stub_libcuda
 
-                stub_libcuda.install(Path(folder))
+                count = ctypes.c_long.in_dll(stub_libcuda.install(Path(folder)), "stub_launches")
+                launched = lambda: int(count.value)  # noqa: E731
             table = without_gpu(options.ranks, options.repetitions, launcher=launcher)
     print(f"{kind}, {options.ranks} ranks")
     for name, row in table.items():
         asked = ", ".join(f"{value:g} {key}" for key, value in row.items() if "us" not in key)
         added = f"agreement {row['agreement_us']:4.1f}, " if "agreement_us" in row else ""
         mark = "" if row["us"] <= BUDGET_US else f"   over {BUDGET_US:g}"
-        print(f"{name:34} {row['us']:7.1f} us  ({added}{asked}){mark}")
+        least = f"least {row['least_us']:.1f}, "
+        print(f"{name:34} {row['us']:7.1f} us  ({least}{added}{asked}){mark}")
     if options.json:
         from run import circumstances
 

@@ -26,6 +26,9 @@ _ZERO = """
 _SOURCE = """
 #include <stddef.h>
 long stub_launches = 0;
+int stub_parameters = 0;                /* how many of a launch to keep, of eight bytes or four */
+unsigned long long stub_kept[64];
+unsigned stub_grid[3];
 int cuGetErrorString(int code, const char **text) { *text = "the stub has refused"; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
@@ -53,7 +56,10 @@ int cuPointerGetAttribute(void *data, int attribute, unsigned long long pointer)
   *(unsigned long long *)data = pointer; return 0;
 }
 int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) {
-  stub_launches++; return 0;
+  stub_launches++;
+  for (int i = 0; i < stub_parameters; i++) stub_kept[i] = *(unsigned long long *)parameters[i];
+  for (int i = 0; i < 3; i++) stub_grid[i] = ((const unsigned *)config)[i];
+  return 0;
 }
 """
 
@@ -71,8 +77,13 @@ def install(folder: Path) -> ctypes.CDLL:
 
 
 def activate() -> None:
-    """Make Triton take the stub for its GPU; ``torch.cuda`` says already that it is one of sm_90."""
+    """Make Triton take the stub for its GPU, one of sm_90."""
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    driver.set_active(CudaDriver())
+    made = CudaDriver()
+    made.get_current_stream = lambda device: 1
+    made.get_current_device = lambda: 0
+    made.set_current_device = lambda device: None
+    made.get_device_capability = lambda device: (9, 0)
+    driver.set_active(made)

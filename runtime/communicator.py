@@ -33,6 +33,7 @@ from interlace.runtime.work import Work
 CHANNELS = 2
 MESSAGE_LENGTH = 2000
 MOST_CALLS = 1024
+DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 modes_active = torch._C._len_torch_dispatch_stack
 
@@ -65,19 +66,21 @@ class Communicator:
         self._generation = 0
         self._closed = False
         self.elsewhere: Callable[[], Communicator] | None = None
+        self.also: list[Communicator] = []  # those of the same ranks on other devices, as far as made
         self.answered: tuple[bytes, list[bytes]] | None = (
             None  # an agreement that is reached already
         )
         self.plans: Any = place.new_plans(self)
 
-    def on(self, tensor: Any) -> Communicator:
-        """The communicator of the same ranks on the device of ``tensor``, if there is one; else this.
+    def on(self, *values: Any) -> Communicator:
+        """The communicator of the same ranks on the device of the first tensor among ``values``.
 
-        ``elsewhere()`` is that: the one for GPUs of a process group that serves both, made collectively.
+        These are what the caller has given, which may be lists, or no tensors at all. ``elsewhere()`` is
+        the communicator for GPUs of a process group that serves both, and is made collectively.
         """
-        if self.elsewhere is None or not isinstance(tensor, torch.Tensor):
+        if self.elsewhere is None or self.device_type == "cuda":
             return self
-        return self if tensor.device.type == self.device_type else self.elsewhere()
+        return self.elsewhere() if kind_of(values) == "cuda" else self
 
     # -- host-side agreement -------------------------------------------------------------------
 
@@ -378,6 +381,17 @@ class Communicator:
             self._closed = True
             self._arena.close()
             self.place.close()
+
+
+def kind_of(value: Any) -> str:
+    """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, (list, tuple)):
+        return next((kind for each in value if (kind := kind_of(each))), "")
+    if hasattr(value, "__dlpack_device__"):
+        return "cuda" if int(value.__dlpack_device__()[0]) in DLPACK_CUDA else "cpu"
+    return ""
 
 
 def _refuse_other_tensors(op: str) -> None:

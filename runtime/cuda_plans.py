@@ -144,7 +144,7 @@ class Plans:
         call = self._prepared(op, tensors, options, into=False)
         if call is None:
             return None
-        result = self._start(op, call, ()) if async_op else self._run(call)
+        result = self._repeated(op, call, (), async_op=async_op)
         if result is _MISSED:
             self._place.watcher = Watcher(call.kind, call.arguments)
             return None
@@ -164,7 +164,7 @@ class Plans:
         call = self._prepared(op, (outputs, *inputs), options, into=True)
         if call is None:
             return None
-        result = self._start(op, call, outputs) if async_op else self._run(call)
+        result = self._repeated(op, call, outputs, async_op=async_op)
         if result is _MISSED:
             self._place.watcher = Watcher(call.kind, call.arguments, apart=True)
             return None
@@ -187,6 +187,9 @@ class Plans:
         key: list[Any] = [op, self._communicator.next_channel, options]
         try:
             for given in tensors:
+                if given is None:
+                    key.append(None)
+                    continue
                 for each in given if type(given) in (list, tuple) else (given,):
                     if each is None:
                         key.append(None)
@@ -209,14 +212,26 @@ class Plans:
             kind = tuple(key)
             plan = self._plans.get(kind)
         except (LookupError, RuntimeError, TypeError):
-            # no tensor at all, a tensor without strides, an option that is a list
+            # no tensor, one without strides, an option that is a list
             return None
         if plan is None:
             place.watcher = Watcher(kind, arguments, apart=into)
             return None
         return _Again(kind, plan, arguments, addresses)
 
-    def _start(self, op: str, call: _Again, outputs: Any) -> Any:
+    def _repeated(self, op: str, call: _Again, outputs: Any, *, async_op: bool) -> Any:
+        """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
+        place = self._place
+        place.check()
+        place.enter()
+        try:
+            if async_op:
+                return self._started(op, call, outputs)
+            return self._run(call)
+        finally:
+            place.leave()
+
+    def _started(self, op: str, call: _Again, outputs: Any) -> Any:
         """Repeat ``call`` on the group's own stream; its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
@@ -236,7 +251,6 @@ class Plans:
 
     def _run(self, call: _Again) -> Any:
         communicator, place, plan = self._communicator, self._place, call.plan
-        place.check()
         if not communicator.will_lease(plan.steps):
             del self._plans[call.kind]  # the workspaces have grown
             return _MISSED
@@ -249,12 +263,8 @@ class Plans:
         device = place.device
         results = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in plan.results]
         bases = call.addresses, [result.data_ptr() for result in results]
-        place.enter()
-        try:
-            for step in plan.steps:
-                self._repeat(step, bases, call.arguments, results)
-        finally:
-            place.leave()
+        for step in plan.steps:
+            self._repeat(step, bases, call.arguments, results)
         return results[0] if plan.tree is _WHOLE else _built(plan.tree, results)
 
     def _repeat(

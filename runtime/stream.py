@@ -71,7 +71,7 @@ class Event(ABC):
         """Block the host until :meth:`is_completed`."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What the host part of an op leaves behind: its result and the point where it is there.
 

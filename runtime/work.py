@@ -17,6 +17,7 @@ from interlace.runtime.place import Place
 from interlace.runtime.stream import Outcome
 
 _ZERO = timedelta(0)
+_making = threading.Lock()  # of torch's futures, which few ask for
 
 
 class Work(TorchWork):
@@ -39,7 +40,6 @@ class Work(TorchWork):
         self._outcome = outcome
         self._outputs = list(outputs)
         self._future: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
         self._number = place.calls
         self._succeeded = False  # was seen to have completed before the group failed
 
@@ -68,9 +68,11 @@ class Work(TorchWork):
         """
         if self._outcome is None:
             return True
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and seconds <= 0:
-            seconds = None  # torch: zero means the group's timeout
+        seconds = None
+        if timeout is not _ZERO:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            if seconds is not None and seconds <= 0:
+                seconds = None  # torch: zero means the group's timeout
         outcome = self._finished(seconds)
         assert outcome is not None
         if outcome.event is not None:
@@ -136,7 +138,7 @@ class Work(TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors that the op fills; of its result for a functional op."""
-        with self._lock:
+        with _making:
             if self._future is None:
                 self._future = self._ordered_future()
             if self._future is None:

@@ -74,7 +74,7 @@ def broadcast(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator)
     except Exception:
@@ -139,7 +139,7 @@ def reduce(
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves. Semantics: ``torch.distributed.reduce``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("dst", dst, group_dst, communicator)
     except Exception:
@@ -270,7 +270,7 @@ def gather(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.gather``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("dst", dst, group_dst, communicator, default=0)
     except Exception:
@@ -334,7 +334,7 @@ def scatter(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.scatter``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator, default=0)
     except Exception:
