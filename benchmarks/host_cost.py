@@ -55,8 +55,8 @@ class _Stream:
     handles = itertools.count(1)
     device = 0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.cuda_stream = next(self.handles)
+    def __init__(self, handle: Any = None, **options: Any) -> None:
+        self.cuda_stream = handle if isinstance(handle, int) else next(self.handles)
 
     def wait_event(self, event: Any) -> None:
         driver["waits"] += 1
@@ -87,8 +87,10 @@ class _Kernel:
 class _Words:
     def write(self, stream: int, address: int, value: int) -> None:
         driver["words"] += 1
+        ctypes.c_int64.from_address(address).value = value
 
-    wait = write
+    def wait(self, stream: int, address: int, value: int) -> None:
+        driver["words"] += 1
 
 
 class _Host:
@@ -162,7 +164,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     import triton
 
     from interlace import groups
-    from interlace.runtime import cuda_driver
+    from interlace.runtime import cuda_driver, cuda_stream
     from interlace.runtime.cuda_watchdog import Watchdog
     from interlace.runtime.launch import KernelLaunch
     from interlace.runtime.memory import SymmetricBuffer
@@ -195,6 +197,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        stack.callback(cuda_stream._external.cache_clear)  # of the stub's
         if launcher:
             import stub_libcuda
 

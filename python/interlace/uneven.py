@@ -164,7 +164,7 @@ def scatter_v(
     ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
     """
-    communicator = resolve(group).on(output)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator, default=0)
         parts = None
