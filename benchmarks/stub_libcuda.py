@@ -18,10 +18,11 @@ import os
 import subprocess
 from pathlib import Path
 
-_ZERO = """
-    cuInit cuCtxSetCurrent cuModuleLoadData cuModuleUnload cuFuncSetCacheConfig cuFuncSetAttribute
-    cuCtxSetLimit cuCtxGetLimit cuTensorMapEncodeTiled cuOccupancyMaxActiveClusters
-""".split()
+_ZERO = (
+    "cuInit", "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleUnload", "cuFuncSetCacheConfig",
+    "cuFuncSetAttribute", "cuCtxSetLimit", "cuCtxGetLimit", "cuTensorMapEncodeTiled",
+    "cuOccupancyMaxActiveClusters",
+)  # fmt: skip
 
 _SOURCE = """
 #include <stddef.h>

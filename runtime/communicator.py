@@ -66,7 +66,9 @@ class Communicator:
         self._generation = 0
         self._closed = False
         self.elsewhere: Callable[[], Communicator] | None = None
-        self.also: list[Communicator] = []  # those of the same ranks on other devices, as far as made
+        self.also: list[
+            Communicator
+        ] = []  # those of the same ranks on other devices, as far as made
         self.answered: tuple[bytes, list[bytes]] | None = (
             None  # an agreement that is reached already
         )

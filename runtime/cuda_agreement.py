@@ -114,7 +114,9 @@ class Agreement:
         self._open: list[tuple[_Known, Call] | None] = [None] * NOTES
         self._waited = 0  # number of the call whose answers are being waited for
         self._compared = 0
-        self._room = STEP  # up to which number no note is overwritten that somebody has not compared
+        self._room = (
+            STEP  # up to which number no note is overwritten that somebody has not compared
+        )
         self._problem: Exception | None = None
         self.differs = 0
         self._lock = threading.Lock()
@@ -321,9 +323,10 @@ class Agreement:
                 if entry is None:
                     if number + 1 == self._waited:
                         break  # the notes have not been read
-                elif self._row(number + 1) != self._expected(number + 1, entry[0]):
-                    if not self._equal(number + 1, *entry):
-                        break
+                elif self._row(number + 1) != self._expected(
+                    number + 1, entry[0]
+                ) and not self._equal(number + 1, *entry):
+                    break
                 number += 1
             if number > before:
                 self._compared = number

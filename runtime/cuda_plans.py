@@ -10,9 +10,9 @@ place, and launches::
     learn     at the end of a call that went the long way: a plan, if all it has enqueued can be repeated
 
 What can be: kernels, copies and signals on the group's ``compute`` stream, whose tensors are arguments,
-results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream cannot; such
-calls go the long way every time. There is a plan for every workspace that a call may come to, for they
-are used in turn. A plan holds no tensor of a caller's.
+results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream
+cannot; such calls go the long way every time. There is a plan for every workspace that a call may come to,
+for they are used in turn. A plan holds no tensor of a caller's.
 
 Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length,
 the long way goes on with the answers that are there.
@@ -511,7 +511,8 @@ def _where_they_lie(
 ) -> bool:
     """Add to ``key`` how what is ``given``, tensors and lists of them, lies to the first of these.
 
-    ``tensors`` are all of them. False if a plan cannot be made: if one is not dense, or a list not one memory.
+    ``tensors`` are all of them. False if there is no plan for such: one is not dense, or a list not one
+    memory.
     """
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
@@ -535,9 +536,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
-def _view(
-    view: Part, arguments: list[torch.Tensor], results: list[torch.Tensor]
-) -> torch.Tensor:
+def _view(view: Part, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     if isinstance(view, Bytes):

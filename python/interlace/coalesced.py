@@ -115,7 +115,9 @@ def all_gather_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
     """
-    return _all_gather_coalesced(resolve(group).on(input_tensor_list), output_tensor_lists, input_tensor_list, async_op)
+    return _all_gather_coalesced(
+        resolve(group).on(input_tensor_list), output_tensor_lists, input_tensor_list, async_op
+    )
 
 
 def all_gather_into_tensor_coalesced(
@@ -157,4 +159,6 @@ def reduce_scatter_tensor_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves.
     """
-    return _reduce_scatter_tensor_coalesced(resolve(group).on(outputs), outputs, inputs, op, async_op)
+    return _reduce_scatter_tensor_coalesced(
+        resolve(group).on(outputs), outputs, inputs, op, async_op
+    )

@@ -51,7 +51,7 @@ def launches(direct):
             prepared.again(7, 0, values)
             assert count.value == before + 1
             seen = [kept[i] & 0xFFFFFFFF if kind == "i32" else kept[i] for i, kind in enumerate(types)]
-            given = [v for v, kind in zip(values, compiled.kernel.src.signature.values()) if kind != "constexpr"]
+            given = [v for v, kind in zip(values, integers) if kind != "constexpr"]
             assert seen == given and len(given) >= 1, (seen, given)
             found.append((list(grid), types))
     return found

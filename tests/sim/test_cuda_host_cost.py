@@ -1,4 +1,4 @@
-"""What a repeated call must not do on the host: keep memory, allocate events, load or bind anything anew."""
+"""What a repeated call must not do on the host: keep memory, make events, load or bind anything anew."""
 
 from __future__ import annotations
 

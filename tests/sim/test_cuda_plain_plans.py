@@ -63,18 +63,14 @@ def gathered(call: int, rank: int, async_op: bool) -> tuple[torch.Tensor, torch.
     return out, torch.cat(all_of(call))
 
 
-def gathered_in_a_list(
-    call: int, rank: int, async_op: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_in_a_list(call: int, rank: int, async_op: bool) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full((interlace.get_world_size() * LENGTH,), float("nan"))
     parts = list(out.chunk(interlace.get_world_size()))
     done(interlace.all_gather(parts, of_rank(call, rank), async_op=async_op))
     return out, torch.cat(all_of(call))
 
 
-def gathered_in_place(
-    call: int, rank: int, async_op: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_in_place(call: int, rank: int, async_op: bool) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full((interlace.get_world_size() * LENGTH,), float("nan"))
     own = out[rank * LENGTH : (rank + 1) * LENGTH]
     own.copy_(of_rank(call, rank))
@@ -177,7 +173,9 @@ def test_in_place_is_another_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_plan_that_forgets_where_tensors_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_plans, "_where_they_lie", lambda key, *rest: True)
-    with pytest.raises((AssertionError, interlace.InterlaceError, RuntimeError, pytest.fail.Exception)):
+    with pytest.raises(
+        (AssertionError, interlace.InterlaceError, RuntimeError, pytest.fail.Exception)
+    ):
         in_place_and_apart(monkeypatch)
 
 
