@@ -3,7 +3,7 @@
 ==========================  ========================================================================
 ``cuda_stream.py``          the group's streams on CUDA streams; points in them
 ``cuda_launch.py``          launches that cost the host little
-``cuda_plans.py``           whole calls that do
+``cuda_plans.py``           whole calls that do; ``cuda_watcher.py``: what they enqueue
 ``cuda_driver.py``          stream memory operations, captures
 ``cuda_watchdog.py``        waits of streams that are bounded; what kernels have given up on
 ``place_cuda_virtual.py``   virtual ranks: several ranks of one process on one GPU

@@ -14,8 +14,9 @@ from fake_cuda import FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
 from interlace.runtime import cuda_plans
-from interlace.runtime.cuda_plans import Plans, Signalled
+from interlace.runtime.cuda_plans import Plans
 from interlace.runtime.cuda_stream import DeviceStream
+from interlace.runtime.cuda_watcher import Signalled
 
 LENGTH = 12
 CALLS = 9
