@@ -40,7 +40,7 @@ class Work(TorchWork):
         self._outcome = outcome
         self._outputs = list(outputs)
         self._future: torch.futures.Future[Any] | None = None
-        self._number = place.calls
+        self._number = 0 if outcome is None else place.calls
         self._succeeded = False  # was seen to have completed before the group failed
 
     def _finished(self, seconds: float | None) -> Outcome | None:
