@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -51,20 +50,17 @@ def _part(name: str) -> Callable[[bool, int], list[Record]]:
 
 def circumstances() -> Record:
     """The device and all versions, beside what ``run.py`` says of every benchmark."""
-    from run import circumstances as of_host
+    from circumstances import circumstances as of_host
+    from circumstances import said_by
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    )
+    driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         **of_host(),
         "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "driver": driver.stdout.strip(),
+        "driver": driver,
         "cuda": torch.version.cuda,
         "protocol": "events; candidates alternate; medians and quartiles; inputs rotate past the L2",
     }
@@ -78,6 +74,17 @@ def table(records: list[Record]) -> str:
         derived = ", ".join(f"{k} {v:.3f}" for k, v in record.get("derived", {}).items())
         lines.append(f"{record['part']:9} {record['case']:44} us: {times}  {derived}".rstrip())
     return "\n".join(lines)
+
+
+def written(records: list[Record], out: Path | None) -> Path:
+    """The file that has ``records`` now."""
+    facts = circumstances()
+    slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
+    name = f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
+    out = out or RESULTS / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
+    return out
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,19 +120,15 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         print(table(found), flush=True)
         records += found
+        if not options.dry_run:
+            written(records, options.out)  # what comes may be cut off
     wrong = [record["case"] for record in records if not record["correct"]]
     if wrong:
         print(f"wrong results: {', '.join(wrong)}")
     if options.dry_run:
         print("a dry run: the times above are an interpreter's, and are not written")
     else:
-        facts = circumstances()
-        slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
-        name = f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
-        out = options.out or RESULTS / name
-        out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
-        print(f"written to {out}")
+        print(f"written to {written(records, options.out)}")
     return 1 if failed or wrong else 0
 
 

@@ -1,10 +1,16 @@
 """What a call on a GPU costs the host, once calls like it were made: ``python benchmarks/host_cost.py``.
 
-Without a GPU a stub stands in for the driver: streams, events and launches that do nothing, for rank 0 of
-two whose peer always says the same at once. So this is the Python and C++ of torch and interlace up to the
-driver, and neither what CUDA and Triton's launcher take nor any waiting for a peer's host. ``--gpu`` runs
-on one, with processes as ranks, all of them on it if there are more than GPUs; the device is idle at the
-start of every block, and a block is so short that no queue fills up.
+Without a GPU a stub stands in for the driver: streams, events and copies that do nothing, and a
+``libcuda.so.1`` that answers Triton's own launcher (``stub_libcuda.py``; without gcc, or with
+``--no-launcher``, launches do nothing either). Kernels are compiled for sm_90. So this is the Python and
+C++ of torch, interlace and Triton up to the driver, and neither what CUDA takes nor waiting for a host.
+
+Agreement is real: rank 0 of RANKS notes its calls in memory that it shares with a second process, which
+plays all others and notes the same as soon as it sees it. ``agreement`` is what that adds to the call
+without it (other ranks that are not asked).
+
+``--gpu`` runs on one, with processes as ranks, all of them on it if there are more than GPUs; the device is
+idle at the start of every block, and a block is so short that no queue fills up.
 
 Protocol: blocks of CALLS calls, candidates alternate block by block; medians over blocks. ``launches`` and
 ``events`` are what one call asks of the driver.
@@ -14,9 +20,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import itertools
 import json
+import mmap
+import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,14 +47,20 @@ BUDGET_US = 30.0
 driver: Counter[str] = Counter()
 
 
+def launched() -> int:
+    """How many launches have come through Triton's launcher."""
+    return 0
+
+
 # -- the stub ------------------------------------------------------------------------------------
 
 
 class _Stream:
     handles = itertools.count(1)
+    device = 0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.cuda_stream = next(self.handles)
+    def __init__(self, handle: Any = None, **options: Any) -> None:
+        self.cuda_stream = handle if isinstance(handle, int) else next(self.handles)
 
     def wait_event(self, event: Any) -> None:
         driver["waits"] += 1
@@ -73,18 +91,45 @@ class _Kernel:
 class _Words:
     def write(self, stream: int, address: int, value: int) -> None:
         driver["words"] += 1
+        ctypes.c_int64.from_address(address).value = value
 
-    wait = write
+    def wait(self, stream: int, address: int, value: int) -> None:
+        driver["words"] += 1
 
 
 class _Host:
-    """A host's place whose peers say what this rank says."""
+    """A host's place whose peers say what this rank says: at once, or in a process of their own."""
 
-    name, direct_access, linger = "shm", False, 0.0
-    rank, world_size = 0, 2
+    name, linger = "shm", 0.0
+    rank = 0
+
+    def __init__(self, world_size: int, *, peers: bool) -> None:
+        self.world_size, self.direct_access = world_size, peers
+        self._child = 0
+
+    def allocate(self, nbytes: int) -> Any:
+        from interlace.runtime.memory import SymmetricBuffer
+
+        whole = torch.frombuffer(mmap.mmap(-1, nbytes * self.world_size), dtype=torch.uint8)
+        parts = list(whole.chunk(self.world_size))
+        self._child = os.fork()
+        if not self._child:
+            with contextlib.suppress(BaseException):
+                _play_peers(parts, self.world_size)
+            os._exit(0)
+        return SymmetricBuffer(0, nbytes, torch.tensor([p.data_ptr() for p in parts]), parts)
+
+    def end(self) -> None:
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         return [payload] * self.world_size
+
+    def wait_until(self, predicate: Callable[[], bool], doing: str, waited_for: Any) -> None:
+        while not predicate():
+            pass
 
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -92,13 +137,38 @@ class _Host:
     def trouble(self, doing: str) -> None: ...
 
 
+def _play_peers(parts: list[torch.Tensor], world_size: int) -> None:
+    """Note every call that rank 0 notes, as ranks 1, 2, ...; see ``cuda_agreement.py``."""
+    from interlace.runtime import cuda_agreement as agreement
+
+    # memory views, for torch's threads do not live in a forked process
+    boards = [part.numpy().data.cast("B").cast("q") for part in parts]
+    shared, number = boards[0], 0
+    texts = slice(agreement._TEXTS, agreement._ROWS)
+    while True:
+        number += 1
+        at = agreement._ROWS + number % agreement.NOTES * agreement._FIELDS * world_size
+        while shared[at] < number:
+            pass
+        digest, area = shared[at + world_size], shared[at + 2 * world_size]
+        for rank in range(1, world_size):
+            if area:
+                boards[rank][texts] = shared[texts]
+            shared[at + world_size + rank], shared[at + 2 * world_size + rank] = digest, area
+            shared[at + rank] = number
+            boards[rank][agreement._CHECKED] = number
+
+
 @contextlib.contextmanager
-def stubbed() -> Iterator[None]:
-    """A process that is rank 0 of two, with the stub in place of the driver."""
+def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) -> Iterator[None]:
+    """A process that is rank 0 of ``world_size``, with the stub in place of the driver.
+
+    ``launcher``: launches go through Triton's, as far as ``stub_libcuda.py``, which is installed.
+    """
     import triton
 
     from interlace import groups
-    from interlace.runtime import cuda_driver
+    from interlace.runtime import cuda_driver, cuda_stream
     from interlace.runtime.cuda_watchdog import Watchdog
     from interlace.runtime.launch import KernelLaunch
     from interlace.runtime.memory import SymmetricBuffer
@@ -123,7 +193,7 @@ def stubbed() -> Iterator[None]:
         mock.patch.object(cuda_driver, "capture_of", lambda stream: 0),
         mock.patch.object(cuda_driver, "stream_words", lambda device: words),
         mock.patch.object(cuda_driver, "pinned", lambda words: torch.tensor(words)),
-        mock.patch.object(KernelLaunch, "compiled", lambda launch: _Kernel()),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(Watchdog, "look_after", lambda watchdog: None),
         mock.patch.object(CudaPlace, "_allocate", allocate),
         mock.patch.object(triton.knobs.runtime, "interpret", False),
@@ -131,7 +201,18 @@ def stubbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        place = CudaPlace(_Host(), torch.device("cpu"), timeout=300.0)  # type: ignore[arg-type]
+        stack.callback(cuda_stream._external.cache_clear)  # of the stub's
+        if launcher:
+            import stub_libcuda
+
+            stub_libcuda.activate()
+        else:
+            stack.enter_context(
+                mock.patch.object(KernelLaunch, "compiled", lambda launch: _Kernel())
+            )
+        host = _Host(world_size, peers=peers)
+        stack.callback(host.end)
+        place = CudaPlace(host, torch.device("cpu"), timeout=300.0)  # type: ignore[arg-type]
         groups.install(place)
         yield
 
@@ -156,7 +237,11 @@ def candidates(device: torch.device) -> dict[str, Callable[[], object]]:
             x, w, async_op=True, **fused
         ).wait(),
         "all_reduce": lambda: interlace.all_reduce(flat),
+        "all_reduce, asynchronous": lambda: interlace.all_reduce(flat, async_op=True).wait(),
         "all_gather": lambda: interlace.all_gather(out, flat),
+        "all_gather, asynchronous": lambda: interlace.all_gather(out, flat, async_op=True).wait(),
+        "reduce_scatter": lambda: interlace.reduce_scatter(flat, out),
+        "broadcast": lambda: interlace.broadcast(flat, 0),
     }
 
 
@@ -178,8 +263,11 @@ def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, floa
         for _ in range(3):
             call()
         driver.clear()
+        before = launched()
         call()
         asked[name] = Counter(driver)
+        if launched() > before:
+            asked[name]["launches"] = launched() - before
     for _ in range(repetitions):
         for name, call in calls.items():
             times[name].append(_block(call, finish))
@@ -196,31 +284,65 @@ def on_rank(repetitions: int) -> dict[str, dict[str, float]]:
     return measured(interlace.device(), repetitions)
 
 
+def without_gpu(ranks: int, repetitions: int, *, launcher: bool) -> dict[str, dict[str, float]]:
+    """With the stub; ``agreement_us`` is what agreement with the peers adds."""
+    cpu = torch.device("cpu")
+    with stubbed(ranks, peers=False, launcher=launcher):
+        alone = measured(cpu, repetitions)
+    with stubbed(ranks, launcher=launcher):
+        table = measured(cpu, repetitions)
+    for name, row in table.items():
+        row["agreement_us"] = row["us"] - alone[name]["us"]
+    return table
+
+
 def main() -> None:
+    global launched
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--gpu", action="store_true", help="on a GPU, not with the stub")
-    parser.add_argument("--ranks", type=int, default=2, help="with --gpu: processes")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, or those that are played")
     parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--no-launcher", action="store_true", help="stub: leave Triton's out")
     parser.add_argument("--json", action="store_true", help="write the result to results/")
     options = parser.parse_args()
+    kind = "stub driver"
     if options.gpu:
         import interlace
 
         table = interlace.run(
             on_rank, options.ranks, options.repetitions, place="cuda", processes=True
         )[0]
+        kind = torch.cuda.get_device_name()
     else:
-        with stubbed():
-            table = measured(torch.device("cpu"), options.repetitions)
+        launcher = not options.no_launcher and shutil.which("gcc") is not None
+        kind += ", with Triton's launcher" if launcher else ", without Triton's launcher"
+        with tempfile.TemporaryDirectory() as folder:
+            if launcher:
+                import stub_libcuda
+
+                count = ctypes.c_long.in_dll(stub_libcuda.install(Path(folder)), "stub_launches")
+
+                def launched() -> int:
+                    return int(count.value)
+
+            table = without_gpu(options.ranks, options.repetitions, launcher=launcher)
+    print(f"{kind}, {options.ranks} ranks")
     for name, row in table.items():
         asked = ", ".join(f"{value:g} {key}" for key, value in row.items() if "us" not in key)
+        added = f"agreement {row['agreement_us']:4.1f}, " if "agreement_us" in row else ""
         mark = "" if row["us"] <= BUDGET_US else f"   over {BUDGET_US:g}"
-        print(f"{name:34} {row['us']:7.1f} us  ({asked}){mark}")
+        least = f"least {row['least_us']:.1f}, "
+        print(f"{name:34} {row['us']:7.1f} us  ({least}{added}{asked}){mark}")
     if options.json:
-        from run import circumstances
+        from circumstances import circumstances
 
-        kind = torch.cuda.get_device_name() if options.gpu else "stub driver"
-        record = {**circumstances(), "device": kind, "protocol": __doc__, "host_us": table}
+        record = {
+            **circumstances(),
+            "device": kind,
+            "ranks": options.ranks,
+            "protocol": __doc__,
+            "host_us": table,
+        }
         path = RESULTS / f"host-cost-{record['date']}-{str(record['commit'])[:8]}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(path, file=sys.stderr)

@@ -114,6 +114,8 @@ class LoneRank:
                 "COPIERS": 0,
                 "COPY_ROWS": blocks.copy_rows,
                 "COPY_COLUMNS": blocks.copy_columns,
+                "multicast": 0,
+                "MULTICAST": "",
                 "ALIGNED": is_aligned(input, self.k) and is_aligned(input, input.stride(0)),
             },
             "all_gather_matmul",

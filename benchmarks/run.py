@@ -18,16 +18,13 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import socket
-import subprocess
 import sys
-import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+from circumstances import circumstances
 from measure import Measurement, gloo, measure
 from rich.console import Console
 from rich.table import Table
@@ -72,38 +69,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def circumstances() -> dict[str, object]:
-    """What a reader needs to judge the numbers."""
-
-    def git(*arguments: str) -> str:
-        answer = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
-        )
-        return answer.stdout.strip()
-
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    import triton
-
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!benchmarks/results")),
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
-    }
 
 
 def show(console: Console, measurements: list[Measurement]) -> None:

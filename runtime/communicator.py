@@ -25,7 +25,7 @@ import torch
 from interlace.runtime.call import Call, Refusal, compare
 from interlace.runtime.engine import Engine
 from interlace.runtime.errors import InterlaceError
-from interlace.runtime.memory import Arena, Layout, Workspace
+from interlace.runtime.memory import Arena, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
 from interlace.runtime.stream import Event, Outcome
 from interlace.runtime.work import Work
@@ -34,6 +34,7 @@ CHANNELS = 2
 MESSAGE_LENGTH = 2000
 MOST_CALLS = 1024
 MOST_PASSING_TABLES = 64
+DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 modes_active = torch._C._len_torch_dispatch_stack
 
@@ -67,20 +68,24 @@ class Communicator:
         self._generation = 0
         self._closed = False
         self.elsewhere: Callable[[], Communicator] | None = None
+        self.also: list[
+            Communicator
+        ] = []  # those of the same ranks on other devices, as far as made
         self.answered: tuple[bytes, list[bytes]] | None = (
             None  # an agreement that is reached already
         )
         self.plans: Any = place.new_plans(self)
         self.words: Any = None  # memory of low_latency_algorithms.py, once there is a need
 
-    def on(self, tensor: Any) -> Communicator:
-        """The communicator of the same ranks on the device of ``tensor``, if there is one; else this.
+    def on(self, *values: Any) -> Communicator:
+        """The communicator of the same ranks on the device of the first tensor among ``values``.
 
-        ``elsewhere()`` is that: the one for GPUs of a process group that serves both, made collectively.
+        These are what the caller has given, which may be lists, or no tensors at all. ``elsewhere()`` is
+        the communicator for GPUs of a process group that serves both, and is made collectively.
         """
-        if self.elsewhere is None or not isinstance(tensor, torch.Tensor):
+        if self.elsewhere is None or self.device_type == "cuda":
             return self
-        return self if tensor.device.type == self.device_type else self.elsewhere()
+        return self.elsewhere() if kind_of(values) == "cuda" else self
 
     # -- host-side agreement -------------------------------------------------------------------
 
@@ -109,15 +114,24 @@ class Communicator:
             raise self._was_closed(op)
         if self.world_size == 1:
             return [mine]
-        call = Call(op, part=mine)
+        return compare(self.messages(Call(op, part=mine)))
+
+    def messages(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared. Collective, host only."""
+        if self.world_size == 1:
+            return [call.message]
         answered, self.answered = self.answered, None
         if answered is not None and answered[0] == call.message:
             answers = answered[1]
         else:
             answers = self.place.agree(call)
+        self.noted(call, answers)
+        return answers
+
+    def noted(self, call: Call, answers: list[bytes]) -> None:
+        """Ranks have agreed on ``call``, which may be a part of what is being planned."""
         if self.plans is not None and self.place.watcher is not None:
             self.place.watcher.agreed(call, answers)
-        return compare(answers)
 
     @contextlib.contextmanager
     def accepting(self, op: str) -> Iterator[None]:
@@ -130,8 +144,10 @@ class Communicator:
             with self._numbered():
                 yield
         except InterlaceError:
+            self.place.watcher = None
             raise
         except Exception as error:
+            self.place.watcher = None  # what follows is another call
             if self.world_size > 1 and not self._closed:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 text = str(error)
@@ -221,6 +237,11 @@ class Communicator:
         self.ended(workspace, end, pulled=layout.pulled)
         return end
 
+    def watch_words(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """An op that leases nothing is about to launch ``programs``, whose memory is ``buffer``."""
+        if self.plans is not None and self.place.watcher is not None:
+            self.place.watcher.begins_words(buffer, programs)
+
     def ended(self, workspace: Workspace, end: Event, *, pulled: bool) -> None:
         """``end`` is that of the op in ``workspace``; ``pulled`` as of its layout."""
         self._last_on_channel[workspace.channel] = (end, pulled)
@@ -233,10 +254,16 @@ class Communicator:
         return self._arena.next_channel
 
     def will_lease(self, steps: Sequence[Any]) -> bool:
-        """Whether the next ops would get the ``workspace`` of each of these, one after another."""
-        for after, step in enumerate(steps):
-            if self._arena.next_buffer(after) is not step.workspace.buffer:
+        """Whether the next ops would get the ``workspace`` or the ``words`` of each, one after another."""
+        after = 0
+        for step in steps:
+            if step.workspace is None:
+                if self.words is None or self.words.buffer is not step.words[0]:
+                    return False
+            elif self._arena.next_buffer(after) is not step.workspace.buffer:
                 return False
+            else:
+                after += 1
         return True
 
     def lease_again(self, workspace: Workspace) -> Workspace:
@@ -249,6 +276,8 @@ class Communicator:
     def lasting_tensors(self) -> list[torch.Tensor]:
         """What lives on the device as long as this group does."""
         buffers = self._arena.buffers()
+        if self.words is not None:
+            buffers = [*buffers, self.words.buffer]
         memory = [part for buffer in buffers for part in buffer.peer_bytes]
         return [*self._tables.values(), *(buffer.peers for buffer in buffers), *memory]
 
@@ -270,7 +299,11 @@ class Communicator:
         if modes_active():
             _refuse_other_tensors(op)
         self.place.check()
-        future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
+        try:
+            future: Future[Outcome] = self.place.submit(numbered, asynchronous=async_op)
+        except BaseException:
+            self.place.watcher = None
+            raise
         work = Work(op, self.place, future)
         if self.plans is not None:
             self.plans.learn(op, future.result().result)  # which is there: a GPU's host never waits
@@ -309,6 +342,8 @@ class Communicator:
             except BaseException as error:
                 self._failed(call.op, error)
                 raise
+            if self.plans is not None:
+                self.plans.learn(call.op, None)
             if event is not None:
                 place.hold_current(event, f"the end of {call.op}")
                 place.check()
@@ -322,6 +357,8 @@ class Communicator:
                 raise
 
         work = Work(call.op, place, place.submit(numbered, asynchronous=async_op), outputs)
+        if self.plans is not None:
+            self.plans.learn(call.op, None)
         if async_op:
             return work
         work.wait()
@@ -341,6 +378,7 @@ class Communicator:
 
     def _failed(self, op: str, error: BaseException) -> None:
         """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
+        self.place.watcher = None
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
             self._number(error)
         elif self.world_size > 1:
@@ -379,6 +417,17 @@ class Communicator:
             self._arena.close()
             self.words = None
             self.place.close()
+
+
+def kind_of(value: Any) -> str:
+    """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, (list, tuple)):
+        return next((kind for each in value if (kind := kind_of(each))), "")
+    if hasattr(value, "__dlpack_device__"):
+        return "cuda" if int(value.__dlpack_device__()[0]) in DLPACK_CUDA else "cpu"
+    return ""
 
 
 def _refuse_other_tensors(op: str) -> None:

@@ -20,22 +20,31 @@ differ.
 Notes are in memory that the processes of a host share. Ranks of several hosts have none, and wait at
 every call (``Place.exchange`` of the host's place).
 
-A rank's board, in int64 words behind a workspace's header, which an abort writes into::
+The notes of one call are neighbours, on rank 0's board, so that all of them are compared at once with
+what they were the last time: this costs the same for 2 ranks and for 64. A row, in int64 words::
 
-    0 POSTED   number of its last note       1 CHECKED   up to where it has compared all peers' notes
-    16 ...     notes, by number modulo NOTES: number, digest, text (0, or 1 + which area has it, + 2
-               if the peers keep it)
-    then       two areas for texts, used in turn: length, bytes
+    number of rank 0, 1, ...    digest of rank 0, 1, ...    text of rank 0, 1, ...
 
-A note is overwritten NOTES calls later, and a rank waits rather than overwrite one that a peer has not
-compared. An area is written again two texts later: by then everybody has noted the call of the text in
-between, hence has done with the one before.
+``text`` is 0, or 1 + which area of the rank has it, + 2 if the peers keep it. A note is there once its
+number is. Every rank's own board, behind a workspace's header, which an abort writes into::
+
+    0 CHECKED  up to where it has compared all peers' notes
+    16 ...     two areas for texts, used in turn: length, bytes
+    then       on rank 0: the rows of NOTES calls, by number modulo NOTES
+
+A row is written again NOTES calls later, and a rank waits rather than overwrite a note that a peer has
+not compared. An area is written again two texts later: by then everybody has noted the call of the text
+in between, hence has done with the one before.
+
+Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from interlace.kernels.signal import HEADER_WORDS
@@ -50,15 +59,39 @@ NOTES = 256
 LARGEST_TEXT = 64 << 10
 MOST_KEPT = 1024
 AREAS = 2
-_POSTED, _CHECKED = HEADER_WORDS, HEADER_WORDS + 1
-_NOTES, _NOTE_WORDS = HEADER_WORDS + 16, 4
-_TEXTS = _NOTES + NOTES * _NOTE_WORDS
+STEP = NOTES // 4  # calls between two looks at how far the peers have compared
+GLANCES = 8  # at a row, before the host's place is asked to wait for it
+_CHECKED = HEADER_WORDS
+_TEXTS = HEADER_WORDS + 16
 _AREA_WORDS = 1 + LARGEST_TEXT // WORD
-BOARD_BYTES = (_TEXTS + AREAS * _AREA_WORDS) * WORD
+_ROWS = _TEXTS + AREAS * _AREA_WORDS
+_FIELDS = 3  # of a note
+_word = struct.Struct("=q").pack
+
+
+def board_bytes(world_size: int) -> int:
+    return (_ROWS + NOTES * _FIELDS * world_size) * WORD
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the ranks said the last time that this one said the same; ``row``: the digests, as noted.
+
+    ``settled``: no rank can say anything else without a misuse.
+    """
+
+    digest: int
+    row: bytes
+    answers: list[bytes]
+    settled: bool
 
 
 class Agreement:
-    """One rank's side. Making it is collective; ``host`` is the group's place on the host."""
+    """One rank's side. Making it is collective; ``host`` is the group's place on the host.
+
+    ``number`` is that of the rank's last call, ``differs`` of the first that was found to be another one
+    than a peer's, 0 if there is none.
+    """
 
     def __init__(self, host: Place) -> None:
         self._host: Any = host
@@ -66,19 +99,27 @@ class Agreement:
         self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
         self._boards: list[memoryview] = []
         if self._peers and host.direct_access:
-            buffer = host.allocate(BOARD_BYTES)
+            buffer = host.allocate(board_bytes(self._world_size))
             self._bases = buffer.addresses
             self._memory = [part.numpy() for part in buffer.peer_bytes]
             self._bytes = [part.data.cast("B") for part in self._memory]
             self._boards = [part.cast("q") for part in self._bytes]
-        self._number = self._texts = 0
-        self._agreed: dict[bytes, tuple[int, list[bytes]]] = {}
+            self._shared, self._row_bytes = self._boards[0], self._bytes[0]
+        self.number = self._texts = 0
+        self._known: dict[bytes, _Known] = {}
         self._said = {_digest(b""): b""}  # what has been equal on all ranks, by digest
         self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
         self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
-        self._open: dict[int, tuple[int, Call]] = {}  # numbers that are not compared with all peers
-        self._compared = dict.fromkeys(self._peers, 0)
-        self._lock = threading.RLock()
+        # by number modulo NOTES: what is to be compared with the peers' notes, if anything is
+        self._open: list[tuple[_Known, Call] | None] = [None] * NOTES
+        self._waited = 0  # number of the call whose answers are being waited for
+        self._compared = 0
+        self._room = (
+            STEP  # up to which number no note is overwritten that somebody has not compared
+        )
+        self._problem: Exception | None = None
+        self.differs = 0
+        self._lock = threading.Lock()
 
     # -- the two ways of a call ----------------------------------------------------------------
 
@@ -86,19 +127,54 @@ class Agreement:
         """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
         if not self._boards:
             return list(self._host.exchange(call.message, call.op))
-        known = self._agreed.get(call.message)
-        if known is not None:
-            digest, answers = known
-            with self._lock:
-                self._open[self._number + 1] = (digest, call)
-            self._post(digest, b"", call.op)
+        message = call.message
+        known = self._known.get(message)
+        if known is None:
+            answers = self._exchange(message, call.op, keep=True)
+            self._learn(call, answers)
             return answers
-        answers = self._exchange(call.message, call.op, keep=True)
-        if call.part is None and all(answer == call.message for answer in answers):
-            digest = _digest(call.message)
-            self._said[digest] = call.message
-            self._agreed[call.message] = (digest, answers)
+        if not known.settled:
+            return self._asked_again(call, known)
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, call.op)
+        self._open[number % NOTES] = known, call
+        self._note(number, known.digest, 0)
+        return known.answers
+
+    def _asked_again(self, call: Call, known: _Known) -> list[bytes]:
+        """The answers to ``call``, most likely those of last time, for which this waits."""
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, call.op)
+        self._open[number % NOTES] = None
+        self._waited = number
+        self._note(number, known.digest, 0)
+        row = self._expected(number, known)
+        for _ in range(GLANCES):
+            if self._row(number) == row:
+                self._waited = 0
+                return known.answers
+        answers = self._answers(number, call.message, known.digest, call.op)
+        if answers == known.answers:
+            return known.answers
+        self._learn(call, answers)
         return answers
+
+    def _learn(self, call: Call, answers: list[bytes]) -> None:
+        """Remember what the ranks say when this one makes ``call``."""
+        digest = self._digests.get(call.message)
+        if digest is None:
+            return
+        same = all(answer == call.message for answer in answers)
+        digests = [digest] * self._world_size
+        if not same:
+            digests = [_digest(answer) for answer in answers]
+        row = struct.pack(f"={self._world_size}q", *digests)
+        settled = same and call.part is None
+        if settled:
+            self._said[digest] = call.message
+        self._known[call.message] = _Known(digest, row, answers, settled)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
@@ -113,67 +189,105 @@ class Agreement:
                 f"rank {self._rank}: payload of {doing} has {len(payload)} bytes, an exchange takes at "
                 f"most {LARGEST_TEXT}"
             )
-        known = self._digests.get(payload)
-        if known is None:
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, doing)
+        self._open[number % NOTES] = None
+        digest, area = self._digests.get(payload), 0
+        if digest is None:
             digest, keep = _digest(payload), keep and len(self._digests) < MOST_KEPT
-            self._post(digest, payload, doing, keep=keep)
             if keep:
                 self._digests[payload] = digest
-        else:
-            digest = known
-            self._post(digest, b"", doing)
-        number = self._number
+            area = self._written(payload) + AREAS * keep if payload else 0
+        self._waited = number
+        self._note(number, digest, area)
+        return self._answers(number, payload, digest, doing)
+
+    def _answers(self, number: int, payload: bytes, digest: int, doing: str) -> list[bytes]:
+        """What all ranks have noted under ``number``, once they have; this one: ``payload``."""
         answers = [payload] * self._world_size
         for peer in self._peers:
-            if self._word(peer, _POSTED) < number:
+            if not self._noted(number, peer):
                 self._host.wait_until(
-                    lambda peer=peer: self._word(peer, _POSTED) >= number,
+                    lambda peer=peer: self._noted(number, peer),
                     doing,
                     (peer,),
                 )
-            theirs, area = self._note(peer, number)
+            theirs, area = self._note_of(number, peer)
             if theirs != digest:
                 answers[peer] = self._text(peer, theirs, area, number)
             if area > AREAS:
                 self._heard[peer][theirs] = answers[peer]
+        self._waited = 0
         return answers
 
     # -- notes ---------------------------------------------------------------------------------
 
-    def _post(self, digest: int, text: bytes, doing: str, *, keep: bool = False) -> None:
-        """Note the next call, with its text if there is one, which the peers ``keep``."""
-        number = self._number + 1
-        self._make_room(number, doing)
-        board, area = self._boards[self._rank], 0
-        if text:
-            area = 1 + self._texts % AREAS
-            self._texts += 1
-            first = _TEXTS + (area - 1) * _AREA_WORDS
-            board[first] = len(text)
-            at = (first + 1) * WORD
-            self._bytes[self._rank][at : at + len(text)] = text
-            area += AREAS * keep
-        note = _NOTES + number % NOTES * _NOTE_WORDS
-        board[note], board[note + 1], board[note + 2] = number, digest, area
-        self._number = number
-        self._release(_POSTED, number)
+    def _at(self, number: int) -> int:
+        """The first word of the row of a call, on rank 0's board."""
+        return _ROWS + number % NOTES * _FIELDS * self._world_size
+
+    def _note(self, number: int, digest: int, area: int) -> None:
+        """Note the next call; what precedes this is seen by who sees the number."""
+        size, shared = self._world_size, self._shared
+        at = _ROWS + number % NOTES * _FIELDS * size + self._rank
+        shared[at + size] = digest
+        shared[at + 2 * size] = area
+        if ORDERED:
+            shared[at] = number
+        else:
+            store_release(self._bases[0] + at * WORD, number)
+        self.number = number
+
+    def _noted(self, number: int, peer: int) -> bool:
+        at = self._at(number) + peer
+        if ORDERED:
+            return self._shared[at] >= number
+        return load_acquire(self._bases[0] + at * WORD) >= number
+
+    def _note_of(self, number: int, peer: int) -> tuple[int, int]:
+        """Digest and area."""
+        at, size = self._at(number) + peer, self._world_size
+        assert self._shared[at] == number, (peer, number, self._shared[at])
+        return self._shared[at + size], self._shared[at + 2 * size]
+
+    def _row(self, number: int) -> memoryview:
+        """Numbers and digests of all ranks. What equals the expected ones was noted for this number."""
+        size = self._world_size
+        at = (_ROWS + number % NOTES * _FIELDS * size) * WORD
+        return self._row_bytes[at : at + 2 * WORD * size]
+
+    def _expected(self, number: int, known: _Known) -> bytes:
+        return _word(number) * self._world_size + known.row
+
+    def _written(self, text: bytes) -> int:
+        """1 + the area that has ``text`` from now on."""
+        area = self._texts % AREAS
+        self._texts += 1
+        first = _TEXTS + area * _AREA_WORDS
+        self._boards[self._rank][first] = len(text)
+        at = (first + 1) * WORD
+        self._bytes[self._rank][at : at + len(text)] = text
+        return 1 + area
 
     def _make_room(self, number: int, doing: str) -> None:
-        if number % (NOTES // 4) == 0:
-            self.mismatch()  # lets the peers go on; what it finds it finds again
+        self.mismatch()  # lets the peers go on
+        oldest = number - NOTES
         for peer in self._peers:
-            if self._boards[peer][_CHECKED] < number - NOTES:
+            if self._word(peer, _CHECKED) < oldest:
                 self._host.wait_until(
-                    lambda peer=peer: self._word(peer, _CHECKED) >= number - NOTES,
+                    lambda peer=peer: self._word(peer, _CHECKED) >= oldest,
                     doing,
                     (peer,),
                 )
-
-    def _note(self, peer: int, number: int) -> tuple[int, int]:
-        board = self._boards[peer]
-        note = _NOTES + number % NOTES * _NOTE_WORDS
-        assert board[note] == number, (peer, number, board[note])
-        return board[note + 1], board[note + 2]
+        if self.mismatch() is None and self._compared < oldest:
+            self._host.wait_until(
+                lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
+            )
+        compared = [self._word(peer, _CHECKED) for peer in self._peers]
+        if self._problem is None:
+            compared.append(self._compared)
+        self._room = min(NOTES + min(compared), number + STEP)
 
     def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
         """What ``peer`` noted under ``number``."""
@@ -196,41 +310,54 @@ class Agreement:
             return self._boards[peer][index]
         return load_acquire(self._bases[peer] + index * WORD)
 
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def mismatch(self) -> Exception | None:
+        """Compare what the peers have noted since the last time. From any thread; never waits."""
+        if self._compared == self.number or not self._boards:
+            return self._problem
+        with self._lock:
+            before = number = self._compared
+            while number < self.number and self._problem is None:
+                entry = self._open[(number + 1) % NOTES]
+                if entry is None:
+                    if number + 1 == self._waited:
+                        break  # the notes have not been read
+                elif self._row(number + 1) != self._expected(
+                    number + 1, entry[0]
+                ) and not self._equal(number + 1, *entry):
+                    break
+                number += 1
+            if number > before:
+                self._compared = number
+                self._release(_CHECKED, number)
+        return self._problem
+
+    def _equal(self, number: int, known: _Known, call: Call) -> bool:
+        """Whether all peers have noted ``call`` under ``number``; if one has noted another, says so."""
+        ready = True
+        for peer in self._peers:
+            if not self._noted(number, peer):
+                ready = False
+            elif self._note_of(number, peer)[0] != known.digest:
+                self.differs, self._problem = number, self._difference(peer, call, number)
+                return False
+        return ready
+
     def _release(self, index: int, value: int) -> None:
         if ORDERED:
             self._boards[self._rank][index] = value
         else:
             store_release(self._bases[self._rank] + index * WORD, value)
 
-    # -- afterwards ----------------------------------------------------------------------------
-
-    def mismatch(self) -> Exception | None:
-        """Compare what the peers have noted since the last time. From any thread; never waits."""
-        if not self._boards:
-            return None
-        with self._lock:
-            last = self._number
-            for peer in self._peers:
-                upto = min(self._word(peer, _POSTED), last)
-                for number in range(self._compared[peer] + 1, upto + 1):
-                    mine = self._open.get(number)
-                    if mine is not None and self._note(peer, number)[0] != mine[0]:
-                        return self._difference(peer, mine[1], number)
-                self._compared[peer] = upto
-            done = min(self._compared.values())
-            if done > self._boards[self._rank][_CHECKED]:
-                for number in [number for number in self._open if number <= done]:
-                    del self._open[number]
-                self._release(_CHECKED, done)
-        return None
-
     def _difference(self, peer: int, call: Call, number: int) -> Exception:
         """The error that an exchange would have raised."""
         messages = [call.message] * self._world_size
         try:
             for other in self._peers:
-                if other == peer or self._word(other, _POSTED) >= number:
-                    messages[other] = self._text(other, *self._note(other, number), number)
+                if other == peer or self._noted(number, other):
+                    digest, area = self._note_of(number, other)
+                    messages[other] = self._text(other, digest, area, number)
             compare(messages)
         except Exception as error:
             return error

@@ -1,7 +1,8 @@
 """What torch does not offer of CUDA: streams that write and wait for words, and captures told apart.
 
-Through ``cuda-bindings``, which torch's CUDA wheels bring along. Without it the group's kernels do the
-same (:func:`stream_words` is None), and captures are told apart by hand (:func:`capture_of`).
+Through ``cuda-bindings``, which torch's CUDA wheels bring along, or where they do not through the driver's
+library itself. Where neither can be had the group's kernels do the same (:func:`stream_words` is None), and
+captures are told apart by hand (:func:`capture_of`).
 
 A *stream memory operation* costs no SM and no launch. ``cuStreamWriteValue64`` with default flags fences
 as ``__threadfence_system`` does, scoped to the stream: what precedes it on the stream is visible to who
@@ -11,8 +12,10 @@ does not bound that wait, so whoever enqueues it has it watched (``cuda_watchdog
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,14 +25,59 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @functools.cache
 def bindings() -> Any:
-    """The module ``cuda.bindings.driver``, or None where it or the driver is missing."""
+    """The module ``cuda.bindings.driver``, or what stands in for it; None where the driver is missing."""
     try:
         from cuda.bindings import driver
 
         driver.cuDriverGetVersion()
     except Exception:  # it finds the driver's library, or not, at the first call
-        return None
+        try:
+            return Library(ctypes.CDLL("libcuda.so.1"))
+        except (OSError, AttributeError):
+            return None
     return driver
+
+
+class Library:
+    """As much of ``cuda.bindings.driver`` as is used here, by ctypes; AttributeError if it is too old."""
+
+    CUstreamWriteValue_flags = SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0)
+    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=122)
+    CUstreamCaptureMode = int
+
+    def __init__(self, library: Any) -> None:
+        word, handle, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
+        self._write = library.cuStreamWriteValue64_v2
+        self._wait = library.cuStreamWaitValue64_v2
+        self._write.argtypes = self._wait.argtypes = [handle, word, word, ctypes.c_uint]
+        self._attribute = library.cuDeviceGetAttribute
+        self._attribute.argtypes = [ctypes.POINTER(number), number, number]
+        self._capture = library.cuStreamGetCaptureInfo_v2
+        self._capture.argtypes = [
+            handle, ctypes.POINTER(number), ctypes.POINTER(word), handle, handle, handle,
+        ]  # fmt: skip
+        self._mode = library.cuThreadExchangeStreamCaptureMode
+        self._mode.argtypes = [ctypes.POINTER(number)]
+
+    def cuStreamWriteValue64(self, stream: int, address: int, value: int, flags: int) -> Any:
+        return (self._write(stream, address, value, flags),)
+
+    def cuStreamWaitValue64(self, stream: int, address: int, value: int, flags: int) -> Any:
+        return (self._wait(stream, address, value, flags),)
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> Any:
+        value = ctypes.c_int()
+        return self._attribute(ctypes.byref(value), attribute, device), value.value
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> Any:
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        error = self._capture(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+        return error, status.value, number.value
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> Any:
+        value = ctypes.c_int(mode)
+        return self._mode(ctypes.byref(value)), value.value
 
 
 def _checked(answer: tuple[Any, ...], doing: str) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import _allocation
 
@@ -130,6 +131,7 @@ class _Compiled:
         if [index for index, _ in self._order] == list(range(len(given))):
             self._order = []  # as they are given
         metadata = self.kernel.metadata
+        self._direct = _direct(self.kernel.run)
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
     def ordered(self, values: list[Any]) -> list[Any]:
@@ -146,7 +148,6 @@ class _Compiled:
     ) -> None:
         """``values`` in the order of the parameters; ``scratch`` as :meth:`LaunchCache.scratch_for`."""
         kernel = self.kernel
-        x, y, z = extents
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         metadata = None
         if not getattr(enter, "calls", True):
@@ -155,17 +156,68 @@ class _Compiled:
             metadata = kernel.launch_metadata(extents, stream, *values)
         if not getattr(leave, "calls", True):
             leave = None
+        if self._direct is not None:
+            address = None if scratch is None else scratch.data_ptr()
+            self._direct(
+                extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
+                address, values,
+            )  # fmt: skip
+            return
         token = None
         if scratch is not None:
             token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
         try:
             kernel.run(
-                x, y, z, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
+                *extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
                 *values,
             )  # fmt: skip
         finally:
             if token is not None:
                 _allocation._allocator.reset(token)
+
+
+def _direct(run: Any) -> Callable[..., None] | None:
+    """A way around the Python half of Triton's launcher ``run``, which only finds scratch memory.
+
+    None for a launcher of another kind than those of Triton 3.6 and 3.7, which takes the way through.
+    """
+    launch = getattr(run, "launch", None)
+    if type(run) is not _launcher_class() or launch is None or run.profile_scratch_size:
+        return None
+    cooperative, early = run.launch_cooperative_grid, run.launch_pdl
+    if hasattr(run, "kernel_signature"):
+        kinds, signature = run.arg_annotations, run.kernel_signature
+
+        def of_37(
+            grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
+            leave: Any, scratch: int | None, values: list[Any],
+        ) -> None:  # fmt: skip
+            launch(
+                *grid, stream, function, cooperative, early, packed, metadata, enter, leave,
+                scratch, None, kinds, signature, values,
+            )  # fmt: skip
+
+        return of_37
+
+    def of_36(
+        grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
+        leave: Any, scratch: int | None, values: list[Any],
+    ) -> None:  # fmt: skip
+        launch(
+            *grid, stream, function, cooperative, early, scratch, None, packed, metadata, enter,
+            leave, *values,
+        )  # fmt: skip
+
+    return of_36
+
+
+def _launcher_class() -> Any:
+    """Triton's for CUDA; None of a version that is not known here."""
+    if tuple(triton.__version__.split(".")[:2]) not in (("3", "6"), ("3", "7")):
+        return None
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    return CudaLauncher
 
 
 class Prepared:

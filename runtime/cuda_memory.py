@@ -10,6 +10,10 @@ does just that with messages of the group, for three reasons: it works whatever 
 through; it ends when a peer dies; and torch numbers the rounds per process and not per group, so ranks
 that are in different groups would look for each other under different keys for ever.
 
+torch's rendezvous hands file descriptors over by sockets, and a rank whose peer dies in it would wait for
+ever, with the interpreter's lock held. So all ranks meet before it, which makes it short, and it is
+interrupted after RENDEZVOUS_SECONDS (``interrupted.py``); the round that follows names who is missing.
+
 Several ranks on one GPU: torch refuses unless ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is set, which
 also leaves multicast out (a device can be bound once). It is set for as long as the rendezvous takes.
 """
@@ -26,8 +30,10 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
+from interlace.runtime.interrupted import interrupted_after
 from interlace.runtime.memory import SymmetricBuffer
 
+RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _VALUE, _FAILED = b"V", b"F"
 
@@ -118,10 +124,17 @@ class TorchMemory:
     kind = "torch symmetric memory"
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device, exchange: Exchange
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        exchange: Exchange,
+        *,
+        seconds: float = RENDEZVOUS_SECONDS,
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._device, self._exchange = device, exchange
+        self._seconds = min(seconds, RENDEZVOUS_SECONDS)
         self._name = f"interlace symmetric memory {next(_numbers)}"
         # kept, for torch's registry does not, and the group does not keep a store written in Python
         self._store = ExchangeStore(rank, world_size, exchange)
@@ -136,7 +149,7 @@ class TorchMemory:
                 memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
                 memory.zero_()
                 torch.cuda.current_stream().synchronize()  # peers may write once they have met
-                handle = symmetric.rendezvous(memory, self._name)
+                handle = self._met(memory)
             parts = [
                 handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._world_size)
             ]
@@ -150,6 +163,19 @@ class TorchMemory:
                 multicast=int(handle.multicast_ptr or 0),
                 owner=handle,  # a tensor over a peer's memory does not keep it mapped
             )
+
+    def _met(self, memory: torch.Tensor) -> Any:
+        """torch's handle of ``memory``, once all ranks are here."""
+        agreed(self._exchange, value(b""))
+        with interrupted_after(self._seconds) as bound:
+            try:
+                return _c10d._SymmetricMemory.rendezvous(memory, self._name)
+            except RuntimeError as error:
+                if not bound.passed:
+                    raise
+                raise TimeoutError(
+                    f"torch's rendezvous has not ended within {self._seconds:g} s: {error}"
+                ) from error
 
     def close(self) -> None:
         """Forget the group. Memory stays until its last tensor has gone."""

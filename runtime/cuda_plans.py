@@ -1,4 +1,4 @@
-"""Plans: a fused call on a GPU whose like was made before costs the host next to nothing.
+"""Plans: a call on a GPU whose like was made before costs the host next to nothing.
 
 All that Python does between the call and the launches - checks, algorithm, configuration, grid, tables,
 arguments - follows from the shapes, strides, dtypes and options of the call and from what the ranks have
@@ -9,10 +9,10 @@ place, and launches::
     again     known kind?  ranks still agree?  same workspaces?   then launch, and return the results
     learn     at the end of a call that went the long way: a plan, if all it has enqueued can be repeated
 
-What can be: kernels and copies on the group's ``compute`` stream, whose tensors are arguments, results, or
-live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream cannot; such
-calls go the long way every time. There is a plan for every workspace that a call may come to, for they
-are used in turn. A plan holds no tensor of a caller's.
+What can be: kernels, copies and signals on the group's ``compute`` stream, whose tensors are arguments,
+results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream
+cannot; such calls go the long way every time. There is a plan for every workspace that a call may come to,
+for they are used in turn. A plan holds no tensor of a caller's.
 
 Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length,
 the long way goes on with the answers that are there.
@@ -21,70 +21,39 @@ the long way goes on with the answers that are there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.runtime import configuration
-from interlace.runtime.call import Call
-from interlace.runtime.cuda_launch import ALIGNMENT, Prepared
-from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target, programs_of
+from interlace.runtime.cuda_launch import ALIGNMENT
+from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target
+from interlace.runtime.cuda_watcher import (
+    WHOLE,
+    Copied,
+    Launched,
+    Plan,
+    Signalled,
+    Step,
+    Watcher,
+    built,
+    viewed,
+)
 from interlace.runtime.device_place import DevicePlace
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import Layout, Workspace
-from interlace.runtime.stream import Outcome
+from interlace.runtime.stream import Outcome, Settled
 from interlace.runtime.work import Work
 
 if TYPE_CHECKING:
     from interlace.runtime.communicator import Communicator
 
 MOST_PLANS = 512
+COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _MISSED: Any = object()
-_WHOLE: Any = object()  # the tree of a call that returns its one result
 
 modes_active = torch._C._len_torch_dispatch_stack
-
-Address = tuple[int, int, int]
-"""0 of an argument, 1 of a result; its index; bytes from its first element."""
-View = tuple[int, int, torch.Size, tuple[int, ...], int]
-"""As :data:`Address`, with shape, strides and offset in elements."""
-
-
-@dataclass
-class Launched:
-    """A kernel with its values, and which of them are addresses that differ from call to call."""
-
-    prepared: Prepared
-    addresses: list[tuple[int, int, int, int]]  # position, and an Address
-
-
-@dataclass
-class Copied:
-    destination: View | torch.Tensor
-    source: View | torch.Tensor
-
-
-@dataclass
-class Step:
-    """What one ``Communicator.enqueue`` has put on the stream, the finish last."""
-
-    workspace: Workspace
-    pulled: bool
-    items: list[Launched | Copied] = field(default_factory=list)
-    programs: int = 0  # of its kernels, together
-
-
-@dataclass
-class Plan:
-    """``results``: dtype and shape of each; ``tree``: what the call returns, in views of them."""
-
-    agreed: tuple[Call, list[bytes]] | None
-    steps: list[Step]
-    results: list[tuple[torch.dtype, Sequence[int]]]
-    tree: Any
 
 
 @dataclass(slots=True)
@@ -111,9 +80,46 @@ class Plans:
     def again(
         self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
     ) -> tuple[Any] | None:
-        """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
+        """(result,) of a fused call of a known kind, or its (Work,) if ``async_op``.
 
         None for another, which then goes the long way, and is watched.
+        """
+        call = self._prepared(op, tensors, options, into=False)
+        if call is None:
+            return None
+        result = self._repeated(op, call, (), async_op=async_op)
+        if result is _MISSED:
+            self._place.watcher = Watcher(call.kind, call.arguments)
+            return None
+        self.hits += 1
+        return (result if async_op or result is not None else True,)
+
+    def again_into(
+        self,
+        op: str,
+        outputs: torch.Tensor | Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        options: tuple[Any, ...],
+        *,
+        async_op: bool,
+    ) -> tuple[Work | None] | None:
+        """As :meth:`again`, of a plain collective that fills ``outputs``: (its Work or None,)."""
+        call = self._prepared(op, (outputs, *inputs), options, into=True)
+        if call is None:
+            return None
+        result = self._repeated(op, call, outputs, async_op=async_op)
+        if result is _MISSED:
+            self._place.watcher = Watcher(call.kind, call.arguments, apart=True)
+            return None
+        self.hits += 1
+        return (result,)
+
+    def _prepared(
+        self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, into: bool
+    ) -> _Again | None:
+        """The call, if its kind is known; else None, and it is watched if it may be planned.
+
+        ``into``: the op writes the first of ``tensors``.
         """
         place = self._place
         place.watcher = self._communicator.answered = None  # of a call that failed
@@ -129,6 +135,9 @@ class Plans:
         ]
         try:
             for given in tensors:
+                if given is None:
+                    key.append(None)
+                    continue
                 for each in given if type(given) in (list, tuple) else (given,):
                     if each is None:
                         key.append(None)
@@ -143,57 +152,68 @@ class Plans:
                     else:
                         return None
                 key.append(0)  # where a list ends
-            if arguments and arguments[0].dtype is torch.float32:
+            if into:
+                if not _where_they_lie(key, tensors, arguments, addresses):
+                    return None
+            elif arguments and arguments[0].dtype is torch.float32:
                 key.append(torch.get_float32_matmul_precision())
             kind = tuple(key)
             plan = self._plans.get(kind)
-        except (RuntimeError, TypeError):  # a tensor without strides, an option that is a list
+        except (LookupError, RuntimeError, TypeError):
+            # no tensor, one without strides, an option that is a list
             return None
-        if plan is not None:
-            call = _Again(kind, plan, arguments, addresses)
-            result = self._start(op, call) if async_op else self._run(call)
-            if result is not _MISSED:
-                self.hits += 1
-                return (result if async_op or result is not None else True,)
-        place.watcher = Watcher(kind, arguments)
-        return None
+        if plan is None:
+            place.watcher = Watcher(kind, arguments, apart=into)
+            return None
+        return _Again(kind, plan, arguments, addresses)
 
-    def _start(self, op: str, call: _Again) -> Any:
+    def _repeated(self, op: str, call: _Again, outputs: Any, *, async_op: bool) -> Any:
+        """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
+        place = self._place
+        place.check()
+        place.enter()
+        try:
+            if async_op:
+                return self._started(op, call, outputs)
+            return self._run(call)
+        finally:
+            place.leave()
+
+    def _started(self, op: str, call: _Again, outputs: Any) -> Any:
         """Repeat ``call`` on the group's own stream; its Work."""
         place, stream = self._place, self._communicator.compute
-
-        def host() -> Any:
-            stream.wait_event(place.record_current())
-            place.keep(call.arguments)
+        assert isinstance(stream, DeviceStream)
+        before, place.asynchronous = place.asynchronous, True
+        try:
+            stream.follow(place.start())
             result = self._run(call)
-            place.keep(result)
-            return None if result is _MISSED else Outcome(result, stream.record())
-
-        future = place.submit(host, asynchronous=True)
-        return _MISSED if future.result() is None else Work(op, place, future)
+            if result is _MISSED:
+                return _MISSED
+            end = DeviceEvent()
+            stream.mark(end)
+        finally:
+            place.asynchronous = before
+        place.in_flight(end, [call.arguments, result])
+        given = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        return Work(op, place, Settled(Outcome(result, end)), given)
 
     def _run(self, call: _Again) -> Any:
         communicator, place, plan = self._communicator, self._place, call.plan
-        place.check()
         if not communicator.will_lease(plan.steps):
             del self._plans[call.kind]  # the workspaces have grown
             return _MISSED
         if plan.agreed is not None:
             agreed, answers = plan.agreed
-            now = place.agree(agreed)
-            if now != answers:
+            now = place.agree_again(agreed)
+            if now is not answers and now != answers:
                 communicator.answered = (agreed.message, now)
                 return _MISSED
         device = place.device
         results = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in plan.results]
         bases = call.addresses, [result.data_ptr() for result in results]
-        place.enter()
-        try:
-            for step in plan.steps:
-                self._repeat(step, bases, call.arguments, results)
-        finally:
-            place.leave()
-        return results[0] if plan.tree is _WHOLE else _built(plan.tree, results)
+        for step in plan.steps:
+            self._repeat(step, bases, call.arguments, results)
+        return results[0] if plan.tree is WHOLE else built(plan.tree, results)
 
     def _repeat(
         self,
@@ -205,7 +225,7 @@ class Plans:
         communicator, place = self._communicator, self._place
         stream = communicator.compute
         assert isinstance(stream, DeviceStream)
-        workspace = communicator.lease_again(step.workspace)
+        workspace = step.workspace and communicator.lease_again(step.workspace)
         if step.programs:
             stream.admit(step.programs)
         target = stream.enter()
@@ -219,11 +239,18 @@ class Plans:
                     prepared.again(*target, values)
                 else:
                     prepared.run(target[0])
+            elif type(item) is Signalled:
+                assert workspace is not None
+                item.again(stream, workspace)
             else:
                 assert isinstance(item, Copied)
-                destination = _view(item.destination, arguments, results)
-                stream.copy(destination, _view(item.source, arguments, results), "planned")
+                destination = viewed(item.destination, arguments, results)
+                stream.copy(destination, viewed(item.source, arguments, results), "planned")
         stream.ended()
+        if workspace is None:
+            assert step.words is not None
+            place.counts(*step.words)
+            return
         place.finished(workspace)
         communicator.ended(workspace, self._end_of(target), pulled=step.pulled)
 
@@ -249,188 +276,27 @@ class Plans:
             self._plans[watcher.kind] = plan
 
 
-class Watcher:
-    """What a call of a ``kind`` enqueues; ``arguments`` are its tensors."""
+def _where_they_lie(
+    key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
+) -> bool:
+    """Add to ``key`` how what is ``given``, tensors and lists of them, lies to the first of these.
 
-    def __init__(self, kind: Any, arguments: list[torch.Tensor]) -> None:
-        self.kind, self._arguments = kind, arguments
-        self._agreed: list[tuple[Call, list[bytes]]] = []
-        self._steps: list[tuple[Workspace, bool, list[Any]]] = []
-        self._open = self._spoilt = False
-
-    def agreed(self, call: Call, answers: list[bytes]) -> None:
-        self._agreed.append((call, answers))
-
-    def begins(self, workspace: Workspace, layout: Layout) -> None:
-        """An ``enqueue`` is about to put its items on the streams."""
-        self._steps.append((workspace, layout.pulled, []))
-        self._open = True
-
-    def launched(self, stream: DeviceStream, launch: KernelLaunch, prepared: Prepared) -> None:
-        self._note(stream, (launch, prepared))
-
-    def copied(self, stream: DeviceStream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self._note(stream, (destination, source))
-
-    def _note(self, stream: DeviceStream, item: Any) -> None:
-        if not self._open or not stream.follows:
-            self._spoilt = True
+    ``tensors`` are all of them. False if there is no plan for such: one is not dense, or a list not one
+    memory.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
+            return False
+    first = last = index = 0
+    for each in given:
+        start = end = addresses[index]
+        for _ in range(1 if isinstance(each, torch.Tensor) else len(each)):
+            if addresses[index] != end:
+                return False
+            end += tensors[index].nbytes
+            index += 1
+        if not last:
+            first, last = start, end
         else:
-            self._steps[-1][2].append(item)
-
-    def finished(self) -> None:
-        self._open = False
-
-    def spoil(self) -> None:
-        """Something that cannot be repeated. Between ops and before their first item it may."""
-        self._spoilt = self._spoilt or self._open
-
-    def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
-        """The plan, if all that was seen can be repeated."""
-        if self._spoilt or self._open or not self._steps or len(self._agreed) > 1:
-            return None
-        where = _Where(self._arguments, lasting)
-        try:
-            tree = where.tree(result)
-            steps = [
-                Step(workspace, pulled, [where.item(item) for item in items], _programs(items))
-                for workspace, pulled, items in self._steps
-            ]
-        except LookupError:
-            return None
-        agreed = self._agreed[0] if self._agreed else None
-        if where.is_whole(result):
-            return Plan(agreed, steps, [(result.dtype, result.shape)], _WHOLE)
-        return Plan(agreed, steps, where.results, tree)
-
-
-def _programs(items: Sequence[Any]) -> int:
-    return sum(programs_of(first) for first, _ in items if isinstance(first, KernelLaunch))
-
-
-class _Where:
-    """Which tensor an address belongs to. LookupError for memory that is not there the next time."""
-
-    def __init__(self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor]) -> None:
-        self._arguments = arguments
-        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        self._made: dict[int, int] = {}  # storages of results, by address
-        self.results: list[tuple[torch.dtype, Sequence[int]]] = []
-
-    def tree(self, result: Any) -> Any:
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if self._argument(result) is not None:
-                raise LookupError
-            if storage.data_ptr() not in self._made:
-                self._made[storage.data_ptr()] = len(self.results)
-                self.results.append((result.dtype, (storage.nbytes() // result.element_size(),)))
-            index = self._made[storage.data_ptr()]
-            if self.results[index][0] != result.dtype:
-                raise LookupError
-            return _Leaf((1, index, *_form(result)))
-        if isinstance(result, (tuple, list)):
-            return type(result)(self.tree(each) for each in result)
-        if result is None or isinstance(result, bool):
-            return result
-        raise LookupError
-
-    def is_whole(self, result: Any) -> bool:
-        """Whether the call returns one dense tensor, which is all of its storage."""
-        return (
-            isinstance(result, torch.Tensor)
-            and result.is_contiguous()
-            and result.storage_offset() == 0
-            and result.nbytes == result.untyped_storage().nbytes()
-        )
-
-    def item(self, item: Any) -> Launched | Copied:
-        first, second = item
-        if isinstance(first, torch.Tensor):
-            return Copied(self._view(first), self._view(second))
-        given = list(first.arguments.values())
-        addresses = [
-            (position, *address)
-            for position, value in enumerate(second.in_order(given))
-            if isinstance(value, torch.Tensor) and (address := self._address(value)) is not None
-        ]
-        return Launched(second, addresses)
-
-    def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Of arguments in one storage the one that begins where ``tensor`` does; there must be one such."""
-        storage = tensor.untyped_storage().data_ptr()
-        near = [
-            index
-            for index, argument in enumerate(self._arguments)
-            if storage and argument.untyped_storage().data_ptr() == storage
-        ]
-        if len(near) > 1:
-            address = tensor.data_ptr()
-            near = [index for index in near if self._arguments[index].data_ptr() == address]
-            if len(near) != 1:  # the next time they may lie differently
-                raise LookupError
-        return near[0] if near else None
-
-    def _owner(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """None for what lasts."""
-        index = self._argument(tensor)
-        if index is not None:
-            return 0, index
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in self._made:
-            return 1, self._made[storage]
-        if storage in self._lasting:
-            return None
-        raise LookupError
-
-    def _address(self, tensor: torch.Tensor) -> Address | None:
-        owner = self._owner(tensor)
-        if owner is None:
-            return None
-        kind, index = owner
-        base = tensor.untyped_storage().data_ptr()
-        if kind == 0:
-            base = self._arguments[index].data_ptr()
-        return kind, index, tensor.data_ptr() - base
-
-    def _view(self, tensor: torch.Tensor) -> View | torch.Tensor:
-        owner = self._owner(tensor)
-        if owner is None:
-            return tensor
-        kind, index = owner
-        shape, strides, offset = _form(tensor)
-        if kind == 0:
-            argument = self._arguments[index]
-            dtype, offset = argument.dtype, offset - int(argument.storage_offset())
-        else:
-            dtype = self.results[index][0]
-        if dtype != tensor.dtype:
-            raise LookupError
-        return kind, index, shape, strides, offset
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    view: View
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
-
-
-def _view(
-    view: View | torch.Tensor, arguments: list[torch.Tensor], results: list[torch.Tensor]
-) -> torch.Tensor:
-    if isinstance(view, torch.Tensor):
-        return view
-    kind, index, shape, strides, offset = view
-    base = results[index] if kind else arguments[index].detach()
-    return base.as_strided(shape, strides, offset + base.storage_offset())
-
-
-def _built(tree: Any, results: list[torch.Tensor]) -> Any:
-    if isinstance(tree, _Leaf):
-        return _view(tree.view, [], results)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_built(each, results) for each in tree)
-    return tree
+            key.append(start - first if start < last and first < end else None)
+    return True

@@ -26,10 +26,10 @@ import torch
 
 from interlace.kernels import signal
 from interlace.runtime.cuda_driver import StreamWords
-from interlace.runtime.cuda_launch import LaunchCache
+from interlace.runtime.cuda_launch import LaunchCache, Prepared
 from interlace.runtime.cuda_watchdog import StreamWaits
 from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import Workspace
+from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.stream import Event, Stream
 
 Target = tuple[int, int]
@@ -42,15 +42,26 @@ _numbers = itertools.count()
 class Point:
     """After what was enqueued on a CUDA stream so far.
 
-    ``event`` is to be recorded instead of a new one; then it means its last recording.
+    ``event`` is to be recorded instead of a new one; then it means its last recording. ``pool`` has events
+    that no point needs any more, and gets this one's: one is made for every op under way, not for every op.
     """
 
-    __slots__ = ("_event", "_recorded", "number", "target")
+    __slots__ = ("_event", "_pool", "_recorded", "number", "target")
 
-    def __init__(self, target: Target, event: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        event: torch.cuda.Event | None = None,
+        pool: list[torch.cuda.Event] | None = None,
+    ) -> None:
         self.target = target
         self.number = next(_numbers)  # of two points in one stream the later one has the larger
-        self._event, self._recorded = event, False
+        self._event, self._recorded, self._pool = event, False, pool
+
+    def __del__(self) -> None:
+        # who waits for the event waits for this recording of it, even if another one follows
+        if self._pool is not None and self._event is not None and not self.target[1]:
+            self._pool.append(self._event)
 
     @property
     def recorded(self) -> bool:
@@ -59,17 +70,21 @@ class Point:
     def record(self) -> torch.cuda.Event:
         """The CUDA event, recorded now if it was not."""
         if self._event is None:
-            self._event = torch.cuda.Event()
+            self._event = self._pool.pop() if self._pool else torch.cuda.Event()
         if not self._recorded:
             self._recorded = True
             self._event.record(stream_of(self.target[0]))
         return self._event
 
 
-@functools.lru_cache(maxsize=1024)
 def stream_of(handle: int) -> torch.cuda.Stream:
-    """torch's object for a CUDA stream; 0 is the default stream."""
-    return torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream()
+    """torch's object for a CUDA stream; 0 is the default stream of the current device."""
+    return _external(handle) if handle else torch.cuda.default_stream()
+
+
+@functools.lru_cache(maxsize=1024)
+def _external(handle: int) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle)
 
 
 def run_on(stream: torch.cuda.Stream | None, function: Callable[[], Any]) -> None:
@@ -111,6 +126,7 @@ class StreamPlace(Protocol):
     """What a :class:`DeviceStream` needs of its place; see ``DevicePlace`` for what they are."""
 
     asynchronous: bool
+    events: list[torch.cuda.Event]
     launches: LaunchCache
     watcher: Any
 
@@ -123,6 +139,7 @@ class StreamPlace(Protocol):
     def words_for(self, workspace: Workspace) -> tuple[StreamWords | None, int]: ...
     def waits_for(self, workspace: Workspace) -> StreamWaits | None: ...
     def finished(self, workspace: Workspace) -> None: ...
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None: ...
 
 
 class DeviceStream(Stream):
@@ -158,7 +175,7 @@ class DeviceStream(Stream):
         last = self._last.get(capture)
         if last != target:
             if last is not None:
-                self._wait_for(Point(last))
+                self.follow(Point(last, pool=self._place.events))
             elif capture:  # the first item in this capture: of earlier ones nothing is left
                 self._last = {key: known for key, known in self._last.items() if not key}
                 self._waited = {key: known for key, known in self._waited.items() if not key[1]}
@@ -180,13 +197,14 @@ class DeviceStream(Stream):
             self._stream(target).wait_event(point.record())
             self._waited[point.target] = point
 
-    def _wait_for(self, point: Point) -> None:
+    def follow(self, point: Point) -> None:
+        """The next item comes after ``point``."""
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
 
     def _stream(self, target: Target) -> torch.cuda.Stream:
-        return self._own if target[0] == self._own_handle else torch.cuda.current_stream()
+        return self._own if target[0] == self._own_handle else stream_of(target[0])
 
     def _do(self, function: Callable[[], Any]) -> None:
         """Call torch code with the CUDA stream of this stream as the current one."""
@@ -195,10 +213,12 @@ class DeviceStream(Stream):
     # -- items ---------------------------------------------------------------------------------
 
     def launch(self, launch: KernelLaunch) -> None:
-        target = self.target()
-        prepared = self._place.launches.prepare(launch, *target)
+        prepared = self._launch(launch)
         if self._place.watcher is not None:
             self._place.watcher.launched(self, launch, prepared)
+
+    def _launch(self, launch: KernelLaunch) -> Prepared:
+        prepared = self._place.launches.prepare(launch, *self.target())
         self._place.keep(launch.arguments, prepared)
         programs = programs_of(launch)
 
@@ -208,11 +228,12 @@ class DeviceStream(Stream):
             prepared.run(self.enter()[0])
 
         self._place.submit_item(item)
+        return prepared
 
     def admit(self, programs: int) -> None:
         """What is enqueued next waits until so many programs fit the GPU; see ``residency.py``."""
         for point in self._place.residency.admit(id(self._place), programs, self.target()):
-            self._wait_for(point)
+            self.follow(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         if self._place.watcher is not None:
@@ -223,24 +244,22 @@ class DeviceStream(Stream):
         )
 
     def call(self, function: Callable[[], Any], label: str) -> None:
-        self._cannot_be_planned()
+        if self._place.watcher is not None:
+            self._place.watcher.spoil()
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _cannot_be_planned(self) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.spoil()
-
     def _signal(self, kernel: Any, workspace: Workspace, **arguments: int) -> None:
         known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
-        self.launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
+        self._launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
         """A stream signals by itself, unless it has waited for data: then that may have been given up.
 
         A kernel looks whether it was. A wait for credits holds the stream instead.
         """
-        self._cannot_be_planned()
+        if self._place.watcher is not None:
+            self._place.watcher.signalled(self, "publish", peer, slot)
         words, epoch = self._place.words_for(workspace)
         if words is None or self._depends is workspace:
             slot_byte = workspace.slot_byte(slot)
@@ -250,7 +269,8 @@ class DeviceStream(Stream):
         self._place.submit_item(lambda: words.write(self.enter()[0], address, epoch))
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
-        self._cannot_be_planned()
+        if self._place.watcher is not None:
+            self._place.watcher.signalled(self, "wait", source, slot)
         self._depends = workspace
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
@@ -266,7 +286,8 @@ class DeviceStream(Stream):
         self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
 
     def wait_credits(self, workspace: Workspace) -> None:
-        self._cannot_be_planned()
+        if self._place.watcher is not None:
+            self._place.watcher.signalled(self, "wait_credits")
         waits = self._place.waits_for(workspace)
         if waits is None:
             world_size = workspace.world_size
@@ -275,11 +296,21 @@ class DeviceStream(Stream):
         self._place.submit_item(lambda: waits.credits(self.enter()[0]))
 
     def finish(self, workspace: Workspace) -> None:
-        self._signal(signal.finish_kernel, workspace, world_size=workspace.world_size)
+        known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
+        world = {"world_size": workspace.world_size}
+        self.launch(
+            KernelLaunch(signal.finish_kernel, 1, {**known, **world}, workspace.op, num_warps=1)
+        )
         self._place.submit_item(self.ended)
         if self._place.watcher is not None:
             self._place.watcher.finished()
         self._place.finished(workspace)
+
+    def counted(self, buffer: SymmetricBuffer, programs: int) -> None:
+        self._place.submit_item(self.ended)
+        if self._place.watcher is not None:
+            self._place.watcher.finished()
+        self._place.counts(buffer, programs)
 
     def ended(self) -> None:
         """The end of an op was enqueued here, after all its kernels."""
@@ -289,27 +320,28 @@ class DeviceStream(Stream):
 
     def record(self) -> Event:
         event = DeviceEvent()
-
-        def run() -> None:
-            last = self._last.get(self.target()[1])
-            if last is not None and (self._end is None or self._end.target != last):
-                self._end = Point(last)
-                if last[0] == self._own_handle:
-                    # at once: the host may go on to enqueue what a waiter must not wait for
-                    self._end.record()
-            if last is not None and self._end is not None:
-                event.points.append(self._end)
-            event.points.extend(self._waiting.values())
-            event.submitted = True
-
-        self._place.submit_item(run)
+        self._place.submit_item(lambda: self.mark(event))
         return event
+
+    def mark(self, event: DeviceEvent) -> None:
+        """Let ``event`` be here."""
+        last = self._last.get(self.target()[1])
+        if last is not None and (self._end is None or self._end.target != last):
+            self._end = Point(last, pool=self._place.events)
+            if last[0] == self._own_handle:
+                # at once: the host may go on to enqueue what a waiter must not wait for
+                self._end.record()
+        if last is not None and self._end is not None:
+            event.points.append(self._end)
+        if self._waiting:
+            event.points.extend(self._waiting.values())
+        event.submitted = True
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, DeviceEvent)
 
         def run() -> None:
             for point in event.points:
-                self._wait_for(point)
+                self.follow(point)
 
         self._place.submit_item(run)

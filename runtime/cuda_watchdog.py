@@ -131,12 +131,14 @@ class Ledger:
         self._cells: dict[int, int] = {}
         self._count = 0
         self.waits: deque[Wait] = deque()
+        self._trimming = threading.Lock()
         self._since: dict[int, tuple[int, float]] = {}  # by cell: wait and when it was first seen
 
     def enter(
         self, stream: int, op: str, source: int, slot_byte: int, address: int, value: int
     ) -> Wait:
         """A wait that is about to be enqueued."""
+        self._trim()  # a host that is fast and a watchdog that is slow would keep many
         cell = self._cells.setdefault(stream, len(self._cells) % CELLS)
         self._count += 1
         wait = Wait(self._count, cell, op, source, slot_byte, address, value)
@@ -151,12 +153,21 @@ class Ledger:
         """Where it writes the number of one that it has passed."""
         return self.entered(wait) + WORD
 
+    def _trim(self) -> None:
+        """Forget the oldest waits, as far as they were passed."""
+        view, waits = self._view, self.waits
+        if self._trimming.acquire(blocking=False):
+            try:
+                while waits and view[2 * waits[0].cell + 1] >= waits[0].number:
+                    waits.popleft()
+            finally:
+                self._trimming.release()
+
     def open(self) -> list[Wait]:
         """The waits that have not been passed."""
-        view, waits = self._view, self.waits
-        while waits and view[2 * waits[0].cell + 1] >= waits[0].number:
-            waits.popleft()
-        return [wait for wait in list(waits) if view[2 * wait.cell + 1] < wait.number]
+        self._trim()
+        view = self._view
+        return [wait for wait in list(self.waits) if view[2 * wait.cell + 1] < wait.number]
 
     def overdue(self, seconds: float, now: float) -> Wait | None:
         """A wait that a stream has been in for longer than ``seconds``."""

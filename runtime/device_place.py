@@ -3,7 +3,7 @@
 ==========================  ========================================================================
 ``cuda_stream.py``          the group's streams on CUDA streams; points in them
 ``cuda_launch.py``          launches that cost the host little
-``cuda_plans.py``           whole calls that do
+``cuda_plans.py``           whole calls that do; ``cuda_watcher.py``: what they enqueue
 ``residency.py``            which kernels of several groups run side by side
 ``cuda_driver.py``          stream memory operations, captures
 ``cuda_watchdog.py``        waits of streams that are bounded; what kernels have given up on
@@ -37,15 +37,16 @@ import torch
 from interlace.kernels import signal
 from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS
 from interlace.runtime import cuda_driver
+from interlace.runtime.call import Call
 from interlace.runtime.cuda_launch import LaunchCache
-from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target
+from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target, stream_of
 from interlace.runtime.cuda_watchdog import StreamWaits
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
 from interlace.runtime.residency import Residency, residency
-from interlace.runtime.stream import Event, Outcome, Stream
+from interlace.runtime.stream import Event, Outcome, Settled, Stream
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class DevicePlace(Place):
     watcher : what writes down what the call under way enqueues, if anything does; see ``cuda_plans.py``.
     asynchronous : whether the op under way is; its items then go to streams of the group's own.
     launches : the kernels that this rank has loaded.
+    events : CUDA events that were used and are not needed just now.
     high_priority : whether the group's own streams have precedence over others. Set before they are made.
     """
 
@@ -73,6 +75,7 @@ class DevicePlace(Place):
         self.rank, self.world_size, self.device = rank, world_size, device
         self.asynchronous = False
         self.watcher: Any = None
+        self.events: list[torch.cuda.Event] = []
         self.launches = LaunchCache(device, self._loaded)
         self.failure: Exception | None = None
         self._poll_seconds = poll_seconds
@@ -126,6 +129,10 @@ class DevicePlace(Place):
 
     def _loaded(self, compiled: Any) -> None:
         """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
+
+    def agree_again(self, call: Call) -> list[bytes]:
+        """As :meth:`agree`, of a call that was made before, right after :meth:`check`."""
+        return self.agree(call)
 
     # -- where the caller is -------------------------------------------------------------------
 
@@ -195,12 +202,16 @@ class DevicePlace(Place):
     def record_current(self) -> Event:
         event = DeviceEvent()
         event.submitted = True
+        event.points = [self.start()]
+        return event
+
+    def start(self) -> Point:
+        """Where the caller's current stream is; recorded when the first item is about to follow."""
         if self._start_event is None:
             self._start_event = torch.cuda.Event()
         # one event for all: who still has to wait for an earlier op's waits for this one's as well
-        self._start = Point(self.caller(), self._start_event)
-        event.points = [self._start]
-        return event
+        self._start = point = Point(self.caller(), self._start_event)
+        return point
 
     def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
         """A future that orders who takes ``value`` from it after ``event``, as torch's own do."""
@@ -220,7 +231,7 @@ class DevicePlace(Place):
         target = self.caller()
         for point in event.points:
             if point.target[0] != target[0] and point.target[1] == target[1]:
-                torch.cuda.current_stream().wait_event(point.record())
+                stream_of(target[0]).wait_event(point.record())
         self._release(event)
 
     def arrive(self) -> None:
@@ -229,19 +240,21 @@ class DevicePlace(Place):
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op: it enqueues, and returns at once."""
-        future: Future[T] = Future()
         before, self.asynchronous = self.asynchronous, asynchronous
         self._kept = [] if asynchronous else None
         try:
             result = function()
             if self._kept is not None:
-                self._prune()
-                event = result.event if isinstance(result, Outcome) else None
-                self._in_flight.append((event, self._kept))
-            future.set_result(result)
+                self.in_flight(result.event if isinstance(result, Outcome) else None, self._kept)
         finally:
             self.asynchronous, self._kept = before, None
-        return future
+        return Settled(result)
+
+    def in_flight(self, event: Event | None, used: list[Any]) -> None:
+        """``used`` lives until ``event``, the end of an asynchronous op, was waited for or has passed."""
+        if self._in_flight:
+            self._prune()
+        self._in_flight.append((event, used))
 
     def keep(self, *used: Any) -> None:
         """What an item uses lives until the op has ended, if that runs on streams of the group's own.
@@ -293,6 +306,7 @@ class DevicePlace(Place):
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """So many programs were enqueued, each of which counts one up in ``buffer`` when it has ended."""
         self._epochs[buffer.addresses[self.rank]] += programs
 
     # -- limits --------------------------------------------------------------------------------
@@ -315,6 +329,9 @@ class DevicePlace(Place):
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        return None if completed else self.failure
 
     def wake_kernels(self) -> None:
         """Let every wait in every rank's kernels return. Never blocks, from any thread.
@@ -378,6 +395,7 @@ class DevicePlace(Place):
 
     def close(self) -> None:
         self._in_flight.clear()
+        self.events.clear()
         self._buffers.clear()
         self._epochs.clear()
         self.launches.clear()

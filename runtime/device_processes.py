@@ -54,11 +54,22 @@ class DeviceProcessPlace(DevicePlace):
         return self._agreement.exchange(payload, doing)
 
     def agree(self, call: Call) -> list[bytes]:
+        self._check_calls()
+        return self._agreement.agree(call)
+
+    def agree_again(self, call: Call) -> list[bytes]:
+        return self._agreement.agree(call)
+
+    @property
+    def calls(self) -> int:  # type: ignore[override]
+        return self._agreement.number
+
+    def _check_calls(self) -> None:
+        """Raise if ranks have called different things, as far as they have noted it."""
         problem = self._agreement.mismatch()
         if problem is not None:
             self.fail(problem)
             raise problem
-        return self._agreement.agree(call)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         place = type(self)(self.host.subgroup(ranks, generation), self.device, timeout=self.timeout)
@@ -124,7 +135,17 @@ class DeviceProcessPlace(DevicePlace):
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+        self._check_calls()
         self.host.check()
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        problem = self._agreement.mismatch()
+        if problem is not None:
+            self.fail(problem)
+            if number < self._agreement.differs:
+                return None if completed else self.failure
+            return problem
+        return super().failure_of(number, completed=completed)
 
     def trouble(self, doing: str) -> Exception | None:
         if self.failure is not None:

@@ -123,8 +123,9 @@ def _run(
     )
     with place.launching():
         communicator.compute.wait_event(place.record_current())
+        communicator.watch_words(held.buffer, programs)
         communicator.compute.launch(launch)
-        place.counts(held.buffer, programs)
+        communicator.compute.counted(held.buffer, programs)
         return communicator.compute.record()
 
 

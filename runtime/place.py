@@ -43,6 +43,7 @@ class Place(ABC):
     interpreted: bool
     direct_access: bool
     linger = 0.0
+    calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     watcher: Any = None  # of what a call enqueues, where that is planned; see ``cuda_plans.py``
     nodes: Nodes | None = None
 
@@ -185,10 +186,6 @@ class Place(ABC):
         """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
         return None
 
-    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
-        """So many programs were enqueued, each of which counts one up in ``buffer`` when it has ended."""
-        return
-
     def launching(self) -> AbstractContextManager[None]:
         """Entered around the launches of one collective op, after all allocation is done."""
         return nullcontext()
@@ -221,6 +218,13 @@ class Place(ABC):
     def check(self) -> None:
         """Raise what the group has failed with, if it has."""
         return
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        """What call ``number`` failed with after it was enqueued, as far as is known. Never blocks.
+
+        ``completed``: it was seen to have completed before the group failed.
+        """
+        return None
 
     def settle(self) -> None:
         """Return once all that this rank has enqueued has ended; raise what it failed with."""

@@ -68,7 +68,9 @@ class CudaPlace(DeviceProcessPlace):
         )
 
     def _by_torch(self) -> TorchMemory:
-        return TorchMemory(self.rank, self.world_size, self.device, self.exchange)
+        return TorchMemory(
+            self.rank, self.world_size, self.device, self.exchange, seconds=self.timeout
+        )
 
     def _by_ipc(self) -> IpcMemory:
         return IpcMemory(self.rank, self.world_size, self.device, self.exchange, self.host)

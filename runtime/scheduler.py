@@ -27,10 +27,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import greenlet
-
 from interlace.runtime import interpreter, torch_state
-from interlace.runtime.errors import BlockedWait, CollectiveTimeoutError, DeadlockError
+from interlace.runtime.errors import (
+    BlockedWait,
+    CollectiveTimeoutError,
+    DeadlockError,
+    PlaceUnavailableError,
+)
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.observer import Observer
 from interlace.runtime.program_hooks import ProgramHooks
@@ -38,6 +41,11 @@ from interlace.runtime.source_lines import MemoryNames, polling, program_line
 from interlace.runtime.store_buffers import StoreBuffers
 from interlace.runtime.strategies import Random, Segment, Strategy
 from interlace.runtime.task import Program, Task
+
+try:
+    import greenlet
+except ImportError:  # compiled kernels need none
+    greenlet = None
 
 GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should have noticed
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
@@ -87,6 +95,11 @@ class Scheduler(ProgramHooks):
         self.block_polls = block_polls
         self._tasks: list[Task] = []
         self._current: Task | None = None
+        if greenlet is None:
+            raise PlaceUnavailableError(
+                "kernels are interpreted by greenlets here, and greenlet is not installed: "
+                "pip install greenlet"
+            )
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
         self.stalled = 0

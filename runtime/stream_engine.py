@@ -75,14 +75,15 @@ class StreamEngine(Engine):
     # -- agreement -----------------------------------------------------------------------------
 
     def _messages(self, call: Call) -> list[bytes]:
-        if self.world_size == 1:
-            return [call.message]
-        return self._communicator.place.agree(call)
+        return self._communicator.messages(call)
 
     def _told(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""
         if self.world_size == 1:
             return [mine]
+        watcher = self._communicator.place.watcher
+        if watcher is not None:
+            watcher.spoil()  # it may differ the next time
         payload = pickle.dumps(mine, protocol=5)
         return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
 

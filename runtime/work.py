@@ -17,6 +17,7 @@ from interlace.runtime.place import Place
 from interlace.runtime.stream import Outcome
 
 _ZERO = timedelta(0)
+_making = threading.Lock()  # of torch's futures, which few ask for
 
 
 class Work(TorchWork):
@@ -39,7 +40,8 @@ class Work(TorchWork):
         self._outcome = outcome
         self._outputs = list(outputs)
         self._future: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
+        self._number = 0 if outcome is None else place.calls
+        self._succeeded = False  # was seen to have completed before the group failed
 
     def _finished(self, seconds: float | None) -> Outcome | None:
         """The outcome of the host part, for which this waits; raises what the op failed with."""
@@ -66,9 +68,11 @@ class Work(TorchWork):
         """
         if self._outcome is None:
             return True
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and seconds <= 0:
-            seconds = None  # torch: zero means the group's timeout
+        seconds = None
+        if timeout is not _ZERO:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            if seconds is not None and seconds <= 0:
+                seconds = None  # torch: zero means the group's timeout
         outcome = self._finished(seconds)
         assert outcome is not None
         if outcome.event is not None:
@@ -90,20 +94,30 @@ class Work(TorchWork):
             return True
         if not self._outcome.done():
             return False
-        if self._outcome.exception() is not None:
+        if self.exception() is not None:
             return True
         event = self._outcome.result().event
-        return event is None or event.is_completed()
+        if event is not None and not event.is_completed():
+            return False
+        self._succeeded = True
+        return True
 
     def is_success(self) -> bool:
         """True once the op has completed without an error. Never blocks."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the op failed with; None while it runs or if it succeeded. Never blocks."""
+        """What the op failed with; None while it runs or if it succeeded. Never blocks.
+
+        On a GPU an op fails with its group, unless it was seen to have completed before. If ranks have
+        called different things the op fails as soon as that is known, whatever it has computed.
+        """
         if self._outcome is None or not self._outcome.done():
             return None
-        return self._outcome.exception()
+        error = self._outcome.exception()
+        if error is None and self._outcome.result().event is not None:
+            return self._place.failure_of(self._number, completed=self._succeeded)
+        return error
 
     def result(self) -> Any:
         """What the op gives back, for which this waits: the result of a functional op; the list of
@@ -124,7 +138,7 @@ class Work(TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors that the op fills; of its result for a functional op."""
-        with self._lock:
+        with _making:
             if self._future is None:
                 self._future = self._ordered_future()
             if self._future is None:

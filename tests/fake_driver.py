@@ -85,6 +85,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
     monkeypatch.setattr(cuda_driver, "leave_captures_alone", lambda: None)
     monkeypatch.setattr(cuda_driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
     monkeypatch.setattr(cuda_stream, "run_on", gpu.torch_code)
+    cuda_stream._external.cache_clear()
     monkeypatch.setattr(place_cuda_virtual, "current_device", lambda: CPU)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: FakeKernel(launch))

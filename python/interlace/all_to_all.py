@@ -119,7 +119,9 @@ def all_to_all(
     None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
     moves. Semantics: ``torch.distributed.all_to_all``.
     """
-    return _all_to_all(resolve(group), output_tensor_list, input_tensor_list, async_op)
+    return _all_to_all(
+        resolve(group).on(input_tensor_list), output_tensor_list, input_tensor_list, async_op
+    )
 
 
 def _absent(split_sizes: Any) -> bool:
@@ -239,5 +241,5 @@ def all_to_all_single(
     ``torch.distributed.all_to_all_single``.
     """
     return _all_to_all_single(
-        resolve(group), output, input, output_split_sizes, input_split_sizes, async_op
+        resolve(group).on(input), output, input, output_split_sizes, input_split_sizes, async_op
     )

@@ -92,7 +92,9 @@ def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
 def requires_grad(tensors: Sequence[Any]) -> bool:
     """Whether a tensor among these, or among the lists among these, does."""
     for each in tensors:
-        if isinstance(each, torch.Tensor):
+        if each is None:
+            continue
+        if type(each) is torch.Tensor or isinstance(each, torch.Tensor):
             if each.requires_grad:
                 return True
         elif isinstance(each, (list, tuple)) and requires_grad(each):

@@ -86,7 +86,7 @@ def all_reduce_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
     """
-    return _all_reduce_coalesced(resolve(group), tensors, op, async_op)
+    return _all_reduce_coalesced(resolve(group).on(tensors), tensors, op, async_op)
 
 
 def _all_gather_coalesced(
@@ -115,7 +115,9 @@ def all_gather_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
     """
-    return _all_gather_coalesced(resolve(group), output_tensor_lists, input_tensor_list, async_op)
+    return _all_gather_coalesced(
+        resolve(group).on(input_tensor_list), output_tensor_lists, input_tensor_list, async_op
+    )
 
 
 def all_gather_into_tensor_coalesced(
@@ -126,7 +128,7 @@ def all_gather_into_tensor_coalesced(
 ) -> Work | None:
     """As :func:`all_gather_coalesced`, under the name that backends of torch have for it."""
     return _all_gather_coalesced(
-        resolve(group), outputs, inputs, async_op,
+        resolve(group).on(inputs), outputs, inputs, async_op,
         name="all_gather_into_tensor_coalesced", names=("outputs", "inputs"),
     )  # fmt: skip
 
@@ -157,4 +159,6 @@ def reduce_scatter_tensor_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves.
     """
-    return _reduce_scatter_tensor_coalesced(resolve(group), outputs, inputs, op, async_op)
+    return _reduce_scatter_tensor_coalesced(
+        resolve(group).on(outputs), outputs, inputs, op, async_op
+    )

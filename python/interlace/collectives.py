@@ -83,6 +83,12 @@ def _all_reduce(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_reduce", tensor, (), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_all_reduce(communicator, tensor, op, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 
@@ -114,7 +120,7 @@ def all_reduce(
     >>> interlace.run(reduce, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     if algorithm == "auto" and getattr(tensor, "layout", None) is torch.sparse_coo:
         return sparse._all_reduce(communicator, tensor, op, async_op)
     return _all_reduce(communicator, tensor, op, async_op, algorithm=algorithm)
@@ -214,6 +220,12 @@ def _all_gather(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_gather", output, (tensor,), (algorithm,), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_all_gather(communicator, output, tensor, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 
@@ -251,7 +263,7 @@ def all_gather(
     >>> interlace.run(gather, 2)
     [tensor([0, 1]), tensor([0, 1])]
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor, input_tensor)
     try:
         if tensor_list is not NOT_GIVEN:
             output = either("output", output, "tensor_list", tensor_list, "all_gather")
@@ -385,6 +397,12 @@ def _reduce_scatter(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "reduce_scatter", output, (input,), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     prepared = prepare_reduce_scatter(communicator, output, input, op, algorithm)
     return communicator.collective(*prepared, async_op=async_op)
 
@@ -412,7 +430,7 @@ def reduce_scatter(
     Raises ValueError or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``
     and ``reduce_scatter_tensor``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(output)
     try:
         output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
         input = either("input", input, "input_list", input_list, "reduce_scatter")
@@ -434,6 +452,9 @@ _BARRIER = Call("barrier")
 def _barrier(
     communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
 ) -> Work | None:
+    for other in communicator.also:  # what was issued on other devices has to finish, too
+        other.place.arrive()
+
     def start(engine: Engine) -> Event | None:
         return engine.barrier(_BARRIER)
 

@@ -113,7 +113,7 @@ def isend(
 
     Any dtype; ``dst`` may be the caller. Semantics: ``torch.distributed.isend``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     peer = group_rank("dst", dst, group_dst, communicator)
     return _isend(communicator, tensor, peer, tag)
 
@@ -130,7 +130,7 @@ def irecv(
     ``Work.source_rank()`` is the sender's rank within the group. Waiting raises ValueError or TypeError if
     what was sent differs in length or dtype. Semantics: ``torch.distributed.irecv``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     return _irecv(communicator, tensor, _source(src, group_src, communicator), tag)
 
 
@@ -159,7 +159,7 @@ def send(
 
     Semantics: ``torch.distributed.send``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     peer = group_rank("dst", dst, group_dst, communicator)
     _not_self("dst", peer, communicator)
     _isend(communicator, tensor, peer, tag).wait()
@@ -177,7 +177,7 @@ def recv(
     The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
     TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     peer = _source(src, group_src, communicator)
     _not_self("src", peer, communicator)
     work = _irecv(communicator, tensor, peer, tag)
@@ -241,7 +241,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
 
 
 def _prepared(entry: Any) -> Callable[[], Work]:
-    communicator = resolve(entry.group)
+    communicator = resolve(entry.group).on(entry.tensor)
     _check_tag(entry.tag, communicator.rank)
     group_peer = getattr(entry, "group_peer", None)
     peer = entry.peer if group_peer is None else None  # torch's has both, and they agree

@@ -105,7 +105,9 @@ class InterlaceProcessGroup(Collectives):
         place = connect.on_gpu(
             host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
         )
-        return Communicator(place, self.interlace_communicator.ranks)
+        made = Communicator(place, self.interlace_communicator.ranks)
+        self.interlace_communicator.also.append(made)
+        return made
 
     @functools.cached_property
     def _has_gpus(self) -> bool:

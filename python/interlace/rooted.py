@@ -35,6 +35,10 @@ def _broadcast(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into("broadcast", tensor, (), (root,), async_op=async_op)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     try:
         check_member("src", root, communicator)
         is_root = communicator.rank == root
@@ -85,7 +89,7 @@ def broadcast(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator)
     except Exception:
@@ -150,7 +154,7 @@ def reduce(
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves. Semantics: ``torch.distributed.reduce``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("dst", dst, group_dst, communicator)
     except Exception:
@@ -281,7 +285,7 @@ def gather(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.gather``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("dst", dst, group_dst, communicator, default=0)
     except Exception:
@@ -345,7 +349,7 @@ def scatter(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.scatter``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator, default=0)
     except Exception:

@@ -87,7 +87,7 @@ def all_gather_v(
     >>> interlace.run(gather, 2)
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         parts = split("output", output, "output_split_sizes", output_split_sizes, dim, communicator)
     except Exception:
@@ -111,7 +111,7 @@ def reduce_scatter_v(
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(output)
     try:
         parts = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
     except Exception:
@@ -136,7 +136,7 @@ def gather_v(
     ``output`` and ``sizes`` are None on other ranks; ``dst`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("dst", dst, group_dst, communicator, default=0)
         parts = None
@@ -164,7 +164,7 @@ def scatter_v(
     ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(tensor)
     try:
         root = group_rank("src", src, group_src, communicator, default=0)
         parts = None
@@ -192,7 +192,7 @@ def all_to_all_v(
     to rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
     rank before any data moves. With ``dim=0`` as ``torch.distributed.all_to_all_single``.
     """
-    communicator = resolve(group)
+    communicator = resolve(group).on(input)
     try:
         outputs = split(
             "output", output, "output_split_sizes", output_split_sizes, dim, communicator

@@ -61,7 +61,7 @@ def ahead() -> tuple[int, int]:
         for _ in range(5 * NOTES - 1):
             agreement.agree(call(1))
     place.exchange(b"", "done")
-    return lead, agreement._number
+    return lead, agreement.number
 
 
 def many_calls(count: int) -> bool:

@@ -260,6 +260,64 @@ def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
         fake_host.run(on_rank, 2)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["", "a plan"])
+def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> list[Any]:
+        place, rank = own_place(), interlace.get_rank()
+        for length in (4, 5, 4, 5, 4, 5) if known else (4, 5):
+            reduce(length)
+        torch.cuda.synchronize()
+        before = interlace.all_reduce(torch.ones(4), async_op=True)
+        assert before is not None
+        before.wait()
+        torch.cuda.synchronize()
+        assert before.is_success()
+        if rank:
+            place.host.exchange(b"", "rank 0 has called")
+        work = interlace.all_reduce(torch.ones(5 if rank else 4), async_op=True)
+        assert work is not None
+        early = work.exception()
+        if rank == 0:
+            assert early is None and not work.is_completed()
+            place.host.exchange(b"", "rank 0 has called")
+        place.host.meet(None, "both have called")
+        found = [early, work.exception(), work.is_completed(), work.is_success()]
+        for wait in (work.wait, work.synchronize):
+            with pytest.raises(ValueError, match="shape of tensor differs") as caught:
+                wait()
+            found.append(str(caught.value))
+        assert before.is_success() and before.exception() is None
+        place.host.meet(None, "both have looked")
+        raise ValueError(repr(found[1:4]))
+
+    with pytest.raises(ValueError, match=r"shape of tensor differs.*, True, False\]"):
+        fake_host.run(on_rank, 2)
+
+
+def test_works_fail_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not seen to have completed before has failed; what was, has not."""
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> Any:
+        place = own_place()
+        works = [interlace.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        seen, other = works
+        assert seen is not None and other is not None
+        assert seen.is_completed()
+        place.fail(CollectiveTimeoutError("the group failed"))
+        assert seen.is_success() and seen.exception() is None
+        assert isinstance(other.exception(), CollectiveTimeoutError)
+        assert other.is_completed() and not other.is_success()
+        return True
+
+    with pytest.raises(CollectiveTimeoutError, match="the group failed"):
+        fake_host.run(on_rank, 1)
+
+
 def test_another_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeGpu(eager=0.0))
 

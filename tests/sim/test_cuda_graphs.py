@@ -288,7 +288,7 @@ def test_an_event_from_outside_the_capture_is_found(monkeypatch: pytest.MonkeyPa
         graph.capture_end()
 
     fake_host.run(on_rank, 2)
-    monkeypatch.setattr(DeviceStream, "_wait_for", _waits_for_everything)
+    monkeypatch.setattr(DeviceStream, "follow", _waits_for_everything)
     with pytest.raises(CudaError, match="uncaptured work"):
         fake_host.run(on_rank, 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -134,8 +135,8 @@ def symmetric(monkeypatch: pytest.MonkeyPatch) -> type[FakeSymmetricMemory]:
     monkeypatch.setattr(FakeSymmetricMemory, "environment", [])
     make = TorchMemory.__init__
 
-    def making(self: TorchMemory, rank: int, *rest: Any) -> None:
-        make(self, rank, *rest)
+    def making(self: TorchMemory, rank: int, *rest: Any, **options: Any) -> None:
+        make(self, rank, *rest, **options)
         FakeSymmetricMemory.made[rank] = self._store
 
     monkeypatch.setattr(TorchMemory, "__init__", making)
@@ -369,3 +370,73 @@ def test_no_memory_at_all_says_why_on_every_rank(
     for text in on_ranks(on_rank, 2):
         assert "torch symmetric memory: " in text and "operation not supported" in text
         assert "CUDA IPC: " in text and "cudaErrorNotSupported" in text
+
+
+# -- a rendezvous that does not end --------------------------------------------------------------
+
+
+BLOCKED = """
+import ctypes, errno, os, signal, socket, sys, time
+import torch
+import torch._C._distributed_c10d as c10d
+from types import SimpleNamespace
+from interlace.runtime import cuda_memory
+from interlace.runtime.errors import PeerDiedError
+
+own, other = socket.socketpair()
+libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as torch does
+
+class Symmetric:
+    @staticmethod
+    def empty_strided_p2p(size, stride, dtype, device):
+        return torch.ones(size, dtype=dtype)
+
+    @staticmethod
+    def rendezvous(memory, name):
+        got = libc.recv(own.fileno(), ctypes.create_string_buffer(8), 8, 0)  # a peer died: nothing comes
+        if got <= 0:
+            raise RuntimeError("Failed to receive fd: " + os.strerror(ctypes.get_errno()))
+
+c10d._SymmetricMemory = Symmetric
+torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
+said = []
+
+def exchange(message, doing):
+    said.append(message)
+    if len(said) > 1:  # the ranks have met before the rendezvous, and not after it
+        raise PeerDiedError(1, 4711, doing)
+    return [message] * 2
+
+ticks = []
+signal.signal(signal.SIGALRM, lambda *_: ticks.append(time.monotonic()))
+start = time.monotonic()
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+memory = cuda_memory.TorchMemory(0, 2, torch.device("cpu"), exchange, seconds=float(sys.argv[1]))
+try:
+    memory.allocate(64, overlapping=False)
+except PeerDiedError as error:
+    took = time.monotonic() - start
+    assert 0.9 < took < 20, took
+    assert said[0] == cuda_memory.value(b"") and said[1].startswith(b"FTimeoutError: torch's rendezvous")
+    while not ticks:  # the user's own timer goes on
+        time.sleep(0.01)
+    print("named:", error)
+"""
+
+
+def test_a_rendezvous_that_a_peer_died_in_ends_and_names_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, "1.0"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "named:" in done.stdout and "rank 1" in done.stdout
+
+
+def test_without_the_bound_it_would_not_end() -> None:
+    unbounded = BLOCKED.replace(
+        "class Symmetric:",
+        "import contextlib\ncuda_memory.interrupted_after = lambda s: contextlib.nullcontext()\n"
+        "signal.setitimer = lambda *_: None\nclass Symmetric:",
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", unbounded, "1.0"], capture_output=True, timeout=6)

@@ -16,7 +16,8 @@ from fake_cuda import FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
 from interlace.runtime import configuration
-from interlace.runtime.cuda_plans import MOST_PLANS, Plans, _Where
+from interlace.runtime.cuda_plans import MOST_PLANS, Plans
+from interlace.runtime.cuda_watcher import _Where
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 

@@ -178,7 +178,7 @@ def _kept_nowhere(self: DevicePlace, *used: Any) -> None:
 
 
 FAULTS = [
-    (DeviceStream, "_wait_for", _no_move),
+    (DeviceStream, "follow", _no_move),
     (DevicePlace, "hold_current", _do_not_hold),
     (DeviceStream, "wait_event", _nothing_waited),
     (DevicePlace, "keep", _kept_nowhere),
@@ -223,7 +223,7 @@ def test_of_two_points_in_a_stream_the_later_one_counts(monkeypatch: pytest.Monk
         return all(runs)
 
     assert all_right()
-    monkeypatch.setattr(DeviceStream, "_wait_for", _last_word)
+    monkeypatch.setattr(DeviceStream, "follow", _last_word)
     assert not all_right()
 
 

@@ -95,8 +95,18 @@ def doctor(console: Console, as_json: bool = False) -> int:
 
 
 def _render(console: Console, facts: Facts) -> None:
-    from rich.table import Table
-    from rich.text import Text
+    try:
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        rows = [(name, value) for name, value in _rows(facts)]
+        for name, verdict in facts["places"].items():
+            rows.append(
+                (f"place {name}", f"{'yes' if verdict['works'] else 'no'}: {verdict['why']}")
+            )
+        for name, value in rows:
+            console.print(f"{name:22} {value}", markup=False)
+        return
 
     def table(title: str, *columns: str) -> Table:
         made = Table(title=title, title_justify="left", show_header=bool(columns))

@@ -1,0 +1,49 @@
+"""What a reader needs to judge the numbers of a benchmark. Needs nothing beside torch and triton."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+
+def said_by(*command: str) -> str:
+    """What a program prints; nothing where it is missing."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return ""
+    return answer.stdout.strip()
+
+
+def circumstances() -> dict[str, object]:
+    """What a reader needs to judge the numbers."""
+
+    def git(*arguments: str) -> str:
+        return said_by("git", *arguments)
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    import triton
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!benchmarks/results")),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
+    }

@@ -1,0 +1,52 @@
+"""A bound for C code that waits in a system call and holds the interpreter's lock.
+
+No thread of Python can run meanwhile, so nobody could look after it. But a signal interrupts the call,
+which then fails with EINTR, as long as the signal's handler does not ask for a restart; Python's do not.
+The timer goes on every second, for the signal may come just before the call.
+
+Signal handlers belong to the main thread; elsewhere, and where a library has a handler of its own for
+SIGALRM, there is no bound. A timer of the user's is put off for as long as this one is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+AGAIN_SECONDS = 1.0
+
+
+class Bound:
+    """``passed`` says that the time is over."""
+
+    passed = False
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        self.passed = True
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[Bound]:
+    """Within the block system calls fail with EINTR, in the main thread, once ``seconds`` have passed."""
+    bound = Bound()
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGALRM) is None
+    ):
+        yield bound
+        return
+    before = signal.signal(signal.SIGALRM, bound._signalled)
+    start = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
+    try:
+        yield bound
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            left = max(0.001, left - (time.monotonic() - start))
+            signal.setitimer(signal.ITIMER_REAL, left, interval)

@@ -1,0 +1,112 @@
+"""Plain functions on a group that serves CPUs and GPUs: the tensor's device says who does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fake_host
+import interlace
+from fake_cuda import FakeGpu
+from fake_driver import install
+from interlace.groups import default_group
+from interlace.runtime import communicator as communicators
+from interlace.runtime.communicator import Communicator
+
+
+class Asked(Exception):
+    """The group's communicator for GPUs was asked for."""
+
+
+def refusing() -> Communicator:
+    raise Asked
+
+
+CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "all_reduce": lambda x, g: interlace.all_reduce(x, group=g),
+    "all_gather": lambda x, g: interlace.all_gather([x], x, group=g),
+    "all_gather by torch's names": lambda x, g: interlace.all_gather(
+        output_tensor=x, input_tensor=x, group=g
+    ),
+    "reduce_scatter": lambda x, g: interlace.reduce_scatter(x, [x], group=g),
+    "broadcast": lambda x, g: interlace.broadcast(x, 0, group=g),
+    "reduce": lambda x, g: interlace.reduce(x, 0, group=g),
+    "gather": lambda x, g: interlace.gather(x, None, 0, group=g),
+    "scatter": lambda x, g: interlace.scatter(x, None, 0, group=g),
+    "all_to_all": lambda x, g: interlace.all_to_all([x], [x], group=g),
+    "all_to_all_single": lambda x, g: interlace.all_to_all_single(x, x, group=g),
+    "all_reduce_coalesced": lambda x, g: interlace.all_reduce_coalesced([x], group=g),
+    "all_gather_v": lambda x, g: interlace.all_gather_v(x, x, [4], group=g),
+    "reduce_scatter_v": lambda x, g: interlace.reduce_scatter_v(x, x, [4], group=g),
+    "gather_v": lambda x, g: interlace.gather_v(x, None, None, 0, group=g),
+    "scatter_v": lambda x, g: interlace.scatter_v(x, None, None, 0, group=g),
+    "all_to_all_v": lambda x, g: interlace.all_to_all_v(x, x, group=g),
+    "isend": lambda x, g: interlace.isend(x, 0, group=g),
+    "irecv": lambda x, g: interlace.irecv(x, 0, group=g),
+    "batch_isend_irecv": lambda x, g: interlace.batch_isend_irecv(
+        [interlace.P2POp(interlace.isend, x, 0, group=g)]
+    ),
+    "all_gather_matmul": lambda x, g: interlace.all_gather_matmul(x, x, group=g),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_on_a_gpu_goes_to_the_communicator_for_gpus(name: str) -> None:
+    def on_rank() -> None:
+        group = default_group()
+        group.elsewhere = refusing
+        with FakeTensorMode():
+            on_gpu = torch.empty(4, device="cuda")
+        with pytest.raises(Asked):
+            CALLS[name](on_gpu, group)
+        x = torch.ones(4)
+        interlace.all_reduce(x, group=group)  # a tensor on a CPU does not
+        assert x.tolist() == [1.0] * 4
+
+    interlace.run(on_rank, 1)
+
+
+class OnGpu:
+    """An array of another library, on a GPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError
+
+
+def test_where_a_value_lies() -> None:
+    x = torch.ones(2)
+    kinds = [
+        communicators.kind_of(value) for value in (x, [[], [x]], OnGpu(), [OnGpu()], "x", None, [])
+    ]
+    assert kinds == ["cpu", "cpu", "cuda", "cuda", "", "", ""]
+
+
+def test_they_compute_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both communicators on the fake GPU; whatever has 8 elements counts as being on it."""
+    gpu = install(monkeypatch, FakeGpu(3))
+    monkeypatch.setattr(
+        communicators, "kind_of", lambda values: "cuda" if values[0].numel() == 8 else "cpu"
+    )
+
+    def on_rank() -> list[int]:
+        group, rank = default_group(), interlace.get_rank()
+        place = group.place.subgroup((0, 1), 1)
+        second = Communicator(place, group.ranks)
+        group.elsewhere = lambda: second
+        group.also.append(second)
+        for length in (4, 8, 8, 8):
+            x = torch.full((length,), rank + 1.0)
+            interlace.all_reduce(x, group=group)
+            interlace.barrier(group)
+            assert x.tolist() == [3.0] * length  # the barrier has waited for what was enqueued
+        return [group._arena._turn, second._arena._turn]
+
+    assert fake_host.run(on_rank, 2) == [[1, 3]] * 2
+    assert gpu.launches
