@@ -246,28 +246,31 @@ def _exchanged(a: Arguments, own: torch.Tensor) -> Any:
     return parts
 
 
+def _message(a: Arguments, name: str, count: int = 1) -> torch.Tensor:
+    """The bytes of ``count`` messages from pointer ``name`` on."""
+    return a.tensor(name).reshape(-1).view(torch.uint8)[: count * a.units * a.UNIT]
+
+
 def low_latency_all_gather_kernel(a: Arguments) -> Steps:
-    parts = yield from _exchanged(a, a.tensor("input_ptr"))
-    output = a.tensor("output_ptr")
-    output.view(-1).copy_(torch.cat([part.to(output.dtype) for part in parts]))
+    parts = yield from _exchanged(a, _message(a, "input_ptr"))
+    _message(a, "output_ptr", a.world_size).copy_(torch.cat(parts))
 
 
 def low_latency_broadcast_kernel(a: Arguments) -> Steps:
-    tensor = a.tensor("tensor_ptr")
+    tensor = _message(a, "tensor_ptr")
     parts = yield from _exchanged(a, tensor)
-    tensor.copy_(parts[a.root].clone().view(tensor.shape))
+    tensor.copy_(parts[a.root].clone())
 
 
 def low_latency_all_reduce_kernel(a: Arguments) -> Steps:
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[a.DTYPE]
-    output = a.tensor("output_ptr")
-    parts = yield from _exchanged(a, a.tensor("input_ptr"))
+    parts = yield from _exchanged(a, _message(a, "input_ptr"))
     total = torch.zeros(parts[0].view(dtype).numel())
     for part in parts:
         total += part.view(dtype).float()
     if a.AVERAGE:
         total /= a.world_size
-    output.copy_(total.to(dtype).view(output.dtype).view(output.shape))
+    _message(a, "output_ptr").copy_(total.to(dtype).view(torch.uint8))
 
 
 MODELS: dict[str, Callable[[Arguments], Steps]] = {

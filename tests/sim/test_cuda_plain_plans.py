@@ -13,7 +13,7 @@ import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
-from interlace.runtime import cuda_plans
+from interlace.runtime import cost, cuda_plans
 from interlace.runtime.cuda_plans import Plans
 from interlace.runtime.cuda_stream import DeviceStream
 from interlace.runtime.cuda_watcher import Signalled
@@ -98,13 +98,21 @@ OPS: list[Op] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small messages, too, through workspaces."""
+    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["", "words"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_repeated_calls_are_right(
-    op: Op, world_size: int, async_op: bool, monkeypatch: pytest.MonkeyPatch
+    op: Op, world_size: int, async_op: bool, words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = install(monkeypatch, FakeGpu(3))
+    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", LENGTH * 8 if words else 0)
 
     def on_rank() -> int:
         for call in range(CALLS):
@@ -113,8 +121,27 @@ def test_repeated_calls_are_right(
             assert torch.equal(result, right), (call, result, right)
         return plans().hits
 
-    # the first two make the plans of both workspaces
-    assert fake_host.run(on_rank, world_size) == [CALLS - 2] * world_size
+    # the first two make the plans of both workspaces; words that carry their flag need none
+    planned = CALLS - 1 if words and op is not scattered else CALLS - 2
+    assert fake_host.run(on_rank, world_size) == [planned] * world_size
+
+
+def test_words_that_have_grown_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan through words that were outgrown would meet peers that are through the new ones."""
+    gpu = install(monkeypatch, FakeGpu(3))
+    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 32 << 10)
+
+    def on_rank() -> list[int]:
+        rank, size, hits = interlace.get_rank(), interlace.get_world_size(), []
+        for call, length in enumerate((8, 8, 4096, 8, 8, 4096)):
+            x = of_rank(call, rank, length)
+            interlace.all_reduce(x)
+            gpu.synchronize(gpu.current)
+            assert torch.equal(x, torch.stack(all_of(call, length)).sum(0)), (call, size)
+            hits.append(plans().hits)
+        return hits
+
+    assert fake_host.run(on_rank, 2) == [[0, 1, 1, 1, 2, 3]] * 2
 
 
 def test_ops_in_turn_and_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
