@@ -19,7 +19,7 @@ from fake_cuda import DeviceHang, FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, CREDIT_WORDS, EPOCH_WORD
-from interlace.runtime import cuda_watchdog
+from interlace.runtime import cost, cuda_watchdog
 from interlace.runtime.cuda_stream import DeviceStream
 from interlace.runtime.cuda_watchdog import LINGER_SECONDS, Watchdog
 from interlace.runtime.device_processes import DeviceProcessPlace
@@ -264,6 +264,7 @@ def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
 def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
     install(monkeypatch, FakeGpu(eager=0.0))
+    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)  # else found before the ranks can meet
 
     def on_rank() -> list[Any]:
         place, rank = own_place(), interlace.get_rank()
