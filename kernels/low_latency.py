@@ -5,7 +5,7 @@ else: it has an epoch of its own, words of its own, and no program of another nu
 messages of different lengths may follow each other, and a program that is not needed just misses an op.
 
 Memory of a rank, after the header: an int64 epoch per program, then words (int64) by
-``[program][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``kernels/signal.py``. The
+``[program][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
 user's memory is seen in units of ``UNIT`` bytes, 4, 2 or 1, whatever its address and length allow; the last
 word of a message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
 
@@ -37,7 +37,8 @@ round), sending only as many words as there are (a word that was left out 2**32 
 import triton
 import triton.language as tl
 
-from interlace.kernels.signal import count_program, peer_pointer, receive_words, send_words
+from interlace.kernels.flagged_words import count_program, receive_words, send_words
+from interlace.kernels.signal import peer_pointer
 
 
 @triton.jit

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from interlace.runtime.task import Task
 
 
+_SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
 
 
@@ -36,7 +37,7 @@ def polling(
                 expected = _scalar(values["epoch"])
                 source = _scalar(values.get("source"))
                 what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
-            elif not where or where.startswith("signal.py"):
+            elif not where or where.startswith(_SIGNALS):
                 where = f"{line_of(frame)} in {frame.f_code.co_name}"
         if frames and expected is None:
             expected = _expected(frames[0])

@@ -414,9 +414,7 @@ class FakeGpu:
                 return reference
         raise UseAfterFree(f"nobody has memory at {address:#x}")
 
-    def lease(
-        self, handle: int, forms: dict[int, Form]
-    ) -> tuple[Lease, Callable[[int], torch.Tensor]]:
+    def lease(self, handle: int, forms: dict[int, Form]) -> tuple[Lease, fake_kernels.Memory]:
         """For an item on stream ``handle``: a function from address to tensor, when it runs."""
         owners = {address: self._owner(address) for address in forms}
         lease = Lease(self.current, list(owners.values()))
@@ -425,12 +423,15 @@ class FakeGpu:
         else:
             self._leases.setdefault(handle, set()).add(lease)
 
-        def tensor(address: int) -> torch.Tensor:
-            shape, strides, dtype = forms[address]
-            if not lease.held and owners[address].expired():
+        def tensor(address: int, view: fake_kernels.View | None = None) -> torch.Tensor:
+            *given, dtype = forms[address]
+            shape, strides = view or given
+            owner = _storage(owners[address])
+            if owner is None:
                 raise UseAfterFree(f"a tensor of shape {tuple(shape)} was freed before its use")
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             nbytes = (last + 1) * dtype.itemsize if 0 not in shape else 0
+            assert address + nbytes <= owner.data_ptr() + owner.nbytes(), "beyond the memory"
             flat = tensor_over(address, nbytes, CPU).view(dtype)
             return flat.as_strided(shape, strides)
 

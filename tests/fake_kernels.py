@@ -8,7 +8,7 @@ chunks move, then torch multiplies.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from interlace.runtime.cuda_ipc import tensor_over
 from interlace.runtime.memory import WORD
 
 Steps = Iterator[Callable[[], bool]]
+View = tuple[Sequence[int], Sequence[int]]
+Memory = Callable[[int, View | None], torch.Tensor]
 CPU = torch.device("cpu")
 
 
@@ -29,14 +31,15 @@ def word(address: int) -> Any:
 class Arguments:
     """The arguments of a launch: ``arguments.rank``; ``arguments.tensor("input_ptr")``."""
 
-    def __init__(self, values: dict[str, Any], tensor: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, values: dict[str, Any], tensor: Memory) -> None:
         self._values, self._tensor = values, tensor
 
     def __getattr__(self, name: str) -> Any:
         return self._values[name]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._tensor(self._values[name])
+    def tensor(self, name: str, view: View | None = None) -> torch.Tensor:
+        """What was given for ``name``; by shape and strides what lies there of the same memory."""
+        return self._tensor(self._values[name], view)
 
     def lines(self, name: str, count: int, columns: int) -> list[list[int]]:
         return [
@@ -138,7 +141,7 @@ def all_gather_matmul_kernel(a: Arguments) -> Steps:
 def grouped_matmul_kernel(a: Arguments) -> Steps:
     input, output, epoch = a.tensor("input_ptr"), a.tensor("output_ptr"), a.epoch
     strides = a.weight_stride_e, a.weight_stride_k, a.weight_stride_n
-    weight = a.tensor("weight_ptr").as_strided((a.num_experts, a.K, a.N), strides)
+    weight = a.tensor("weight_ptr", ((a.num_experts, a.K, a.N), strides))  # given is the first
     if a.COPIERS:
         yield from _send(a, input, a.K)
     own, *offsets = (int(each) for each in a.tensor("offsets_ptr").tolist())

@@ -15,8 +15,7 @@ from interlace.runtime.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
 from interlace.verify.launches import lint_request
 from interlace.verify.targets import TARGETS
-from mutations import Mutant, importable, mutated, mutated_function
-from protocol_mutants import Case
+from mutations import Case, Mutant, importable, mutated, mutated_function
 
 CHECKS = ("races", "schedules", "late stores", "lint")
 WORLD = 3

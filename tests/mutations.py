@@ -69,6 +69,25 @@ class Mutant:
         (home / "__init__.py").write_text("")
 
 
+@dataclass(frozen=True)
+class Case:
+    """A mutant, and the ``check`` that must catch it in every test run.
+
+    ``target`` names what is run, as "op algorithm" of ``interlace.verify.targets`` or a function of the
+    mutated file; lint compiles ``kernel`` of the catalogue.
+    """
+
+    mutant: Mutant
+    check: str  # "races", "schedules", "late stores" or "lint"
+    target: str
+    kernel: str = ""
+
+
+def mutant_of(file: str, name: str, *edits: tuple[str, str]) -> Mutant:
+    """``edits`` are pairs of old and new text."""
+    return Mutant(name, file, tuple(Edit(*edit) for edit in edits))
+
+
 @contextmanager
 def importable(folder: pathlib.Path) -> Iterator[None]:
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):

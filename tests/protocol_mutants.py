@@ -1,35 +1,22 @@
 """The mutants that ``interlace.verify`` must catch: one fault each, in our own protocols.
 
-``check`` is the check that must catch it in every test run; the table in docs/verify.md shows all that do
-(``python tests/mutant_table.py`` makes it). ``target`` names what is run, as "op algorithm" of
-``interlace.verify.targets`` or a function of the mutated file; lint compiles ``kernel`` of the catalogue.
+The table in docs/verify.md shows all checks that catch them (``python tests/mutant_table.py`` makes it).
+Here are those of publish and wait, of kernels that use it plainly, and of kernels of users; those of the
+other algorithms are in ``algorithm_mutants.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from mutations import Edit, Mutant
+import algorithm_mutants
+from mutations import Case, Mutant, mutant_of
 
 _PUBLISH = 'tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")'
 _POLL = 'seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")'
 _CREDIT = "return wait(peers_ptr, rank, world_size, peer, (peer + _CREDIT) * 8, epoch - 1)"
 
 
-@dataclass(frozen=True)
-class Case:
-    mutant: Mutant
-    check: str  # "races", "schedules", "late stores" or "lint"
-    target: str
-    kernel: str = ""
-
-
-def _in(file: str, name: str, *edits: tuple[str, str]) -> Mutant:
-    return Mutant(name, file, tuple(Edit(*edit) for edit in edits))
-
-
 def _signal(name: str, *edits: tuple[str, str]) -> Mutant:
-    return _in("kernels/signal.py", name, *edits)
+    return mutant_of("kernels/signal.py", name, *edits)
 
 
 _USER = "tests/sim/user_exchange.py"
@@ -38,13 +25,7 @@ _COUNT = 'tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")'
 _PUT, _TAKE = "atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b32"
 _MEET = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
 _AG, _RS, _AR = "all_gather kernel", "matmul_reduce_scatter fused", "all_reduce kernel"
-_A2A = "all_to_all_grouped_matmul fused"
-_WAIT_ROWS = (
-    "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
-)
-_AGK, _PUB, _WAIT = "all_gather_kernel", "publish_kernel", "wait_kernel"
-_LOW, _SWITCH = "kernels/low_latency.py", "kernels/multimem.py"
-_WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
+_AGK = "all_gather_kernel"
 
 CASES = [
     # -- kernels/signal.py -----------------------------------------------------------------------
@@ -105,8 +86,8 @@ CASES = [
             "wait without a loop",
             ("while (seen < epoch)", "while (seen < epoch - 1)"),
             (
-                "        if seen < epoch:\n            _give_up",
-                "        if seen < 0:\n            _give_up",
+                "        if seen < epoch:\n            give_up",
+                "        if seen < 0:\n            give_up",
             ),
         ),
         "races",
@@ -144,7 +125,7 @@ CASES = [
     ),
     # -- kernels/transfer.py ---------------------------------------------------------------------
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "published before the copy",
             (
@@ -162,7 +143,7 @@ CASES = [
         _AGK,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "wrong slot",
             ("slot_offset + slot * 8), epoch)", "slot_offset + slot * 8 + 8), epoch)"),
@@ -171,7 +152,7 @@ CASES = [
         _AG,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "wrong peer signalled",
             (
@@ -183,7 +164,7 @@ CASES = [
         _AG,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "one rank not waited for",
             (
@@ -195,7 +176,7 @@ CASES = [
         _AG,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "wait after the load",
             (
@@ -213,7 +194,7 @@ CASES = [
         _AG,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/transfer.py",
             "credit of another rank",
             (
@@ -226,7 +207,7 @@ CASES = [
     ),
     # -- sums --------------------------------------------------------------------------------------
     Case(
-        _in(
+        mutant_of(
             "kernels/reduction.py",
             "last contribution not waited for",
             (
@@ -238,7 +219,7 @@ CASES = [
         _RS,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/matmul_reduce_scatter.py",
             "one region for all sources",
             (" + rank * rows * N", ""),
@@ -247,7 +228,7 @@ CASES = [
         _RS,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/matmul_reduce_scatter.py",
             "tiles published before their stores",
             (
@@ -269,7 +250,7 @@ CASES = [
         _RS,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/matmul_reduce_scatter.py",
             "one slot for all tiles",
             (
@@ -281,7 +262,7 @@ CASES = [
         _RS,
     ),
     Case(
-        _in(
+        mutant_of(
             "kernels/matmul_reduce_scatter.py",
             "descriptor store published",
             (
@@ -295,7 +276,7 @@ CASES = [
     ),
     # -- kernels/all_gather_matmul.py --------------------------------------------------------------
     Case(
-        _in(
+        mutant_of(
             "kernels/all_gather_matmul.py",
             "fence of descriptor loads dropped",
             (
@@ -307,136 +288,17 @@ CASES = [
         "all_gather_matmul fused",
         "all_gather_matmul_kernel",
     ),
-    # -- kernels/grouped_matmul.py -----------------------------------------------------------------
-    Case(
-        _in(
-            "kernels/grouped_matmul.py",
-            "grouped rows of some ranks not waited for",
-            (_WAIT_ROWS, f"                    if source > rank:\n    {_WAIT_ROWS}"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        _in(
-            "kernels/grouped_matmul.py",
-            "one slot for all chunks of a segment",
-            ("(first_slot + first_row // chunk_rows) * 8", "first_slot * 8"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        _in(
-            "kernels/grouped_matmul.py",
-            "slot of another source",
-            ("first_slot = segment + segment_row", "first_slot = segment - 1 + segment_row"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        _in(
-            "kernels/grouped_matmul.py",
-            "fence of grouped descriptor loads dropped",
-            (
-                "                        fence_descriptor_loads(COMPILED)\n",
-                "                        pass\n",
-            ),
-        ),
-        "lint",
-        _A2A,
-        "grouped_matmul_kernel",
-    ),
-    # -- words that carry their flag -----------------------------------------------------------------
-    Case(
-        _signal(
-            "flag of two epochs before taken",
-            ("(words >> 32).to(tl.int32) != flag", "(words >> 32).to(tl.int32) < flag - 2"),
-        ),
-        "schedules",
-        "all_gather low_latency",
-    ),
-    Case(
-        _signal("word stored plainly", (_WORD, "tl.store(pointers, word)")),
-        "races",
-        "all_gather low_latency",
-    ),
-    Case(
-        _in(_LOW, "one set of words", ("program * 2 + epoch % 2", "program * 2")),
-        "schedules",
-        "all_reduce low_latency",
-    ),
-    Case(
-        _in(
-            _LOW,
-            "epoch of words used again",
-            ("    tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))", "    pass"),
-        ),
-        "schedules",
-        "all_reduce low_latency",
-    ),
-    Case(
-        _in(_LOW, "root waits for nobody", ("words, first + 1)", "words, first)")),
-        "schedules",
-        "broadcast low_latency",
-    ),
-    Case(
-        _in(
-            _LOW,
-            "one set of words for all sources",
-            ("(program * 2 + epoch % 2) * world_size + source", "(program * 2 + epoch % 2)"),
-        ),
-        "schedules",
-        "all_gather low_latency",
-    ),
-    # -- by the switch ---------------------------------------------------------------------------------
-    Case(
-        _in(
-            _SWITCH,
-            "sum before all have come",
-            (
-                "arrived = arrived & (wait(peers_ptr, rank, world_size, source, slot, epoch) >= epoch)",
-                "if source > 0:\n            wait(peers_ptr, rank, world_size, source, slot, epoch)",
-            ),
-        ),
-        "races",
-        "all_reduce multimem",
-    ),
-    Case(
-        _in(
-            _SWITCH,
-            "credit of one rank for all",
-            (
-                "    for peer in range(world_size):\n        free =",
-                "    for peer in range(rank, rank + 1):\n        free =",
-            ),
-        ),
-        "races",
-        "all_gather multimem",
-    ),
-    Case(
-        _in(
-            _SWITCH,
-            "sums told to one rank",
-            (
-                "            for peer in range(world_size):\n"
-                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
-                "            for peer in range(1):\n"
-                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
-            ),
-        ),
-        "schedules",
-        "all_reduce multimem",
-    ),
+    *algorithm_mutants.CASES,
     # -- a counter that elects the last program, in a user's kernel ----------------------------------
     Case(
-        _in(_USER, "last program counter relaxed", (_COUNT, _COUNT.replace("acq_rel", "relaxed"))),
+        mutant_of(
+            _USER, "last program counter relaxed", (_COUNT, _COUNT.replace("acq_rel", "relaxed"))
+        ),
         "races",
         "last_program",
     ),
     Case(
-        _in(
+        mutant_of(
             _USER,
             "last program counter only releases",
             (_COUNT, _COUNT.replace("acq_rel", "release")),
@@ -445,12 +307,14 @@ CASES = [
         "last_program",
     ),
     Case(
-        _in(_USER, "last program counter of cta scope", (_COUNT, _COUNT.replace("gpu", "cta"))),
+        mutant_of(
+            _USER, "last program counter of cta scope", (_COUNT, _COUNT.replace("gpu", "cta"))
+        ),
         "races",
         "last_program",
     ),
     Case(
-        _in(
+        mutant_of(
             _USER,
             "last program counter without barrier",
             ("    tl.debug_barrier()\n    before", "    before"),
@@ -460,22 +324,22 @@ CASES = [
     ),
     # -- a recipe with inline PTX ------------------------------------------------------------------
     Case(
-        _in(_RECIPE, "recipe put relaxed", (_PUT, _PUT.replace("release", "relaxed"))),
+        mutant_of(_RECIPE, "recipe put relaxed", (_PUT, _PUT.replace("release", "relaxed"))),
         "races",
         "three_rounds",
     ),
     Case(
-        _in(_RECIPE, "recipe take relaxed", (_TAKE, _TAKE.replace("acquire", "relaxed"))),
+        mutant_of(_RECIPE, "recipe take relaxed", (_TAKE, _TAKE.replace("acquire", "relaxed"))),
         "races",
         "three_rounds",
     ),
     Case(
-        _in(_RECIPE, "recipe put of gpu scope", (_PUT, _PUT.replace("sys", "gpu"))),
+        mutant_of(_RECIPE, "recipe put of gpu scope", (_PUT, _PUT.replace("sys", "gpu"))),
         "races",
         "three_rounds",
     ),
     Case(
-        _in(
+        mutant_of(
             _RECIPE,
             "recipe without barrier before put",
             ("    tl.debug_barrier()\n    pads =", "    pads ="),
@@ -484,7 +348,7 @@ CASES = [
         "three_rounds",
     ),
     Case(
-        _in(
+        mutant_of(
             _RECIPE,
             "recipe without barrier after take",
             (
@@ -496,7 +360,7 @@ CASES = [
         "three_rounds",
     ),
     Case(
-        _in(
+        mutant_of(
             _RECIPE,
             "recipe without trailing meeting",
             (

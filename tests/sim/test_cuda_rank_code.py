@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import fake_host
+import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
 from gpu import device_ranks as ranks
 from interlace.runtime import cuda_driver
 
 
-@pytest.mark.parametrize("name", sorted(set(ranks.OPS) - {"gather_with_input"}))
+class Synchronized:
+    """``interlace``, of which every call ends once the current stream is through."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(interlace, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self._gpu.synchronize(self._gpu.current)
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("name", sorted(ranks.OPS))
 def test_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch code of theirs runs at once, so the device does too."""
+    """Torch code of theirs runs at once, so the device does too: after every call, and at the end."""
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
     monkeypatch.setattr(cuda_driver, "stream_words", cuda_driver.stream_words)
-    call = ranks.OPS[name]
+    monkeypatch.setattr(ranks, "interlace", Synchronized(gpu))
+    op = ranks.OPS[name]
 
     def synchronized(x, w):  # type: ignore[no-untyped-def]
-        output = call(x, w)
+        output = op(x, w)
         gpu.synchronize(gpu.current)
         return output
 

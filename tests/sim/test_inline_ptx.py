@@ -280,8 +280,8 @@ def test_elements_of_less_than_32_bits_share_a_register() -> None:
     [
         (
             "st.u32 [$1], 1;\nmov.u32 $0, 0;\n"
-            "multimem.ld_reduce.relaxed.sys.global.add.f32 $0, [$1];",
-            r"instruction 'multimem\.ld_reduce\.relaxed.*' is not known .*atom.*; line 3: multimem",
+            "multimem.cp.async.bulk.global.shared::cta.bulk_group [$1], [$0], 16;",
+            r"instruction 'multimem\.cp\.async.*' is not known .*multimem\.st.*; line 3: multimem",
         ),
         ("@p multimem.red.u32 [$1], 1;", "'p' is not a declared predicate"),
         ("cp.async.bulk.tensor.2d.global [$1, {1, 2}], [$1];", "instruction 'cp.async.bulk.tensor"),

@@ -99,6 +99,7 @@ NO_STEPS = {
     "flag_pointer",
     "counted_epoch",
     "current_epoch",
+    "is_aborted",
     "is_void",
     "linger",
     "fence_descriptor_loads",
@@ -137,7 +138,7 @@ def test_every_function_of_signal_is_modelled() -> None:
         ("kernels/signal.py", "handle_barrier_kernel", ["put_flag", "wait_flag"]),
         (
             "kernels/signal.py",
-            "_give_up",
+            "give_up",
             ["atomic_cas", "atomic_add", *["store"] * 5, "publish"],
         ),
         ("runtime/communicator.py", "enqueue", ["wait_credits", "body", "finish"]),

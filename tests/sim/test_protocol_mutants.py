@@ -10,8 +10,8 @@ import pytest
 from interlace.verify import races
 from interlace.verify.targets import TARGETS
 from mutant_checks import caught
-from mutations import Mutant
-from protocol_mutants import CASES, Case
+from mutations import Case, Mutant
+from protocol_mutants import CASES
 
 BY_NAME = {case.mutant.name: case for case in CASES}
 

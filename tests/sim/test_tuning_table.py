@@ -111,8 +111,10 @@ def test_defaults_are_what_they_were() -> None:
     many = gpu_default(90, torch.bfloat16, 4096)
     assert many == Configuration(
         block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, copiers=8, chunks=4,
-        epilogue_subtile=4, descriptors=True, flatten=True, output_descriptors=True,
+        epilogue_subtile=4, descriptors=True, flatten=True, output_descriptors=True, multimem=True,
     )  # fmt: skip
+    assert not gpu_default(80, torch.bfloat16, 4096).multimem  # no multicast addresses before 9.0
+    assert not gpu_default(75, torch.bfloat16, 4096).multimem
     assert gpu_default(90, torch.bfloat16, 64) == replace(many, block_m=64, num_warps=4)
     odd = gpu_default(90, torch.float16, 4096, 4095)
     assert (odd.block_n, odd.block_k, odd.flatten, odd.num_stages) == (64, 16, False, 3)
@@ -136,6 +138,7 @@ def test_thresholds_are_read_from_the_table() -> None:
     assert tuning_table.threshold("smallest_fused_rows") == cost.SMALLEST_FUSED_ROWS
     assert tuning_table.threshold("smallest_pipelined_bytes") == cost.SMALLEST_PIPELINED_BYTES
     assert tuning_table.threshold("one_shot_bytes") == fused_reduce.ONE_SHOT_BYTES
+    assert tuning_table.threshold("largest_low_latency_bytes") == cost.LARGEST_LOW_LATENCY_BYTES
     assert tuning_table.threshold("engine_gather_bytes") == gather_algorithms.SMALL_BYTES
     assert tuning_table.threshold("engine_reduce_bytes") == reduce_algorithms.SMALL_BYTES
 

@@ -8,7 +8,7 @@ How steps correspond to code
 ``Wait`` for a credit, epoch - 1    ``wait_credit``; for those of all ranks: ``wait_credits_kernel``
 ``Publish`` of all credits          ``finish_kernel``, the last item of an op on its stream
 ``BeginWrite`` ... ``EndRead``      stores and loads of a chunk, a tile or a staged tensor
-claim, check, record, abort         ``_give_up``: compare-and-swap, acquire, stores, ``publish`` to all
+claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
 swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 ==================================  ======================================================================
 
@@ -338,7 +338,7 @@ MODELLED: Mapping[str, tuple[str, ...]] = {
         "wait_signal_kernel",
         "handle_barrier_kernel",
     ),
-    "giving up": ("wait", "_give_up", "publish"),
+    "giving up": ("wait", "give_up", "publish"),
 }
 
 
