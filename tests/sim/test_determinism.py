@@ -1,7 +1,7 @@
 """Results do not depend on the schedule, a seed is a schedule, and ops in flight never meet.
 
-50 schedules per kernel, or 200 with --thorough, as ``make verify`` runs it; outputs must be the same bits in
-all of them, on poisoned memory.
+50 schedules per kernel, or 200 with --thorough, as ``make verify`` runs it; outputs must be the same
+bits in all of them, on poisoned memory.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def poisoned_memory() -> Iterator[None]:
 
     That may be the right result of the schedule before, which would hide a wrong one. It is torch's own
     ``torch.utils.deterministic.fill_uninitialized_memory``, which is on unless somebody turns it off. The
-    switch is set as ``torch.use_deterministic_algorithms`` sets it, but that imports torch's compiler to tell
-    it too, two seconds in every process that runs schedules.
+    switch is set as ``torch.use_deterministic_algorithms`` does, which would import torch's compiler to
+    tell it too: two seconds in every process that runs schedules.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
