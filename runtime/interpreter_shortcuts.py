@@ -8,8 +8,8 @@ that move data do little else than compute indices, so this decides how long the
 Inside :func:`shortcuts` the operators of ``tl.tensor`` do the following themselves, and call what was there
 before for all else::
 
-    both of one type, int32 or int64; or the right one    + - * // % & | ^   numpy's, of that type
-    a Python number or constexpr within int32             < <= > >= == !=    int1
+    both int32 or int64; or the right one a Python        + - * // % & | ^   the wider one's type
+    number or constexpr within int32                      < <= > >= == !=    int1
     both int1                                             & | ^              int1
     a pointer and such an integer                         +                  the pointer's type
     int32                                                 .to(int64)         int64
@@ -69,6 +69,8 @@ def _shaped(dtype: Any, model: Any) -> Any:
     """The type of elements of ``dtype`` in the shape of ``model``."""
     if not model.shape:
         return dtype
+    if model.dtype is dtype:
+        return model.type
     key = dtype.name, model.type.shape
     found = _blocks.get(key)
     if found is None:
@@ -88,25 +90,24 @@ def _model(left: Any, right: Any) -> Any:
     return right if right.shape or theirs == _SCALAR else None
 
 
-def _integers(left: Any, right: Any) -> tuple[Any, Any, Any] | None:
-    """The model of the result and the data of both, if this is a case for a shortcut."""
-    dtype = left.dtype
+def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
+    """The model and type of the result and the data of both, if this is a case for a shortcut."""
+    dtype, data = left.dtype, left.handle.data
     numpy_type = _INTEGERS.get(dtype.name)
-    if numpy_type is None:
-        return None
-    data = left.handle.data
-    if data.dtype.type is not numpy_type:
+    if numpy_type is None or data.dtype.type is not numpy_type:
         return None
     if right.__class__ is tl.constexpr:
         right = right.value
     if right.__class__ is int:
         if _LEAST <= right <= _MOST and (left.shape or data.shape == _SCALAR):
-            return left, data, numpy_type(right)
+            return left, dtype, data, numpy_type(right)
         return None
-    if right.__class__ is tl.tensor and right.dtype.name == dtype.name:
+    if right.__class__ is tl.tensor:
         model, theirs = _model(left, right), right.handle.data
-        if model is not None and theirs.dtype.type is numpy_type:
-            return model, data, theirs
+        other_type = _INTEGERS.get(right.dtype.name)
+        if model is not None and theirs.dtype.type is other_type:
+            # numpy widens as Triton does: int32 and int64 give int64
+            return model, dtype if numpy_type is np.int64 else right.dtype, data, theirs
     return None
 
 
@@ -115,10 +116,9 @@ def _of_integers(stock: Method, op: Any, *, reverse: bool = False) -> Method:
         case = _integers(self, other)
         if case is None:
             return stock(self, other)
-        model, mine, theirs = case
-        return _made(
-            model, op(theirs, mine) if reverse else op(mine, theirs), self.dtype, model.type
-        )
+        model, dtype, mine, theirs = case
+        data = op(theirs, mine) if reverse else op(mine, theirs)
+        return _made(model, data, dtype, _shaped(dtype, model))
 
     return method
 
@@ -126,10 +126,10 @@ def _of_integers(stock: Method, op: Any, *, reverse: bool = False) -> Method:
 def _division(stock: Method, op: Any) -> Method:
     def method(self: Any, other: Any) -> Any:
         case = _integers(self, other)
-        if case is None or not np.all(case[2]):  # what a division by zero gives is not ours to say
+        if case is None or not np.all(case[3]):  # what a division by zero gives is not ours to say
             return stock(self, other)
-        model, mine, theirs = case
-        return _made(model, op(mine, theirs), self.dtype, model.type)
+        model, dtype, mine, theirs = case
+        return _made(model, op(mine, theirs), dtype, _shaped(dtype, model))
 
     return method
 
@@ -139,7 +139,7 @@ def _comparison(stock: Method, op: Any) -> Method:
         case = _integers(self, other)
         if case is None:
             return stock(self, other)
-        model, mine, theirs = case
+        model, _, mine, theirs = case
         return _made(model, op(mine, theirs), tl.int1, _shaped(tl.int1, model))
 
     return method

@@ -116,7 +116,7 @@ def test_conversions() -> None:
     assert compare(cases) > 50
 
 
-def test_integers_of_one_type_do_not_go_through_the_front_end() -> None:
+def test_integers_do_not_go_through_the_front_end() -> None:
     """The control of the tests above: they compare two ways, and not one with itself."""
     asked: list[Any] = []
     kinds = tl.semantic.TritonSemantic
