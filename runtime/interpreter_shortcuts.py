@@ -42,9 +42,9 @@ def _divide(left: Any, right: Any) -> Any:
     return (left - np.fmod(left, right)) // right
 
 
-_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_DIVISIONS = {"floordiv": _divide, "mod": np.fmod}
-_COMPARISONS = {
+_ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
+_COMPARISONS: dict[str, Any] = {
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
@@ -52,7 +52,7 @@ _COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
-_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def _made(model: Any, data: Any, dtype: Any, kind: Any) -> Any:
