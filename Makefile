@@ -31,6 +31,7 @@ conformance: .venv/stamp  ## torch's own tests of process groups, on interlace a
 
 verify: .venv/stamp  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60
+	$(PY) -m pytest -q --thorough tests/sim/test_determinism.py
 
 verify-fast: .venv/stamp  ## less of the same: 2 and 3 ranks, one architecture; under a minute
 	$(PY) -m interlace verify all --quick

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import queue
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import IO
 from interlace.runtime.compile_request import Measurement, Request, decode_measurement, encode
 from interlace.runtime.compile_worker import COMPILING, ReenteredError
 
-_PROGRAM = "from interlace.runtime.compile_worker import main; main()"
+_PROGRAM = pathlib.Path(__file__).with_name("compile_start.py")
 
 
 def compile_all(
@@ -133,7 +134,7 @@ class _Worker:
             COMPILING: "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+            [sys.executable, str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
+from interlace.runtime import interpreter_shortcuts
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.exact import exact_arithmetic
 from interlace.runtime.hooks import Atomic, Hooks
@@ -68,8 +69,11 @@ _open_sessions = 0
 
 
 @contextmanager
-def session(hooks: Hooks) -> Iterator[Any]:
-    """Patch the language, install exact arithmetic and ``hooks``; yields the builder."""
+def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
+    """Patch the language, install exact arithmetic and ``hooks``; yields the builder.
+
+    Without ``shortcuts`` every operation goes through the builder, where a caller can look at it.
+    """
     global _open_sessions
     with _session_lock:
         if _open_sessions:
@@ -97,6 +101,8 @@ def session(hooks: Hooks) -> Iterator[Any]:
                     # checks every integer operation for overflow, then drops what it found
                     unchecked = replace(builder.options, sanitize_overflow=False)
                     stack.enter_context(_attribute(builder, "options", unchecked))
+                    if shortcuts:
+                        stack.enter_context(interpreter_shortcuts.shortcuts())
                 kind = triton_interpreter.InterpretedFunction
                 stack.enter_context(_attribute(kind, "run", _launched(hooks)))
                 for name, replacement in _hooked(builder, hooks).items():

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -40,6 +40,9 @@ from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError, rank_error
 from interlace.runtime.process_child import Report, Setup, Task, serve
 
+# A forked child could not use a GPU that its parent has used. The tests, which use none here, start
+# theirs from a fork server (tests/conftest.py).
+START_METHOD = "spawn"
 START_SECONDS = 120.0
 GRACE_SECONDS = 5.0
 
@@ -48,11 +51,11 @@ class _Child:
     """One process and the connection to it."""
 
     def __init__(self, index: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         stays = threading.current_thread() is threading.main_thread()
-        self.process: SpawnProcess = context.Process(
+        self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=serve, args=(theirs, stays), name=f"interlace {index}", daemon=True
         )
         self.process.start()

@@ -167,7 +167,7 @@ def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
     with ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "range", typed_range, create=True))
-        builder = stack.enter_context(session(checker))
+        builder = stack.enter_context(session(checker, shortcuts=False))
         wrapped = checker.wrapping(builder.binary_op)
         stack.enter_context(mock.patch.object(builder, "binary_op", wrapped))
         body = program_function(launch.kernel, arguments)

@@ -6,9 +6,11 @@ and ends the run, because a kernel that hangs sits in C code which an exception 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,7 +41,34 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
     hypothesis.settings.load_profile("interlace")
 
+# What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
+# GPU. A process that is spawned, as it is outside of tests: tests/multi/test_shm_place.py.
+PRELOADED = [
+    "interlace.runtime.process_child",
+    "interlace.functional",
+    "interlace.compile",
+    "torch._inductor.compile_fx",
+]
+
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="more schedules, as in make verify")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Processes of ranks start in milliseconds."""
+    from interlace.runtime import processes
+
+    if HAS_CUDA:
+        yield
+        return
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "START_METHOD", "forkserver")
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

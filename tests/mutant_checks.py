@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from interlace.runtime.build import build
 from interlace.runtime.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
 from interlace.verify.launches import lint_request
+from interlace.verify.sampling import poisoned_memory as filled
 from interlace.verify.targets import TARGETS
 from mutations import Case, Mutant, importable, mutated, mutated_function
 
@@ -35,16 +33,6 @@ def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> 
     op, _, variant = case.target.partition(" ")
     with mutated(case.mutant, folder), filled():
         return _run(TARGETS[op].variants[variant], check, WORLD, effort)
-
-
-@contextmanager
-def filled() -> Iterator[None]:
-    """``torch.empty`` gives nan, and not what the schedule before has left there: the right result."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> list[str]:

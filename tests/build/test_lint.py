@@ -328,6 +328,30 @@ def test_script_that_lints_at_its_top_level(tmp_path: pathlib.Path) -> None:
     assert run.stdout.split() == ["True", "True"], run.stderr
 
 
+KERNEL = """
+@triton.jit
+def filed_kernel(x_ptr):
+    tl.store(x_ptr, 1)
+"""
+ALONE = "import sys, triton, triton.language as tl\nassert 'torch' not in sys.modules\n"
+WITH_MORE = (
+    "import triton, triton.language as tl, interlace\nassert interlace.run and interlace.Work\n"
+)
+
+
+def test_a_compiling_process_brings_no_torch_and_all_of_interlace_if_asked(
+    tmp_path: pathlib.Path,
+) -> None:
+    requests = []
+    for name, head in (("alone", ALONE), ("with_more", WITH_MORE)):
+        file = tmp_path / f"{name}.py"
+        file.write_text(head + KERNEL)
+        requests.append(
+            Request("no_such_module", "filed_kernel", str(file), 90, {"x_ptr": "*i32"}, {})
+        )
+    assert [made.error for made in compile_all(requests, workers=1)] == [None, None]
+
+
 def children() -> set[str]:
     tasks = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return {pid for task in tasks for pid in task.read_text().split()}

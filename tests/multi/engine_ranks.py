@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -32,10 +33,19 @@ def engine() -> Engine:
     return groups.default_group().engine
 
 
+@functools.cache
+def _line() -> torch.Tensor:
+    """Random numbers, made once: they cost more than moving them does."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 100, (1 << 24,), generator=generator, dtype=torch.uint8)
+
+
 def data(rank: int, elements: int, dtype: torch.dtype, key: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + key)
-    whole = torch.randint(0, 100, (elements,), generator=generator)
-    return whole.to(dtype)
+    """Elements that no other rank and no other key has, at any place."""
+    first = (1009 * rank + 9176 * key) % 100_003
+    part = _line()[first : first + elements]
+    assert len(part) == elements
+    return part.to(dtype, copy=True)
 
 
 def sizes(itemsize: int, world_size: int) -> list[int]:
@@ -232,13 +242,12 @@ def reducing() -> list[str]:
             tensor = everyone[rank].clone()
             e.reduce(call, tensor, root, op)
             wrong += _check(f"reduce {name}", tensor, wanted if rank == root else everyone[rank])
-            parts = [
-                [data(p, n, dtype, 7 * r + number) for r in range(world)] for p in range(world)
-            ]
-            fold(op, [parts[peer][rank] for peer in range(world)], wanted)
+            parts = [data(rank, n, dtype, 7 * r + number) for r in range(world)]
+            mine = [data(p, n, dtype, 7 * rank + number) for p in range(world)]
+            fold(op, mine, wanted)
             call = Call("op", (("n", n), ("op", op)))
-            for output in (torch.zeros(n, dtype=dtype), parts[rank][rank].clone()):
-                inputs = list(parts[rank])
+            for output in (torch.zeros(n, dtype=dtype), parts[rank].clone()):
+                inputs = list(parts)
                 inputs[rank] = output.copy_(inputs[rank]) if n % 2 else inputs[rank]
                 e.reduce_scatter(call, output, inputs, op)
                 wrong += _check(f"reduce_scatter {name}", output, wanted)

@@ -27,7 +27,8 @@ def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list
 
 @pytest.mark.parametrize(
     ("codegen", "world_size", "blocks"),
-    [("aot_eager", 2, 2), ("aot_eager", 4, 2), ("inductor", 2, 2), ("inductor", 4, 2)],
+    # the pass is over before code is generated, so not every one with every number of ranks
+    [("aot_eager", 4, 1), ("inductor", 2, 2)],
 )
 def test_transformer_fuses_4_of_4_per_block(
     tmp_path: Path, codegen: str, world_size: int, blocks: int

@@ -22,6 +22,14 @@ from interlace.verify import races
 
 WORLDS = [1, 2, 3, 4, 5]
 ALGORITHMS = ["auto", "copy", "kernel"]
+
+
+def forms(*names: str) -> Any:
+    """Every form by every algorithm. What "auto" is does not depend on the form, so it has the first."""
+    each = [(form, algorithm) for form in names for algorithm in ALGORITHMS[1:]]
+    return pytest.mark.parametrize(("form", "algorithm"), [(names[0], "auto"), *each])
+
+
 ROUNDS = 2
 POISON = -77.0
 
@@ -77,8 +85,7 @@ def seeds(world: int) -> Sequence[int]:
 # -- moving ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("form", ["apart", "neighbours", "in place"])
+@forms("apart", "neighbours", "in place")
 @cases
 def test_all_gather(world: int, kind: str, form: str, algorithm: str) -> None:
     lengths = lengths_of(world, kind)
@@ -227,8 +234,7 @@ def test_any_dtype_is_moved() -> None:
 # -- reducing ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("form", ["apart", "neighbours", "in place", "in another part"])
+@forms("apart", "neighbours", "in place", "in another part")
 @cases
 def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> None:
     lengths = lengths_of(world, kind)

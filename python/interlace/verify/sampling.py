@@ -27,14 +27,16 @@ def poisoned_memory() -> Iterator[None]:
     """Tensors that are not initialized hold nan, or the largest number, instead of what was there.
 
     That may be the right result of the schedule before, which would hide a wrong one. It is torch's own
-    ``torch.utils.deterministic.fill_uninitialized_memory``, which is on unless somebody turns it off.
+    ``torch.utils.deterministic.fill_uninitialized_memory``, which is on unless somebody turns it off. The
+    switch is set as ``torch.use_deterministic_algorithms`` does, which would import torch's compiler to
+    tell it too: two seconds in every process that runs schedules.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         try:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch._C._set_deterministic_algorithms(True, warn_only=True)
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warns)
+            torch._C._set_deterministic_algorithms(before, warn_only=warns)

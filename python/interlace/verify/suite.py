@@ -164,6 +164,8 @@ def run_jobs(
 ) -> list[Result]:
     """All results, in the order of the jobs. Runs in parallel processes."""
     results: dict[int, Result] = {}
+    # torch imports this, for seconds, when it first dispatches to a mode: here, and not in every worker
+    importlib.import_module("torch._dynamo")
     for index, result in parallel.map_seeds(
         lambda index: jobs[index].result(),
         range(len(jobs)),

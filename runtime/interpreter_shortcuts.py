@@ -1,0 +1,225 @@
+"""Shortcuts through Triton's front end, for what interpreted kernels do most: arithmetic of integers.
+
+Triton's interpreter runs every operation through the front end of the compiler: types are promoted,
+constants become tensors, shapes are broadcast by rule, and each step makes types and tensors of its own. To
+add two numbers takes 20 us that way, and 3 us here (one core of a shared machine, Triton 3.7.1). Kernels
+that move data do little else than compute indices, so this decides how long they take.
+
+Inside :func:`shortcuts` the operators of ``tl.tensor`` do the following themselves, and call what was there
+before for all else::
+
+    both int32 or int64; or the right one a Python        + - * // % & | ^   the wider one's type
+    number or constexpr within int32                      < <= > >= == !=    int1
+    both int1                                             & | ^              int1
+    a pointer and such an integer                         +                  the pointer's type
+    int32                                                 .to(int64)         int64
+
+Shapes are equal, or one of the two is a scalar: then numpy broadcasts as Triton does. What comes out has
+the type, the shape and the bits that the front end would have given it; test_interpreter_shortcuts.py
+compares. Integers wrap around, without a check for overflow: the session leaves that out too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+Method = Callable[..., Any]
+
+_SCALAR = (1,)  # the shape of a scalar's data
+_INTEGERS = {"int32": np.int32, "int64": np.int64}
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+_blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+
+def _divide(left: Any, right: Any) -> Any:
+    """Towards zero."""
+    return (left - np.fmod(left, right)) // right
+
+
+_ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
+_COMPARISONS: dict[str, Any] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+_LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+def _made(model: Any, data: Any, dtype: Any, kind: Any) -> Any:
+    """A tensor of ``model``'s shape, without the checks of the constructors."""
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    made = object.__new__(tl.tensor)
+    made.__dict__.update(model.__dict__)
+    made.handle, made.dtype, made.type = handle, dtype, kind
+    return made
+
+
+def _shaped(dtype: Any, model: Any) -> Any:
+    """The type of elements of ``dtype`` in the shape of ``model``."""
+    if not model.shape:
+        return dtype
+    if model.dtype is dtype:
+        return model.type
+    key = dtype.name, model.type.shape
+    found = _blocks.get(key)
+    if found is None:
+        found = _blocks[key] = tl.block_type(dtype, model.type.shape)
+    return found
+
+
+def _model(left: Any, right: Any) -> Any:
+    """Which of two tensors has the shape of the result; None if neither has, or scalars are odd."""
+    mine, theirs = left.handle.data.shape, right.handle.data.shape
+    if left.shape:
+        if right.shape:
+            return left if mine == theirs else None
+        return left if theirs == _SCALAR else None
+    if mine != _SCALAR:
+        return None
+    return right if right.shape or theirs == _SCALAR else None
+
+
+def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
+    """The model and type of the result and the data of both, if this is a case for a shortcut."""
+    dtype, data = left.dtype, left.handle.data
+    numpy_type = _INTEGERS.get(dtype.name)
+    if numpy_type is None or data.dtype.type is not numpy_type:
+        return None
+    if right.__class__ is tl.constexpr:
+        right = right.value
+    if right.__class__ is int:
+        if _LEAST <= right <= _MOST and (left.shape or data.shape == _SCALAR):
+            return left, dtype, data, numpy_type(right)
+        return None
+    if right.__class__ is tl.tensor:
+        model, theirs = _model(left, right), right.handle.data
+        other_type = _INTEGERS.get(right.dtype.name)
+        if model is not None and theirs.dtype.type is other_type:
+            # numpy widens as Triton does: int32 and int64 give int64
+            return model, dtype if numpy_type is np.int64 else right.dtype, data, theirs
+    return None
+
+
+def _of_integers(stock: Method, op: Any, *, reverse: bool = False) -> Method:
+    def method(self: Any, other: Any) -> Any:
+        case = _integers(self, other)
+        if case is None:
+            return stock(self, other)
+        model, dtype, mine, theirs = case
+        data = op(theirs, mine) if reverse else op(mine, theirs)
+        return _made(model, data, dtype, _shaped(dtype, model))
+
+    return method
+
+
+def _division(stock: Method, op: Any) -> Method:
+    def method(self: Any, other: Any) -> Any:
+        case = _integers(self, other)
+        if case is None or not np.all(case[3]):  # what a division by zero gives is not ours to say
+            return stock(self, other)
+        model, dtype, mine, theirs = case
+        return _made(model, op(mine, theirs), dtype, _shaped(dtype, model))
+
+    return method
+
+
+def _comparison(stock: Method, op: Any) -> Method:
+    def method(self: Any, other: Any) -> Any:
+        case = _integers(self, other)
+        if case is None:
+            return stock(self, other)
+        model, _, mine, theirs = case
+        return _made(model, op(mine, theirs), tl.int1, _shaped(tl.int1, model))
+
+    return method
+
+
+def _logic(stock: Method, op: Any) -> Method:
+    integers = _of_integers(stock, op)
+
+    def method(self: Any, other: Any) -> Any:
+        if self.dtype.name in _INTEGERS:
+            return integers(self, other)
+        if other.__class__ is tl.tensor and self.dtype.name == other.dtype.name == "int1":
+            mine, theirs = self.handle.data, other.handle.data
+            model = _model(self, other)
+            if model is not None and mine.dtype == theirs.dtype == bool:
+                return _made(model, op(mine, theirs), self.dtype, model.type)
+        return stock(self, other)
+
+    return method
+
+
+def _addition(stock: Method) -> Method:
+    """Of integers, or of a pointer on the left and elements."""
+    integers = _of_integers(stock, np.add)
+
+    def method(self: Any, other: Any) -> Any:
+        if not self.dtype.is_ptr():
+            return integers(self, other)
+        offset = other.value if other.__class__ is tl.constexpr else other
+        if offset.__class__ is int and _LEAST <= offset <= _MOST:
+            model, number = _model(self, self), np.int64(offset).astype(np.uint64)
+        elif offset.__class__ is tl.tensor and offset.dtype.name in _INTEGERS:
+            model, number = _model(self, offset), offset.handle.data.astype(np.uint64)
+        else:
+            return stock(self, other)
+        if model is None:
+            return stock(self, other)
+        width = np.uint64(max(1, self.handle.get_element_ty().primitive_bitwidth // 8))
+        data = self.handle.data + width * number
+        return _made(model, data, self.dtype, _shaped(self.dtype, model))
+
+    return method
+
+
+def _conversion(stock: Method) -> Method:
+    def method(self: Any, dtype: Any, *options: Any, **named: Any) -> Any:
+        target = dtype.value if dtype.__class__ is tl.constexpr else dtype
+        if not options and not named and target.__class__ is tl.dtype:
+            name = self.dtype.name
+            if target.name == "int64" and name == "int32":
+                data = self.handle.data.astype(np.int64)
+                return _made(self, data, target, _shaped(target, self))
+        return stock(self, dtype, *options, **named)
+
+    return method
+
+
+def _methods() -> dict[str, Method]:
+    """The replacements, around what ``tl.tensor`` has now."""
+    stock = vars(tl.tensor)
+    found: dict[str, Method] = {}
+    for name, op in _ARITHMETIC.items():
+        found[f"__{name}__"] = _of_integers(stock[f"__{name}__"], op)
+        found[f"__r{name}__"] = _of_integers(stock[f"__r{name}__"], op, reverse=True)
+    for name, op in _DIVISIONS.items():
+        found[f"__{name}__"] = _division(stock[f"__{name}__"], op)
+    for name, op in _COMPARISONS.items():
+        found[f"__{name}__"] = _comparison(stock[f"__{name}__"], op)
+    for name, op in _LOGIC.items():
+        found[f"__{name}__"] = _logic(stock[f"__{name}__"], op)
+    found["__add__"] = _addition(stock["__add__"])
+    found["to"] = _conversion(stock["to"])
+    return found
+
+
+@contextlib.contextmanager
+def shortcuts() -> Iterator[None]:
+    """Inside a session of the interpreter, which has patched the language already."""
+    with contextlib.ExitStack() as restore:
+        for name, method in _methods().items():
+            restore.callback(setattr, tl.tensor, name, vars(tl.tensor)[name])
+            setattr(tl.tensor, name, method)
+        yield
