@@ -232,18 +232,17 @@ CASES = [
             "kernels/matmul_reduce_scatter.py",
             "tiles published before their stores",
             (
-                "                complete_descriptor_stores(COMPILED_STORES)\n"
                 "                for number in range(first, start + tiles, programs):\n"
                 "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
                 "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
                 "",
             ),
             (
-                "                for number in tl.range(\n",
+                "                produce_part(\n",
                 "                for number in range(first, start + tiles, programs):\n"
                 "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
                 "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n"
-                "                for number in tl.range(\n",
+                "                produce_part(\n",
             ),
         ),
         "races",
@@ -265,10 +264,7 @@ CASES = [
         mutant_of(
             "kernels/matmul_reduce_scatter.py",
             "descriptor store published",
-            (
-                "                complete_descriptor_stores(COMPILED_STORES)\n",
-                "",
-            ),
+            ("    complete_descriptor_stores(COMPILED_STORES)\n", ""),
         ),
         "lint",
         _RS,

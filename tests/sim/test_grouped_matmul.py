@@ -81,7 +81,8 @@ def on_rank(case: Case) -> Any:
 def check(case: Case) -> None:
     with poisoned() as done, override(**case.configuration):
         results = interlace.run(on_rank, case.world, case, seed=case.seed, timeout=100)
-    assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
+    if case.algorithm in ("fused", "pipelined"):  # a collective's words need no workspace
+        assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
     parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
     for rank, (received, output, splits) in enumerate(results):
         block, weight, bias = case.block(rank), case.weight(rank), case.bias_matrix(rank)
