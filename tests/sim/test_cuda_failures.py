@@ -1,4 +1,4 @@
-"""What ends a wait on a GPU that would not end: bounds, dead peers, aborts, and calls that do not fit.
+"""What ends a wait on a GPU that would not end: bounds, dead peers, aborts.
 
 On the fake GPU; the watchdog looks when it is told to.
 """
@@ -19,7 +19,7 @@ from fake_cuda import DeviceHang, FakeGpu
 from fake_driver import install
 from interlace.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, CREDIT_WORDS, EPOCH_WORD
-from interlace.runtime import cost, cuda_watchdog
+from interlace.runtime import cuda_watchdog
 from interlace.runtime.cuda_stream import DeviceStream
 from interlace.runtime.cuda_watchdog import LINGER_SECONDS, Watchdog
 from interlace.runtime.device_processes import DeviceProcessPlace
@@ -211,165 +211,6 @@ def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- calls that do not fit, after they have fitted ----------------------------------------------
-
-
-def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:
-    interlace.all_reduce(torch.ones(length, dtype=dtype))
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["unknown call", "known call"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_mismatch_is_named_though_nobody_waited(
-    first: int, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank makes another call: one it never made, or one that all have made before."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> None:
-        reduce(4)
-        if first:
-            reduce(5)
-        torch.cuda.synchronize()
-        reduce(4)
-        reduce(5 if interlace.get_rank() == rank else 4)
-        for _ in range(3):
-            reduce(4)
-
-    with pytest.raises(ValueError, match="shape of tensor differs between ranks") as caught:
-        fake_host.run(on_rank, 3)
-    text = str(caught.value)
-    assert f"rank {rank}" in text or "on rank 0" in text
-    assert "(5,)" in text and "(4,)" in text
-
-
-def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> None:
-        for length in (4, 5, 4):
-            reduce(length)
-        torch.cuda.synchronize()
-        reduce(5 if interlace.get_rank() else 4)
-        own_place().host.exchange(b"", "all have called")
-        look()
-        own_place().check()
-
-    with pytest.raises(ValueError, match="shape of tensor differs between ranks"):
-        fake_host.run(on_rank, 2)
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["", "a plan"])
-def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)  # else found before the ranks can meet
-
-    def on_rank() -> list[Any]:
-        place, rank = own_place(), interlace.get_rank()
-        for length in (4, 5, 4, 5, 4, 5) if known else (4, 5):
-            reduce(length)
-        torch.cuda.synchronize()
-        before = interlace.all_reduce(torch.ones(4), async_op=True)
-        assert before is not None
-        before.wait()
-        torch.cuda.synchronize()
-        assert before.is_success()
-        if rank:
-            place.host.exchange(b"", "rank 0 has called")
-        work = interlace.all_reduce(torch.ones(5 if rank else 4), async_op=True)
-        assert work is not None
-        early = work.exception()
-        if rank == 0:
-            assert early is None and not work.is_completed()
-            place.host.exchange(b"", "rank 0 has called")
-        place.host.meet(None, "both have called")
-        found = [early, work.exception(), work.is_completed(), work.is_success()]
-        for wait in (work.wait, work.synchronize):
-            with pytest.raises(ValueError, match="shape of tensor differs") as caught:
-                wait()
-            found.append(str(caught.value))
-        assert before.is_success() and before.exception() is None
-        place.host.meet(None, "both have looked")
-        raise ValueError(repr(found[1:4]))
-
-    with pytest.raises(ValueError, match=r"shape of tensor differs.*, True, False\]"):
-        fake_host.run(on_rank, 2)
-
-
-def test_works_fail_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not seen to have completed before has failed; what was, has not."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> Any:
-        place = own_place()
-        works = [interlace.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
-        torch.cuda.synchronize()
-        seen, other = works
-        assert seen is not None and other is not None
-        assert seen.is_completed()
-        place.fail(CollectiveTimeoutError("the group failed"))
-        assert seen.is_success() and seen.exception() is None
-        assert isinstance(other.exception(), CollectiveTimeoutError)
-        assert other.is_completed() and not other.is_success()
-        return True
-
-    with pytest.raises(CollectiveTimeoutError, match="the group failed"):
-        fake_host.run(on_rank, 1)
-
-
-def test_another_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> None:
-        reduce(4)
-        reduce(4)
-        if interlace.get_rank():
-            interlace.broadcast(torch.ones(4), 0)
-        else:
-            reduce(4)
-        reduce(4)
-
-    with pytest.raises(ValueError, match="ranks call different ops at the same time"):
-        fake_host.run(on_rank, 2)
-
-
-def test_shards_may_change_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may differ between ranks is asked for at every call."""
-    gpu = install(monkeypatch, FakeGpu(4))
-
-    def on_rank() -> bool:
-        rank, good = interlace.get_rank(), True
-        for lengths in ((8, 8), (8, 8), (8, 24), (16, 8), (8, 8)):
-            x = torch.full((lengths[rank], 8), rank + 1.0)
-            out = interlace.all_gather_matmul(x, torch.eye(8), algorithm="fused")
-            expected = torch.cat([torch.full((n, 8), r + 1.0) for r, n in enumerate(lengths)])
-            torch.cuda.current_stream().synchronize()
-            good &= torch.equal(out, expected)
-        return good
-
-    assert fake_host.run(on_rank, 2) == [True, True]
-    assert gpu.launches
-
-
-def test_a_refused_call_is_told_to_those_who_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> None:
-        reduce(4)
-        reduce(4)
-        if interlace.get_rank():
-            interlace.all_reduce("no tensor")  # type: ignore[arg-type]
-        else:
-            reduce(4)
-            reduce(4)
-
-    with pytest.raises(TypeError, match="must be a tensor, got str"):
-        fake_host.run(on_rank, 2)
-
-
-# -- what follows a wait that was given up ------------------------------------------------------
 
 
 def _waiting_for_credit(gpu: FakeGpu) -> tuple[Any, torch.Tensor]:
