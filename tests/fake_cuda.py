@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ import fake_kernels
 from interlace.runtime.cuda_ipc import tensor_over
 from interlace.runtime.cuda_launch import Prepared
 
-MOST_IDLE = 500
+MOST_IDLE = 3.0  # seconds: on a busy machine some host may not get its turn for a while
 CPU = torch.device("cpu")
 
 
@@ -328,12 +329,11 @@ class FakeGpu:
         return progress
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        patience = MOST_IDLE
+        since = time.monotonic()
         while not done():
             if self.run_some(1):
-                patience = MOST_IDLE
-            elif self.let_hosts_run is not None and patience:
-                patience -= 1
+                since = time.monotonic()
+            elif self.let_hosts_run is not None and time.monotonic() < since + MOST_IDLE:
                 self.let_hosts_run()
             else:
                 heads = [queue[0].label for queue in self._queues.values() if queue]
