@@ -264,7 +264,9 @@ def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
 def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
     install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)  # else found before the ranks can meet
+    monkeypatch.setattr(
+        cost, "LARGEST_LOW_LATENCY_BYTES", 0
+    )  # else found before the ranks can meet
 
     def on_rank() -> list[Any]:
         place, rank = own_place(), interlace.get_rank()
