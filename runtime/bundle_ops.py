@@ -17,7 +17,7 @@ import torch
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.runtime import catalogue
 from interlace.runtime.catalogue import DTYPES, MANY_ROWS, Entry, Operands
-from interlace.runtime.configuration import Configuration, gpu_default
+from interlace.runtime.configuration import Configuration, check_values, gpu_default
 from interlace.runtime.memory import DATA_ALIGNMENT, WORD
 
 VALUES = {
@@ -107,7 +107,8 @@ class Op:
         for key, value in options.overrides.items():
             if key not in known:
                 raise ValueError(f"{key} is not in the configuration: {', '.join(sorted(known))}")
-            if value < 1:
+            check_values({key: value})
+            if value == 0 and not isinstance(value, bool):
                 raise ValueError(f"{key} must be positive, got {value}")
 
 

@@ -288,7 +288,7 @@ def _matmul(
         "DESCRIPTORS": descriptors,
         "BIAS": operands.bias,
         "ACTIVATION": operands.activation,
-        "SUBTILE": configuration.epilogue_subtile,
+        "SUBTILE": configuration.stored_parts,
         "INPUT_PRECISION": "ieee",
     }
     pointers = ("input_ptr", "weight_ptr", "bias_ptr", "output_ptr")

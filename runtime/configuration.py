@@ -8,9 +8,9 @@ cost model, is the business of ``tuning.py``; plain collectives and offline buil
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -61,6 +61,69 @@ class Configuration:
         """
         return min(self.block_k, 16) if self.block_n >= 256 and not descriptors else self.block_k
 
+    @property
+    def stored_parts(self) -> int:
+        """``epilogue_subtile``, or fewer where parts of a narrow tile were less than TMA stores."""
+        return min(self.epilogue_subtile, max(1, self.block_n // SMALLEST_DOT))
+
+
+_KINDS = {each.name: type(each.default) for each in fields(Configuration)}
+
+
+SMALLEST_DOT = 16
+"""The smallest extent of a block that ``tl.dot`` takes, and of columns that TMA stores."""
+
+# Each field's own bounds, where it is no bool: powers of two because of tl.arange. 2**20 numbers is as
+# large as Triton lets a block be; extents of tiles go up to the square root of that.
+_POWERS = {
+    "block_m": (SMALLEST_DOT, 1024),
+    "block_n": (SMALLEST_DOT, 1024),
+    "block_k": (SMALLEST_DOT, 1024),
+    "copy_rows": (1, 1024),
+    "copy_columns": (16, 1024),
+    "block_elements": (1, 1 << 20),
+}
+_ONE_OF = {"num_warps": (1, 2, 4, 8, 16), "epilogue_subtile": (1, 2, 4)}
+_FROM = {"group_m": 1, "num_stages": 1, "chunks": 1, "copiers": 0, "programs": 0}
+_MOST = 1 << 16
+
+
+def check_values(values: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError naming the field unless all are fields, and values that they can have.
+
+    >>> check_values({"block_m": 48})
+    Traceback (most recent call last):
+    ValueError: block_m is 48; it must be a power of two within 16..1024
+    """
+    for name, value in values.items():
+        kind = _KINDS.get(name)
+        if kind is None:
+            raise TypeError(
+                f"{name!r} is no field of the configuration; there are {', '.join(_KINDS)}"
+            )
+        if type(value) is not kind:
+            what = "True or False" if kind is bool else f"an int, {_allowed(name)}"
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {what}")
+        if isinstance(value, int) and kind is int and not _fits(name, value):
+            raise ValueError(f"{name} is {value!r}; it must be {_allowed(name)}")
+
+
+def _fits(name: str, value: int) -> bool:
+    if name in _POWERS:
+        least, most = _POWERS[name]
+        return least <= value <= most and value & (value - 1) == 0
+    return value in _ONE_OF[name] if name in _ONE_OF else _FROM[name] <= value <= _MOST
+
+
+def _allowed(name: str) -> str:
+    if name in _POWERS:
+        least, most = _POWERS[name]
+        return f"a power of two within {least}..{most}"
+    if name in _ONE_OF:
+        return f"one of {', '.join(map(str, _ONE_OF[name]))}"
+    meaning = {"programs": ", where 0 is as many as are resident", "copiers": ", where 0 is none"}
+    return f"within {_FROM[name]}..{_MOST}{meaning.get(name, '')}"
+
 
 _override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.ContextVar(
     "interlace_configuration", default=None
@@ -72,8 +135,8 @@ def override(**values: int | bool) -> Iterator[None]:
     """Within the block, every configuration has these values; ``interlace.configured``.
 
     They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
-    have to give the same ones; fused ops raise ValueError if they do not. TypeError for a name that is no
-    field of :class:`Configuration`.
+    have to give the same ones; fused ops raise ValueError if they do not. A value that a field cannot have,
+    or a name of none, is a ValueError or TypeError on entering the block: see :func:`check_values`.
 
     >>> import interlace, torch
     >>> def on_rank():
@@ -82,7 +145,7 @@ def override(**values: int | bool) -> Iterator[None]:
     >>> interlace.run(on_rank, 2)
     [tensor(128.), tensor(128.)]
     """
-    replace(Configuration(), **values)  # type: ignore[arg-type]  # an unknown name fails here
+    check_values(values)
     token = _override.set({**(_override.get() or {}), **values})
     try:
         yield
@@ -98,6 +161,7 @@ def override_key() -> tuple[tuple[str, int | bool], ...]:
 
 def set_override(values: dict[str, int | bool]) -> None:
     """As :func:`override`, for the rest of the current context."""
+    check_values(values)
     _override.set(dict(values))
 
 

@@ -27,6 +27,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
 
 
+def _block(configuration: Configuration) -> int:
+    """Elements of a block: at least a vector of any dtype."""
+    return max(VECTOR_BYTES, configuration.block_elements)
+
+
 def _launch(
     communicator: Communicator,
     workspace: Workspace,
@@ -47,7 +52,7 @@ def _launch(
                 **workspace.kernel_arguments(),
                 **arguments,
                 "multicast": multicast,
-                "BLOCK": configuration.block_elements,
+                "BLOCK": _block(configuration),
                 "MULTIMEM": multicast != 0,
             },
             op,
@@ -64,7 +69,7 @@ def all_gather(
     configuration: Configuration,
 ) -> Event:
     """``output = concat(input of rank 0, 1, ...)``; ``lengths`` by rank."""
-    block = configuration.block_elements
+    block = _block(configuration)
     parts = formulas.multimem_parts(lengths, block, input.element_size())
     blocks = sum(formulas.ceil_div(length, block) for length in lengths)
     source = _aligned(input)
@@ -102,7 +107,7 @@ def reduce_scatter(
     configuration: Configuration,
 ) -> Event:
     """``output`` = the sum over ranks of the own part of ``input``, whose parts have ``lengths``."""
-    block, item = configuration.block_elements, input.element_size()
+    block, item = _block(configuration), input.element_size()
     parts = formulas.multimem_parts(lengths, block, item)
     blocks = sum(formulas.ceil_div(length, block) for length in lengths)
     layout = Layout(pulled=True)
@@ -140,7 +145,7 @@ def all_reduce(
     configuration: Configuration,
 ) -> Event:
     """``output`` = the sum over ranks of ``input``, which may be the same tensor."""
-    block, item, elements = configuration.block_elements, input.element_size(), input.numel()
+    block, item, elements = _block(configuration), input.element_size(), input.numel()
     blocks = formulas.ceil_div(elements, block)
     layout = Layout(pulled=True)
     layout.add_slots((communicator.world_size + 1) * blocks)

@@ -108,7 +108,7 @@ def kernel_operands(
         "DESCRIPTORS": descriptors,
         "BIAS": "" if linear.bias is None else linear.bias_along,
         "ACTIVATION": linear.activation,
-        "SUBTILE": configuration.epilogue_subtile,
+        "SUBTILE": configuration.stored_parts,
         "INPUT_PRECISION": input_precision(input.dtype),
     }
 

@@ -10,8 +10,8 @@ folder. JSON::
                    "values": {"fused": {"block_m": 128, ...}}, "microseconds": {...}, ...}]}]}
 
 Reading never fails: what is not such a file, or is none that this version wrote, is left alone with one
-warning that names it. Writing replaces the file at once, under a lock, with what others have written
-meanwhile kept; a file that is somebody else's is an error.
+warning that names it. Writing replaces the file at once, under a lock (``FILE.lock``, which stays), with
+what others have written meanwhile kept; a file that cannot be read as such a cache is an error, and stays.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
+import stat
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -31,13 +32,14 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.configuration import check_values
 
 FORMAT, VERSION = "interlace tuning", 1
 VARIABLE = "INTERLACE_TUNE_CACHE"
 OFF = ("off", "0", "")
 ALGORITHMS = ("fused", "pipelined", "unfused")
-_KINDS = {each.name: type(each.default) for each in fields(Configuration)}
+MOST_BYTES = 64 << 20  # of a file; a row has less than 2000
+MOST_EXTENT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def parse(text: str, file: object) -> dict[Machine, list[Row]]:
     """All rows, by machine. Raises NotOursError."""
     try:
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotOursError(f"{file}: is no JSON: {error}") from None
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise NotOursError(f"{file}: is no file of interlace tune")
@@ -144,27 +146,55 @@ def parse(text: str, file: object) -> dict[Machine, list[Row]]:
     try:
         for each in whole["machines"]:
             rows = [_row(row) for row in each["rows"]]
-            about = Machine(**{name.name: str(each[name.name]) for name in fields(Machine)})
+            about = Machine(**{one.name: each[one.name] for one in fields(Machine)})
+            for name, value in asdict(about).items():
+                _require(name, value, isinstance(value, str))
             found.setdefault(about, []).extend(rows)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise NotOursError(f"{file}: is damaged: {type(error).__name__}: {error}") from None
     return found
 
 
+def _require(name: str, value: object, right: bool) -> None:
+    if not right:
+        raise ValueError(f"{name} is {str(value)[:100]!r}")
+
+
 def _row(facts: dict[str, Any]) -> Row:
-    """Checked as far as a launch depends on it."""
+    """Checked in every field. Raises TypeError or ValueError."""
     row = Row(**{**facts, "shape": tuple(facts.get("shape", ()))})
+    for name in ("op", "dtype", "extents", "algorithm", "date"):
+        _require(name, getattr(row, name), isinstance(getattr(row, name), str))
     for name in ("world", "rows", "columns", "inner"):
-        value = getattr(row, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}")
-    if row.algorithm not in ALGORITHMS or not set(row.values) <= set(ALGORITHMS):
-        raise ValueError(f"algorithm is {row.algorithm!r}, with values for {list(row.values)}")
+        _require(name, value := getattr(row, name), _is_count(value) and value & (value - 1) == 0)
+    _require("shape", row.shape, all(map(_is_count, row.shape)))
+    _require("ranks", row.ranks, row.ranks == 0 or _is_count(row.ranks))
+    for name in ("values", "microseconds"):
+        _require(name, given := getattr(row, name), isinstance(given, dict))
+        _require(name, list(given), set(given) <= set(ALGORITHMS))
+    _require("algorithm", row.algorithm, row.algorithm in ALGORITHMS)
+    for time in (row.default_us, *row.microseconds.values()):
+        _require("a time", time, type(time) in (int, float) and 0 <= time < float("inf"))
     for values in row.values.values():
-        for name, given in values.items():
-            if type(given) is not _KINDS.get(name) or given < 0:
-                raise ValueError(f"{name} is {given!r}")
+        check_values(values)
     return row
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_EXTENT
+
+
+def _text_of(file: pathlib.Path) -> str:
+    """All of it. Raises NotOursError for what is no text, FileNotFoundError and other OSErrors."""
+    about = file.stat()  # before it is opened: that of a pipe may never end
+    if not stat.S_ISREG(about.st_mode):
+        raise NotOursError(f"{file}: is no regular file")
+    if about.st_size > MOST_BYTES:
+        raise NotOursError(f"{file}: has {about.st_size} bytes, more than {MOST_BYTES}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise NotOursError(f"{file}: is no text: {error}") from None
 
 
 def rows_for(about: Machine, file: pathlib.Path | None) -> tuple[Row, ...]:
@@ -172,10 +202,10 @@ def rows_for(about: Machine, file: pathlib.Path | None) -> tuple[Row, ...]:
     if file is None:
         return ()
     try:
-        found = parse(file.read_text(encoding="utf-8"), file)
+        found = parse(_text_of(file), file)
     except FileNotFoundError:
         return ()
-    except (NotOursError, OSError, UnicodeDecodeError) as error:
+    except (NotOursError, OSError) as error:
         said = str(error) if isinstance(error, NotOursError) else f"{file}: {error}"
         warnings.warn(f"tuning cache not used: {said}", RuntimeWarning, stacklevel=2)
         return ()
@@ -205,33 +235,52 @@ def digest(rows: Sequence[Row]) -> str:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def refuse_foreign(file: pathlib.Path) -> None:
-    """Raise NotOursError if ``file`` is there and is not a tuning cache: it would be lost."""
-    with contextlib.suppress(FileNotFoundError):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        try:
-            parse(text, file)
-        except NotOursError as error:
-            if f'"{FORMAT}"' not in text:
-                raise NotOursError(
-                    f"{error}; it is left as it is, name another with {VARIABLE}"
-                ) from None
+def refuse_unwritable(file: pathlib.Path) -> None:
+    """Raise NotOursError or OSError if :func:`add` would: what is there is no cache, or nothing can be
+    written there. Makes the folder.
+    """
+    target = _target(file)
+    _content(target, file)
+    try:
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError("it is read-only")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            handle, name = _new_file(target)
+            os.close(handle)
+            os.unlink(name)
+    except OSError as error:
+        raise OSError(f"{file}: cannot be written: {error}") from None
 
 
 def add(about: Machine, rows: Sequence[Row], file: pathlib.Path) -> None:
     """Merge ``rows`` into ``file``; those of the same key and machine are replaced.
 
     Several processes may do so at once: each waits for the others, and none loses what another wrote.
+    Raises NotOursError if there is something else, and OSError.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file.with_name(file.name + ".lock")):
-        refuse_foreign(file)
-        found: dict[Machine, list[Row]] = {}
-        with contextlib.suppress(FileNotFoundError, NotOursError):
-            found = parse(file.read_text(encoding="utf-8"), file)
+    target = _target(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        found = _content(target, file)
         merged = {row.key: row for row in [*found.get(about, ()), *rows]}
         found[about] = list(merged.values())
-        _replace(file, _text(found))
+        _replace(target, _text(found))
+
+
+def _target(file: pathlib.Path) -> pathlib.Path:
+    """Where links lead, so that the link stays and all its names share a lock."""
+    return pathlib.Path(os.path.realpath(file))
+
+
+def _content(target: pathlib.Path, file: pathlib.Path) -> dict[Machine, list[Row]]:
+    """Of a cache; {} if there is nothing. Raises NotOursError for anything else, which would be lost."""
+    try:
+        return parse(_text_of(target), file)
+    except FileNotFoundError:
+        return {}
+    except NotOursError as error:
+        raise NotOursError(f"{error}; it is left as it is, name another with {VARIABLE}") from None
 
 
 def _text(found: dict[Machine, list[Row]]) -> str:
@@ -241,15 +290,24 @@ def _text(found: dict[Machine, list[Row]]) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, "machines": machines}, indent=1)
 
 
-def _replace(file: pathlib.Path, text: str) -> None:
+def _new_file(target: pathlib.Path) -> tuple[int, str]:
+    """Beside it, open for writing; its mode is that of ``target``, or what the umask leaves of 0o666."""
+    name = f"{target.parent}/.{target.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(name, stat.S_IMODE(target.stat().st_mode))
+    return handle, name
+
+
+def _replace(target: pathlib.Path, text: str) -> None:
     """All of it or nothing: a reader sees the old file or the new one."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    handle, name = _new_file(target)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text + "\n")
             out.flush()
             os.fsync(out.fileno())
-        os.replace(name, file)
+        os.replace(name, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -257,9 +315,9 @@ def _replace(file: pathlib.Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: pathlib.Path) -> Iterator[None]:
+def _locked(target: pathlib.Path) -> Iterator[None]:
     """One process at a time. The lock ends with its holder, so nobody waits for one that died."""
-    with open(file, "w", encoding="ascii") as held:
+    with open(target.with_name(target.name + ".lock"), "w", encoding="ascii") as held:
         try:
             import fcntl
         except ImportError:  # not on this system: the last writer wins

@@ -7,14 +7,13 @@ bounded for the accumulator only, so a candidate that passes may still spill, wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from interlace.runtime.chips import shared_bytes
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.configuration import SMALLEST_DOT, Configuration, check_values
 
 MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
 WARP = 32
-SMALLEST_DOT = 16
 BARRIERS = 16  # bytes of a stage, at most
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, block_k, num_warps
@@ -38,16 +37,12 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     '524384 bytes of shared memory, sm_90 has 232448'
     """
     c = configuration
-    for name in ("block_m", "block_n", "block_k"):
-        value = getattr(c, name)
-        if value < SMALLEST_DOT or value & (value - 1):
-            return f"{name} is {value}, which is no power of two from {SMALLEST_DOT} on"
-    if c.num_warps not in (1, 2, 4, 8, 16) or c.num_stages < 1:
-        return f"{c.num_warps} warps and {c.num_stages} stages"
-    if c.epilogue_subtile not in (1, 2, 4) or c.block_n // c.epilogue_subtile < SMALLEST_DOT:
+    try:
+        check_values(asdict(c))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if c.block_n // c.epilogue_subtile < SMALLEST_DOT:
         return f"epilogue_subtile is {c.epilogue_subtile} of {c.block_n} columns"
-    if c.chunks < 1 or c.copiers < 0:
-        return f"{c.chunks} chunks, {c.copiers} copiers"
     each = c.block_m * c.block_n // (c.num_warps * WARP)
     if each > MOST_ACCUMULATORS and capability // 10 != 10:  # 10.x has tensor memory
         return f"{each} accumulators of a thread, more than {MOST_ACCUMULATORS}"

@@ -60,12 +60,27 @@ def imported(name: str, value: Any, rank: int) -> Any:
         raise TypeError(  # torch would take it, and write it
             f"{name} is a {type(value).__name__} that is read-only on rank {rank}; give a copy"
         )
+    if backwards := _negative_strides(value):
+        raise ValueError(  # torch would end the process
+            f"{name} is a {type(value).__name__} with negative strides {backwards} on rank {rank}; "
+            "give a copy"
+        )
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
     except Exception as error:
         raise TypeError(
             f"{name} is a {type(value).__name__} that cannot be taken as a tensor on rank {rank}: {error}"
         ) from error
+
+
+def _negative_strides(array: Any) -> tuple[int, ...]:
+    """All strides, in bytes, if some dimension runs backwards, as far as the array says; else ()."""
+    for name in ("__array_interface__", "__cuda_array_interface__"):
+        about = getattr(array, name, None)
+        strides = about.get("strides") if isinstance(about, dict) else None
+        if strides and any(s < 0 for e, s in zip(about["shape"], strides, strict=True) if e > 1):
+            return tuple(strides)
+    return ()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

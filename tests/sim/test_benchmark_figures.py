@@ -10,6 +10,7 @@ import types
 from unittest import mock
 
 import hypothesis
+import numpy
 import pytest
 import torch
 from hypothesis import strategies
@@ -234,12 +235,40 @@ def test_every_tile_of_a_product_is_looked_at(m: int) -> None:
             assert op.check(broken, call) > 1, (call, first)
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [(None, 0.0), (True, 0.0), (False, float("inf")), (0.5, 0.5), (float("nan"), float("inf"))],
-)
+INFINITE = float("inf")
+VERDICTS = [
+    (None, 0.0),
+    (True, 0.0),
+    (False, INFINITE),
+    (torch.tensor(True), 0.0),
+    (torch.tensor(False), INFINITE),
+    (numpy.bool_(True), 0.0),
+    (numpy.bool_(False), INFINITE),
+    (numpy.array(False), INFINITE),
+    (0.5, 0.5),
+    (3, 3.0),
+    (torch.tensor(0.5), 0.5),
+    (torch.tensor(2), 2.0),
+    (numpy.float32(0.5), 0.5),
+    (float("nan"), INFINITE),
+    (torch.tensor(float("nan")), INFINITE),
+    (-0.5, INFINITE),
+    (numpy.float64(-1), INFINITE),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), VERDICTS, ids=lambda value: repr(value))
 def test_what_a_check_may_say(found: object, expected: float) -> None:
-    assert kernel.verdict(lambda result, number: found, None, 0) == (expected, "")
+    assert kernel.verdict(lambda result, number: found, None, 0)[0] == expected
+
+
+@pytest.mark.parametrize("found", ["right", [0.0], (True, 1), torch.ones(2), numpy.zeros(1), 1j])
+def test_a_check_that_returns_no_verdict_is_named(found: object) -> None:
+    def compare(result: object, number: int) -> object:
+        return found
+
+    with pytest.raises(TypeError, match=f"compare returned {type(found).__name__}, .* must return"):
+        kernel.verdict(compare, None, 0)
 
 
 # -- baselines -----------------------------------------------------------------------------------------

@@ -210,9 +210,6 @@ def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_host.run(on_rank, 1)
 
 
-# -- calls that do not fit, after they have fitted ----------------------------------------------
-
-
 def _waiting_for_credit(gpu: FakeGpu) -> tuple[Any, torch.Tensor]:
     """Rank 0 waits for rank 1's credit before it copies into its memory; and that memory."""
     warm_up()

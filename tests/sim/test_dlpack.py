@@ -199,6 +199,41 @@ def test_what_may_not_be_written_is_refused() -> None:
     assert interlace.run(on_rank, 2) == [[0, 1, 2, 3], [10, 11, 12, 13]]
 
 
+class OfGpu(Array):
+    """An array that says what CuPy's does."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.data.__array_interface__
+
+
+@pytest.mark.parametrize("kind", ["numpy", "gpu"])
+@pytest.mark.parametrize("order", [np.s_[::-1], np.s_[:, ::-1], np.s_[::-2, ::-1]])
+def test_negative_strides_are_refused(order: Any, kind: str) -> None:
+    """torch ends the process at such an array, so this ends in an error or not at all."""
+
+    def on_rank() -> list[float]:
+        backwards: Any = numbers(4, 2)[order]
+        if kind == "gpu":
+            holder = OfGpu(0)
+            holder.data = backwards
+            backwards = holder
+        name = f"tensor is a {type(backwards).__name__} with negative strides .* on rank"
+        with pytest.raises(ValueError, match=name):
+            interlace.all_reduce(backwards)
+        with pytest.raises(ValueError, match=r"weight is a .* with negative strides"):
+            interlace.all_gather_matmul(torch.ones(2, 4), backwards)
+        x = numbers(4, 2)[::-1].copy()
+        interlace.all_reduce(x)
+        one = numbers(4, 2)[:, ::-1][:, :1]  # one column does not run backwards
+        interlace.all_reduce(one)
+        assert one.tolist() == [[12.0], [16.0], [20.0], [24.0]]
+        return x.tolist()
+
+    results = interlace.run(on_rank, 2)
+    assert results[0] == results[1] == [[22.0, 24.0], [18.0, 20.0], [14.0, 16.0], [10.0, 12.0]]
+
+
 def test_an_array_that_cannot_be_imported_is_named_on_every_rank() -> None:
     def on_rank() -> None:
         x: Any = Broken([1.0]) if interlace.get_rank() == 1 else torch.ones(1)

@@ -213,6 +213,39 @@ def test_what_the_kernel_cannot_do_is_said() -> None:
     assert "algorithm must be one of auto, fused, unfused" in str(error)
 
 
+@pytest.mark.parametrize(("k", "n"), [(40, 1), (1, 24), (1, 1)])
+@pytest.mark.parametrize("strides", [(1, 1), (1, 64), (64, 1)])
+def test_one_row_or_column_has_no_stride_that_matters(
+    k: int, n: int, strides: tuple[int, int]
+) -> None:
+    if (k > 1 and strides[0] > 1) or (n > 1 and strides[1] > 1):
+        strides = strides[::-1]  # the odd one is that of the dimension of one element
+    weight = torch.empty_strided((k, n), strides, dtype=E4M3).copy_(weight_of(2, k, n))
+    one, scale = torch.tensor(1.0), scale_of("row", 9, (1, n))
+    world, lengths = 2, (4, 6)
+
+    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        x = numbers(interlace.get_rank(), 1, *lengths, k)
+        gathered = functional.all_gather_scaled_matmul(
+            x, weight, one, scale, out_dtype=F32, algorithm="fused"
+        )
+        reduced = functional.scaled_matmul_reduce_scatter(
+            x, weight, one, scale, "sum", 1, out_dtype=F32, algorithm="fused"
+        )
+        return functional.wait(gathered), functional.wait(reduced)
+
+    inputs = [numbers(rank, 1, *lengths, k) for rank in range(world)]
+    value, error = product(torch.cat(inputs), weight, one, scale)
+    parts = [product(x, weight, one, scale) for x in inputs]
+    total = sum(value for value, _ in parts)
+    magnitudes = [value.abs() + error for value, error in parts]
+    bound = reference._sum_error([e for _, e in parts], magnitudes, reference.unit_roundoff(F32))
+    with poisoned(), override(**SMALL):
+        for rank, (gathered, reduced) in enumerate(interlace.run(on_rank, world)):
+            check(gathered, value, error, F32)
+            check(reduced, total.chunk(world, 1)[rank], bound.chunk(world, 1)[rank], F32)
+
+
 def test_ranks_agree_on_how_to_accumulate() -> None:
     def on_rank() -> None:
         rank, half = interlace.get_rank(), torch.tensor(0.5)

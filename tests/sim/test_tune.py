@@ -26,7 +26,7 @@ from interlace.cli.tune_options import TuneOptions
 from interlace.runtime import configuration, cost_model, tune_cache, tuning
 from interlace.runtime.chips import CHIPS
 from interlace.runtime.configuration import Configuration, gpu_default
-from interlace.runtime.tune_cache import Machine, NotOursError, Row
+from interlace.runtime.tune_cache import Machine, Row
 from interlace.runtime.tuning import Problem, decide
 from interlace.runtime.valid_configurations import why_not
 
@@ -253,6 +253,21 @@ DAMAGED["text for a number"] = with_row(values={"fused": {"chunks": "3"}})
 DAMAGED["negative"] = with_row(values={"fused": {"chunks": -1}})
 DAMAGED["rows"] = with_row(rows=0)
 DAMAGED["unknown column"] = with_row(colour="red")
+DAMAGED["deep"] = "[" * 100_000
+DAMAGED["a device that is a list"] = json.dumps(
+    {**GOOD, "machines": [{**vars(HERE), "device": ["a"], "rows": []}]}
+)
+for name, wrong in {
+    "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3, "columns": 1 << 70,
+    "inner": True, "algorithm": ["fused"], "shape": [1, "2"], "ranks": -1, "default_us": float("nan"),
+    "microseconds": {"fused": "1"},
+}.items():  # fmt: skip
+    DAMAGED[f"{name} is {wrong}"] = with_row(**{name: wrong})
+for name, wrong in {
+    "block_m": 48, "block_n": -16, "chunks": 0, "copy_rows": 0, "copy_columns": -512, "num_warps": 3,
+    "epilogue_subtile": 3, "programs": -1, "flatten": 1, "group_m": 8.0, "num_stages": None,
+}.items():  # fmt: skip
+    DAMAGED[f"{name} is {wrong}"] = with_row(values={"fused": {name: wrong}})
 
 
 @pytest.mark.parametrize("what", DAMAGED)
@@ -287,22 +302,6 @@ def test_a_damaged_cache_does_not_stop_an_op(
         for _ in range(2):
             assert interlace.run(gather({}), 2)[0].eq(8).all()
     assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
-
-
-@pytest.mark.parametrize("text", ["hello", json.dumps({"format": "other"})])
-def test_the_file_of_somebody_else_is_not_overwritten(text: str, tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "notes.json"
-    file.write_text(text)
-    with pytest.raises(NotOursError, match="left as it is"):
-        tune_cache.add(HERE, [row()], file)
-    assert file.read_text() == text
-
-
-def test_an_older_file_of_ours_is_replaced(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "tune.json"
-    file.write_text(DAMAGED["older"])
-    tune_cache.add(HERE, [row()], file)
-    assert list(tune_cache.rows_for(HERE, file)) == [row()]
 
 
 def write_rows(file: str, writer: int, count: int) -> None:

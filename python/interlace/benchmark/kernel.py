@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+import torch
+
 LONGEST = 500  # characters that are kept of what a check says
 ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
 
@@ -36,7 +39,9 @@ class Kernel:
     inputs : the arguments of set ``number``, made anew in each call. Not collective, and not timed. As
         many sets are used in turn as it takes to get past the cache.
     check : ``check(result, number)``: None or True if the result is right, False or AssertionError if it
-        is wrong, or its largest error as a multiple of what is allowed. Not collective.
+        is wrong, or its largest error as a multiple of what is allowed: one number, wrong if it is
+        negative or nan. Tensors and NumPy arrays without dimensions count as what is in them; anything
+        else is a TypeError. Not collective.
     nbytes : for algbw, bytes of the largest buffer of a rank; 0 prints none.
     bus_factor : busbw = ``bus_factor`` * algbw; see ``interlace.benchmark.figures``. None prints none.
     flops : for TFLOP/s, floating-point operations of a rank; 0 prints none.
@@ -99,14 +104,32 @@ def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Ke
 
 
 def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple[float, str]:
-    """(largest error as a multiple of what is allowed, what ``check`` said if it raised)."""
+    """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong).
+
+    Raises TypeError, naming ``check``, for what is neither a verdict nor a number.
+    """
     try:
         found = check(result, number)
     except AssertionError as error:
         return float("inf"), (str(error) or "AssertionError")[:LONGEST]
-    if found is None or found is True:
+    said = _plain(found)
+    if said is None or said is True:
         return 0.0, ""
-    if found is False:
+    if said is False:
         return float("inf"), ""
-    ratio = float(found)
-    return (ratio if ratio == ratio else float("inf")), ""
+    if isinstance(said, (int, float)):
+        if said >= 0:
+            return float(said), ""
+        return float("inf"), f"the check returned {said}, which is no error"
+    name = getattr(check, "__name__", type(check).__name__)
+    raise TypeError(
+        f"check {name} returned {type(found).__name__}, {str(found)[:100]}; it must return None, a bool, "
+        "or its largest error as one number"
+    )
+
+
+def _plain(found: Any) -> Any:
+    """Of a tensor without dimensions, or a scalar of NumPy, the bool or number in it."""
+    if isinstance(found, (torch.Tensor, numpy.ndarray)) and found.ndim == 0:
+        return found.item()
+    return found.item() if isinstance(found, numpy.generic) else found

@@ -12,6 +12,7 @@ from interlace.cli.build import compiling, show
 from interlace.runtime.build import Report
 from interlace.runtime.bundle import Target, build_bundles
 from interlace.runtime.bundle_ops import OPS, Options
+from interlace.runtime.configuration import Configuration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,4 +107,6 @@ def _override(text: str) -> tuple[str, int]:
     name, _, value = text.partition("=")
     if not value.isdecimal():
         raise ValueError(f"--set is {text!r}; it must be like block_m=64")
+    if isinstance(getattr(Configuration, name, None), bool) and value in ("0", "1"):
+        return name, value == "1"
     return name, int(value)

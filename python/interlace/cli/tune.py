@@ -38,7 +38,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         _list(console, options, jobs)
         return 0
     file = _file(options)
-    tune_cache.refuse_foreign(file)
+    tune_cache.refuse_unwritable(file)
     place = place_of(options)
     device = torch.device("cuda" if place == "cuda" else "cpu")
     machine = tune_cache.machine(place, device)
@@ -48,6 +48,8 @@ def tune(console: Any, options: TuneOptions) -> int:
         highlight=False,
     )
     outcomes: list[tuple[Job, Outcome]] = []
+    unwritten: list[tune_cache.Row] = []
+    failed: Exception | None = None
     with (
         tempfile.TemporaryDirectory(prefix="interlace-tune-") as folder,
         Progress(len(jobs)) as progress,
@@ -57,10 +59,21 @@ def tune(console: Any, options: TuneOptions) -> int:
             outcome = _measured(options, job, len(jobs), progress, f"{folder}/progress-{number}")
             outcomes.append((job, outcome))
             if outcome.best.right:
-                tune_cache.add(machine, [_row(options, job, outcome)], file)
+                unwritten.append(_row(options, job, outcome))
+            try:
+                if unwritten:
+                    tune_cache.add(machine, unwritten, file)
+                    unwritten.clear()
+            except (
+                OSError,
+                tune_cache.NotOursError,
+            ) as error:  # what was measured is still to be printed
+                failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)
     console.print(_meaning(place), style="dim", highlight=False, markup=False, soft_wrap=True)
+    if unwritten and failed is not None:
+        raise failed
     console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
     if tune_cache.path() != file:
         said = f"to use it: {tune_cache.VARIABLE}={file}"

@@ -29,9 +29,10 @@ def why_not(
     """Why the kernels cannot multiply these; empty if they can."""
     for weight in weights:
         across, along = weight.stride()
-        if across != 1 or along < inner:
+        columns = weight.shape[1]  # a stride matters where there is a second row or column
+        if (inner > 1 and across != 1) or (columns > 1 and along < inner):
             return f"weight must be contiguous along k, strides are {weight.stride()}"
-        if not communicator.place.interpreted and (inner | weight.shape[1]) % DESCRIPTOR_ALIGNMENT:
+        if not communicator.place.interpreted and (inner | columns) % DESCRIPTOR_ALIGNMENT:
             return f"k and n must be multiples of 16, weight is {tuple(weight.shape)}"
     if out_dtype is not None and out_dtype not in OUTPUTS:
         return f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}"

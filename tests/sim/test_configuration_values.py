@@ -1,0 +1,112 @@
+"""What fields of a configuration may be: said before anything runs, wherever the values come from."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import interlace
+from interlace.runtime import configuration, tuning_table
+from interlace.runtime.configuration import Configuration, check_values, gpu_default
+from interlace.runtime.tuning_table import GROUPED, INTERPRETED, SHAPES, TILES
+
+FIELDS = asdict(Configuration())
+NUMBERS = [name for name, value in FIELDS.items() if type(value) is int]
+BOOLS = [name for name, value in FIELDS.items() if type(value) is bool]
+POWERS = [name for name in NUMBERS if name.startswith(("block_", "copy_"))]
+SMALLEST = {
+    "block_m": 16, "block_n": 16, "block_k": 16, "group_m": 1, "num_warps": 1, "num_stages": 1,
+    "copiers": 0, "copy_rows": 1, "copy_columns": 16, "chunks": 1, "programs": 0, "block_elements": 1,
+    "epilogue_subtile": 1,
+}  # fmt: skip
+
+WRONG: list[tuple[str, Any, type[Exception]]] = [
+    *[(name, value, TypeError) for name in NUMBERS for value in ("64", 64.0, None, [1], True)],
+    *[(name, numpy.int64(16), TypeError) for name in NUMBERS],
+    *[(name, value, TypeError) for name in BOOLS for value in (1, 0, "yes", None)],
+    *[(name, SMALLEST[name] - 1, ValueError) for name in NUMBERS],
+    *[(name, value, ValueError) for name in NUMBERS for value in (-512, 1 << 40)],
+    *[(name, 48, ValueError) for name in POWERS],
+    *[("num_warps", value, ValueError) for value in (3, 32)],
+    *[("epilogue_subtile", value, ValueError) for value in (3, 8)],
+]
+
+
+def test_all_fields_are_here() -> None:
+    assert set(NUMBERS) == set(SMALLEST) and set(NUMBERS) | set(BOOLS) == set(FIELDS)
+
+
+@pytest.mark.parametrize(("name", "value", "error"), WRONG)
+def test_a_value_that_cannot_be_is_named(name: str, value: Any, error: type[Exception]) -> None:
+    entered = False
+    with pytest.raises(error) as said:  # noqa: SIM117 - of entering, not of what is in it
+        with interlace.configured(**{name: value}):
+            entered = True
+    assert not entered and configuration.current_override() == {}
+    text = str(said.value)
+    assert text.startswith(f"{name} is {value!r}") and "must be" in text
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(TypeError, match=r"'block_q' is no field .* block_m, block_n"):
+        check_values({"block_q": 16})
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather_matmul"])
+def test_nothing_moves_with_a_value_that_cannot_be(op: str) -> None:
+    def on_rank() -> torch.Tensor:
+        with interlace.configured(chunks=-1):
+            x = torch.ones(4, 16)
+            if op == "all_reduce":
+                interlace.all_reduce(x)
+            return interlace.all_gather_matmul(x, x.T)
+
+    with pytest.raises(ValueError, match=r"chunks is -1; it must be within 1\.\."):
+        interlace.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_smallest_value_is_right(name: str) -> None:
+    """The bound says what the kernels take: they do take it, and one below is refused above."""
+
+    def on_rank() -> bool:
+        rank = interlace.get_rank()
+        x, w = torch.ones(5, 19) * (rank + 1), torch.ones(19, 33)
+        with interlace.configured(**{name: SMALLEST[name]}):
+            gathered = interlace.all_gather_matmul(x, w, algorithm="fused")
+            scattered = interlace.matmul_reduce_scatter(torch.ones(4, 19), w, algorithm="fused")
+            summed = torch.ones(50)
+            interlace.all_reduce(summed, algorithm="kernel")
+        expected = torch.tensor([19.0, 38.0]).repeat_interleave(5)[:, None].expand(10, 33)
+        return bool(gathered.eq(expected).all() and scattered.eq(38).all() and summed.eq(2).all())
+
+    assert interlace.run(on_rank, 2) == [True, True]
+
+
+def test_the_table_has_only_values_that_can_be() -> None:
+    for row in (*TILES, *SHAPES):
+        check_values(row.values)
+    for values in (*GROUPED.values(), tuning_table.SENDING, tuning_table.SENDING_FP32):
+        check_values(values)
+    check_values(tuning_table.INTERPRETED_VALUES)
+    for name, bounds in INTERPRETED.items():
+        for value in bounds:
+            check_values({name: value})
+    check_values(FIELDS)
+
+
+def test_a_part_of_a_tile_has_columns_enough() -> None:
+    """An override of one field may not make another one impossible."""
+    made = replace(gpu_default(90, torch.bfloat16, 4096), block_n=16)
+    assert made.epilogue_subtile == 4 and made.stored_parts == 1
+    assert replace(made, block_n=32).stored_parts == 2
+    assert replace(made, block_n=256).stored_parts == 4
+
+
+def test_examples() -> None:
+    assert doctest.testmod(configuration).failed == 0

@@ -1,0 +1,166 @@
+"""What ``interlace tune`` writes to: never somebody else's file, and found out before it measures."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import main
+from interlace.cli import tune as command
+from interlace.cli.tune_options import TuneOptions
+from interlace.runtime import tune_cache
+from interlace.runtime.tune_cache import Machine, NotOursError, Row
+
+HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
+ROW = Row("all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}})
+GOOD = {"format": tune_cache.FORMAT, "version": tune_cache.VERSION, "machines": []}
+FOREIGN = {
+    "empty": "",
+    "text": "hello",
+    "text with the name of the format": 'see "interlace tuning" in the docs',
+    "JSON of somebody else": json.dumps({"format": "other"}),
+    "an older version": json.dumps({**GOOD, "version": 0}),
+    "a newer version": json.dumps({**GOOD, "version": 99}),
+    "damaged": json.dumps({**GOOD, "machines": 3}),
+    "cut off": json.dumps(GOOD)[:-3],
+    "deep": "[" * 100_000,
+    "no text": "\udcff\udcfe",
+}
+
+
+def tune(file: pathlib.Path) -> tuple[int, str]:
+    out = io.StringIO()
+    options = TuneOptions(
+        op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2, cache=str(file)
+    )
+    return command.tune(Console(file=out, width=250), options), out.getvalue()
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement fails the test."""
+
+    def fail(*arguments: Any) -> Any:
+        pytest.fail("measured, though nothing can be written")
+
+    monkeypatch.setattr(command, "_measured", fail)
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.usefixtures("unmeasured")
+def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "notes.json"
+    held = FOREIGN[what].encode(errors="surrogateescape")
+    file.write_bytes(held)
+    for write in (lambda: tune_cache.add(HERE, [ROW], file), lambda: tune(file)):
+        with pytest.raises(NotOursError, match="left as it is") as said:
+            write()
+        assert str(file) in str(said.value)
+    assert file.read_bytes() == held
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in (tmp_path, pipe, pathlib.Path("/dev/full")):
+        with pytest.raises(NotOursError, match="is no regular file"):
+            tune(file)
+        with pytest.warns(RuntimeWarning, match="is no regular file"):
+            assert tune_cache.rows_for(HERE, file) == ()
+    large = tmp_path / "large.json"
+    tune_cache.add(HERE, [ROW], large)
+    monkeypatch.setattr(tune_cache, "MOST_BYTES", 100)
+    with pytest.raises(NotOursError, match="more than 100"):
+        tune(large)
+    with pytest.warns(RuntimeWarning, match="more than 100"):
+        assert tune_cache.rows_for(HERE, large) == ()
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for file in ("/proc/interlace/tune.json", f"{tmp_path}/file/tune.json", f"{tmp_path}/loop"):
+        with pytest.raises(OSError, match=file):
+            tune(pathlib.Path(file))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_file_or_folder_without_permission(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what the system says, for root may write everything."""
+    file = tmp_path / "tune.json"
+    tune_cache.add(HERE, [ROW], file)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(OSError, match="cannot be written: it is read-only"):
+            tune(file)
+
+    def refuse(*arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
+    assert main.run(arguments) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_figures_are_printed_though_they_cannot_be_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tune_cache, "add", full)
+    out = io.StringIO()
+    options = TuneOptions(
+        op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2,
+        cache=f"{tmp_path}/tune.json",
+    )  # fmt: skip
+    with pytest.raises(OSError, match="No space left"):
+        command.tune(Console(file=out, width=250), options)
+    assert "default" in out.getvalue() and "candidates tried" in out.getvalue()
+    assert "written" not in out.getvalue()
+
+
+@contextmanager
+def umask(bits: int) -> Iterator[None]:
+    before = os.umask(bits)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_the_mode_of_the_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    with umask(0o022):
+        tune_cache.add(HERE, [ROW], file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644
+        file.chmod(0o664)
+        tune_cache.add(HERE, [ROW], file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o664
+
+
+def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "real.json", tmp_path / "tune.json"
+    link.symlink_to(target)
+    for _ in range(2):  # to a file that is not there yet, then to one that is
+        tune_cache.refuse_unwritable(link)
+        tune_cache.add(HERE, [ROW], link)
+        assert link.is_symlink() and not target.is_symlink()
+        assert list(tune_cache.rows_for(HERE, target)) == [ROW]
+    assert sorted(path.name for path in target.parent.iterdir()) == ["real.json", "real.json.lock"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tune.json"]
