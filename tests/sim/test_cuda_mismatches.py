@@ -188,6 +188,3 @@ def test_a_refused_call_is_told_to_those_who_went_on(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(TypeError, match="must be a tensor, got str"):
         fake_host.run(on_rank, 2)
-
-
-# -- what follows a wait that was given up ------------------------------------------------------
