@@ -96,7 +96,9 @@ CASES = [
     ),
     Case(_signal("credit not waited for", (_CREDIT, "return epoch")), "races", _AR),
     Case(
-        _signal("credit of an op too early", (_CREDIT, _CREDIT.replace("- 1", "- 2"))), "races", _AR
+        _signal("credit of an op too early", (_CREDIT, _CREDIT.replace("- 1)", "- 2) + 1"))),
+        "races",
+        _AR,
     ),
     Case(
         _signal("epoch of the op before", ("0) + _EPOCH) + 1", "0) + _EPOCH)")),
