@@ -11,7 +11,9 @@ from interlace.runtime import configuration
 from interlace.runtime.place import Place
 
 PLACES = ("sim", "shm", "cuda")
+JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
+MOST_SECONDS = 1e6  # what waits of the system take; eleven days
 
 
 def run(
@@ -47,6 +49,11 @@ def run(
     >>> interlace.run(lambda: interlace.get_rank() * 10, 3)
     [0, 10, 20]
     """
+    if place in JOB_PLACES:
+        raise ValueError(
+            f'place "{place}" is of processes that are there already, started by torchrun or joined by '
+            f"torch.distributed.init_process_group; run() has {', '.join(PLACES)}"
+        )
     if place not in PLACES:
         raise ValueError(f"place must be one of {', '.join(PLACES)}, got {place!r}")
     check_run(fn, world_size, timeout)
@@ -82,6 +89,8 @@ def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
+    if timeout > MOST_SECONDS:
+        raise ValueError(f"timeout must be at most {MOST_SECONDS:g} seconds, got {timeout}")
 
 
 def host_function(

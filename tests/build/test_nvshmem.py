@@ -1,7 +1,7 @@
 """Kernels that put are linked with NVSHMEM's device library, for GPUs that this machine does not have.
 
-The library comes with the test extra. Where there is none for this machine, that is said, and what needs
-no library is still checked.
+The library comes with the test extra, so a test that misses it fails. INTERLACE_WITHOUT_NVSHMEM=1 skips
+such tests, as does a machine that it is not made for. What needs no library is still checked.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import pathlib
+import platform
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -23,6 +26,8 @@ from interlace.runtime.catalogue import ARCHES, Entry
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.nvshmem_catalogue import between_nodes, linked
 
+WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
+SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 HERE = pathlib.Path(__file__).parent
 TABLE = HERE.parents[1] / "kernels" / "nvshmem.py"
 EVERYTHING = Entry(
@@ -45,7 +50,9 @@ def library(arch: int) -> tuple[tuple[str, str], ...]:
     try:
         return linked(arch)[0].libraries
     except PlaceUnavailableError as error:
-        pytest.skip(f"NOTHING IS LINKED: {error}")
+        if os.environ.get(WITHOUT) == "1" or not SERVED:
+            pytest.skip(f"NOTHING IS LINKED: {error}")
+        pytest.fail(f"{error}\nThe test extra brings it; {WITHOUT}=1 skips what needs it.")
 
 
 def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[Report], list[str]]:
@@ -70,6 +77,20 @@ def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
         assert set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.MULTILINE)) <= DRIVER
         assert not re.search(r"^\.extern \.(global|const)", ptx, re.MULTILINE)
         assert re.search(r"^\.visible \.(const|global) .*\bnvshmemi_device_state_d\[", ptx, re.M)
+
+
+def test_a_missing_library_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(arch: int) -> list[Entry]:
+        raise PlaceUnavailableError("no device library")
+
+    monkeypatch.setitem(globals(), "linked", missing)
+    monkeypatch.setitem(globals(), "SERVED", True)
+    monkeypatch.delenv(WITHOUT, raising=False)
+    with pytest.raises(pytest.fail.Exception, match=f"no device library\n.*{WITHOUT}=1 skips"):
+        library(90)
+    monkeypatch.setenv(WITHOUT, "1")
+    with pytest.raises(pytest.skip.Exception):
+        library(90)
 
 
 def test_every_function_of_the_table_links(tmp_path: pathlib.Path) -> None:

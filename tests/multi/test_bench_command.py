@@ -7,8 +7,10 @@ import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from interlace.benchmark import plain_all
 from interlace.cli import bench_options, main
 from interlace.cli.bench import bench
 from interlace.cli.bench_options import BenchOptions
+from interlace.cli.outputs import refuse_unwritable
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
 FAST: dict[str, Any] = {"repetitions": 2}
@@ -287,6 +290,11 @@ def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
             ["all_reduce", "--json", "/no/such/x.json"],
             "--json /no/such/x.json: the folder does not",
         ),
+        (["all_reduce", "--timeout", "inf"], "--timeout must be positive, got inf"),
+        (["all_reduce", "--timeout", "nan"], "--timeout must be positive, got nan"),
+        (["all_reduce", "--sizes", ""], "--sizes: '' is no size"),
+        (["all_reduce", "--json", str(KERNELS.parent)], "is a folder"),
+        (["all_reduce", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
         (["all_reduce", "--place", "hosts"], "--place hosts is one of torchrun's"),
         (["all_reduce", "--place", "sim", "--baseline", "gloo"], "needs a process per rank"),
         ([f"{KERNELS}::right", "--algorithm", "fused"], "a kernel of your own has none"),
@@ -301,6 +309,64 @@ def test_options_that_cannot_be(
 ) -> None:
     assert main.run(["bench", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+OWN = [("right", []), ("nothing", []), ("needs_more", ["--sizes", "4"])]
+
+
+@pytest.mark.parametrize(("function", "options"), OWN)
+def test_no_rank_starts_for_a_function_that_cannot_be_called(
+    function: str,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("interlace.run", lambda *a, **k: pytest.fail("a rank has started"))
+    assert main.run(["bench", f"{KERNELS}::{function}", "--place", "sim", *options]) == 2
+    assert "rank" not in capsys.readouterr().err
+
+
+def test_a_plot_of_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main.run(["bench", "all_reduce", "--plot", "x.foo"]) == 2
+    assert "--plot x.foo: 'foo' is none of" in " ".join(capsys.readouterr().err.split())
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it(tmp_path: pathlib.Path) -> None:
+    held, new = tmp_path / "held", tmp_path / "new"
+    held.write_text("text")
+    for path in (held, new):
+        refuse_unwritable("--json", str(path))
+    assert held.read_text() == "text" and not new.exists()
+
+
+def test_figures_are_printed_though_the_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["all_reduce", "--sizes", "64", "--place", "sim", "--repetitions", "1"]
+    assert main.run(["bench", *arguments, "--json", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "All results are right." in said.out and "No space left" in said.err
+
+
+def test_a_terminated_command_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    arguments = ["all_reduce", "--sizes", "64", "--place", "sim", "--repetitions", "1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "interlace", "bench", *arguments],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("interlace-bench-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(tmp_path.glob("interlace-bench-*")), "it has not begun"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(tmp_path.glob("interlace-*"))
 
 
 @pytest.mark.parametrize("name", ["nccl", "symm_mem"])

@@ -86,8 +86,10 @@ def arguments_of(function: Callable[..., Any], target: str) -> dict[str, bool]:
     return taken
 
 
-def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Kernel:
-    """What ``function`` is at one size. ``given``: values by the names in ``ARGUMENTS``. Collective."""
+def arguments_for(
+    function: Callable[..., Any], target: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of ``given`` that the function takes. Raises ValueError if it needs one that is None."""
     arguments = {}
     for name, needed in arguments_of(function, target).items():
         if given.get(name) is not None:
@@ -95,6 +97,12 @@ def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Ke
         elif needed:
             option = "--sizes" if name == "nbytes" else f"--{name}"
             raise ValueError(f"{target}: takes {name!r}, so give {option}")
+    return arguments
+
+
+def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Kernel:
+    """What ``function`` is at one size. ``given``: values by the names in ``ARGUMENTS``. Collective."""
+    arguments = arguments_for(function, target, given)
     found = function(**arguments)
     if isinstance(found, Kernel):
         return found

@@ -148,7 +148,8 @@ def _candidates(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) ->
 
 
 @functools.cache
-def _loaded(target: str) -> Callable[..., Any]:
+def loaded(target: str) -> Callable[..., Any]:
+    """The function that a kernel of one's own is named by. Raises ValueError or OSError."""
     from interlace.verify.suite import load_function
 
     return load_function(target)
@@ -157,7 +158,7 @@ def _loaded(target: str) -> Callable[..., Any]:
 def _own_kernel(request: Request, setting: Setting, place: Place) -> Source:
     target = request.target
     sizes = {"nbytes": request.nbytes, "m": request.m, "n": request.n, "k": request.k}
-    found = kernel.made(_loaded(target), target, {**sizes, "dtype": setting.dtype})
+    found = kernel.made(loaded(target), target, {**sizes, "dtype": setting.dtype})
     names = _own_baselines(request, found, place)
     function = target.rpartition("::")[2]
     sizes["bytes"] = found.nbytes or sizes.pop("nbytes")

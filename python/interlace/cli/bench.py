@@ -33,7 +33,8 @@ from interlace.cli.bench_options import (
     world_size_of,
 )
 from interlace.cli.bench_progress import Progress, TickFile, nothing
-from interlace.cli.plots import require_matplotlib
+from interlace.cli.outputs import refuse_unwritable
+from interlace.cli.plots import refuse_format
 
 
 def bench(console: Any, options: BenchOptions) -> int:
@@ -42,30 +43,34 @@ def bench(console: Any, options: BenchOptions) -> int:
     Raises ValueError, TypeError or OSError for options that cannot be, before anything runs.
     """
     requests = requests_of(options)
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: the folder does not exist")
     if options.plot is not None:
-        require_matplotlib()
+        refuse_format(options.plot)
+    for name in ("json", "plot"):
+        if (path := getattr(options, name)) is not None and _prints():
+            refuse_unwritable(f"--{name}", path)
     if not under_torchrun():
         results = _in_own_ranks(options, requests)
     else:
         results = _as_rank(options, requests)
-        if (
-            os.environ["RANK"] != "0"
-        ):  # rank 0 has the same; a status of 1 here would end it too early
+        if not _prints():  # rank 0 has the same; a status of 1 here would end it too early
             failed = [each.failed for each in results if each.failed]
             print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
             return 1 if failed else 0
     bench_report.render(console, options, results)
-    if options.json is not None:
-        bench_report.write_json(pathlib.Path(options.json), options, results)
-        console.print(f"JSON: {options.json}", highlight=False, markup=False)
-    if options.plot is not None:
-        bench_report.write_plot(pathlib.Path(options.plot), results)
-        console.print(f"Plot: {options.plot}", highlight=False, markup=False)
+    try:
+        if options.json is not None:
+            bench_report.write_json(pathlib.Path(options.json), options, results)
+            console.print(f"JSON: {options.json}", highlight=False, markup=False)
+    finally:  # one may fail, and the other not
+        if options.plot is not None:
+            bench_report.write_plot(pathlib.Path(options.plot), results)
+            console.print(f"Plot: {options.plot}", highlight=False, markup=False)
     return 0 if all(each.right for each in results) else 1
+
+
+def _prints() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:

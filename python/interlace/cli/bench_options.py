@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark import baselines, ops
+from interlace.benchmark import baselines, kernel, ops
 from interlace.benchmark.sizes import parse_sizes
-from interlace.benchmark.subjects import DTYPES, Request
+from interlace.benchmark.subjects import DTYPES, Request, loaded
+from interlace.launcher import MOST_SECONDS
 
 OWN_PLACES = ("sim", "shm", "cuda")
 PLACES = (*OWN_PLACES, "hosts", "nvshmem")  # these two only with torchrun
@@ -167,8 +168,10 @@ def requests_of(options: BenchOptions) -> list[Request]:
         raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
     if options.repetitions < 1:
         raise ValueError(f"--repetitions must be positive, got {options.repetitions}")
-    if not options.timeout > 0:
-        raise ValueError(f"--timeout must be positive, got {options.timeout}")
+    if not 0 < options.timeout <= MOST_SECONDS:
+        raise ValueError(
+            f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
+        )
     on_gpu = place_of(options) in GPU_PLACES
     request = Request(
         target,
@@ -182,7 +185,10 @@ def requests_of(options: BenchOptions) -> list[Request]:
     world_size = world_size_of(options)
     requests = [replace(request, **size) for size in _shapes(options)]
     for each in requests:
-        if target in ops.FUSED:
+        if each.own:
+            sizes = {"nbytes": each.nbytes, "m": each.m, "n": each.n, "k": each.k}
+            kernel.arguments_for(loaded(target), target, {**sizes, "dtype": each.dtype})
+        elif target in ops.FUSED:
             ops.FUSED[target].refuse(world_size, each.m or 0, each.dtype)
         elif target in ops.PLAIN:
             ops.PLAIN[target].refuse(world_size)
@@ -259,7 +265,7 @@ def _shapes(options: BenchOptions) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"--sizes: {options.target} moves nothing, so it has no size")
             yield {}
             return
-        lists["nbytes"] = parse_sizes(options.sizes or DEFAULT_SIZES)
+        lists["nbytes"] = parse_sizes(DEFAULT_SIZES if options.sizes is None else options.sizes)
     else:
         if options.sizes is not None:
             raise ValueError(f"--sizes: {options.target} has a shape; it takes --m, --n and --k")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -123,7 +127,8 @@ def run(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     console = new_console()
     try:
-        return int(_dispatch(options, console, arguments))
+        with _terminable():
+            return int(_dispatch(options, console, arguments))
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
@@ -132,8 +137,32 @@ def run(arguments: list[str]) -> int:
         for line in rest[:20]:
             print(line, file=sys.stderr)
         return 2
+    except Terminated:
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         return 130
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come. Ranks in this process let it through, as they do Ctrl-C."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the command as an exception does, so that temporary files and processes go."""
+
+    def leave(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one may not disturb that
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -> int:

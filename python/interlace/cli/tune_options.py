@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import pathlib
 import re
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ PLACES = ("sim", "shm", "cuda")
 ARCHES = (80, 86, 89, 90, 100, 120)
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 BUDGET = 60.0
+MOST_BUDGET = 1e5
 Shape = tuple[int, int, int]
 
 DESCRIPTION = """\
@@ -140,8 +142,10 @@ def check(options: TuneOptions) -> None:
         raise ValueError(
             "tune starts its ranks itself, one process per GPU: start it without torchrun"
         )
-    if not options.budget > 0:
-        raise ValueError(f"--budget must be positive, got {options.budget}")
+    if not 0 < options.budget <= MOST_BUDGET:
+        raise ValueError(
+            f"--budget must be positive, got {options.budget}; the most is {MOST_BUDGET:g} s"
+        )
     if not 1 <= world_size_of(options) <= MOST_RANKS:
         raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {options.world_size}")
     if options.arch is not None and not (options.dry_run and place_of(options) == "cuda"):
@@ -151,7 +155,31 @@ def check(options: TuneOptions) -> None:
             "--place cuda needs a CUDA device, and torch sees none; use --place shm or sim, or "
             "--dry-run --arch 90"
         )
-    shapes_of(options)
+    shapes = shapes_of(options)
+    if not options.dry_run:
+        for shape in shapes:
+            _refuse_size(options, shape)
+
+
+def _refuse_size(options: TuneOptions, shape: Shape) -> None:
+    """Raise ValueError if the operands and the product of all ranks are more than there is memory."""
+    m, n, k = shape
+    size, place = world_size_of(options), place_of(options)
+    if place == "cuda":
+        devices = torch.cuda.device_count()
+        most = torch.cuda.get_device_properties(0).total_memory * (
+            devices if devices >= size else 1
+        )
+    elif "SC_PHYS_PAGES" in os.sysconf_names:
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    needed = size * (m * k + k * n + m * n) * dtype_of(options).itemsize
+    if needed > most:
+        raise ValueError(
+            f"{m} x {n} x {k} on {size} ranks needs {needed / 2**30:,.0f} GiB, there are "
+            f"{most / 2**30:,.0f} in place {place}"
+        )
 
 
 def shapes_of(options: TuneOptions) -> list[Shape]:
