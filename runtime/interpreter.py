@@ -11,6 +11,7 @@ The builder is global to the process, so only one session exists at a time; a se
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -53,15 +54,20 @@ def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], Non
     names = kernel.arg_names
     unknown = set(arguments) - set(names)
     assert not unknown, f"{kernel.__name__} has no argument {sorted(unknown)}"
-    annotations = kernel.fn.__annotations__
+    constants = _constants(kernel)
     converted = {
-        name: value
-        if "constexpr" in str(annotations.get(name, ""))
-        else triton_interpreter._implicit_cvt(value)
+        name: value if name in constants else triton_interpreter._implicit_cvt(value)
         for name, value in arguments.items()
     }
     body = kernel.rewrite()
     return lambda: body(**converted)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(kernel: Any) -> frozenset[str]:
+    """The names of its constexpr arguments."""
+    annotations = kernel.fn.__annotations__.items()
+    return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
 
 
 _session_lock = threading.RLock()
@@ -281,13 +287,15 @@ def source_frames(frame: Any) -> list[Any]:
 
     Neither Triton's nor the runtime's own frames are of use to the author of a kernel.
     """
-    triton_home = triton.__path__[0]
     frames = []
     while frame is not None:
-        name = frame.f_code.co_filename
-        module = frame.f_globals.get("__name__", "")
-        ours = module.startswith(("interlace.runtime.", "interlace.verify."))
-        if not name.startswith(triton_home) and not ours and "greenlet" not in name:
+        if _of_kernels(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
             frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+@functools.cache  # asked for every frame at every access of a run that is observed
+def _of_kernels(file: str, module: str) -> bool:
+    ours = module.startswith(("interlace.runtime.", "interlace.verify."))
+    return not file.startswith(triton.__path__[0]) and not ours and "greenlet" not in file

@@ -234,7 +234,9 @@ class ShadowMemory:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
         while len(addresses):
             segment = self._at_or_page(int(addresses[0]))
-            if int(addresses.min()) >= segment.base and int(addresses.max()) < segment.end:
+            if len(addresses) == 1 or (
+                int(addresses.min()) >= segment.base and int(addresses.max()) < segment.end
+            ):
                 yield segment, segment.cells(addresses, size)
                 return
             inside = (addresses >= np.uint64(segment.base)) & (addresses < np.uint64(segment.end))
