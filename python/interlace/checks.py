@@ -77,8 +77,10 @@ def _negative_strides(array: Any) -> tuple[int, ...]:
     """All strides, in bytes, if some dimension runs backwards, as far as the array says; else ()."""
     for name in ("__array_interface__", "__cuda_array_interface__"):
         about = getattr(array, name, None)
-        strides = about.get("strides") if isinstance(about, dict) else None
-        if strides and any(s < 0 for e, s in zip(about["shape"], strides, strict=True) if e > 1):
+        if not isinstance(about, dict):
+            continue
+        strides = about.get("strides") or ()
+        if any(s < 0 for e, s in zip(about["shape"], strides, strict=False) if e > 1):
             return tuple(strides)
     return ()
 
