@@ -131,6 +131,7 @@ OPS = {
             "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
             "chunks": "chunk_lines(rank, world_size, rows, chunk_size, BLOCK_M, tiles_n)",
             "num_chunks": "slots",
+            "multicast": "0",  # bundles send to each rank by itself
         },
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},
         # without columns nobody would wait for what arrives, and it would hit the next op

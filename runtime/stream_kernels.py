@@ -13,7 +13,7 @@ import torch
 from interlace.runtime import collective_algorithms as algorithms
 from interlace.runtime import configuration, low_latency_algorithms, multimem_algorithms
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.memory import neighbours, overlap
+from interlace.runtime.memory import bytes_of, neighbours, overlap
 from interlace.runtime.stream import Event
 
 REDUCTIONS = ("sum", "avg")
@@ -55,7 +55,8 @@ def all_gather(
     for source, piece in enumerate(torch.split(target, lengths)):
         output = outputs[source]
         if source != communicator.rank or output.data_ptr() != input.data_ptr():
-            communicator.compute.copy(output, piece.view(output.shape), "output")
+            # as bytes: torch copies no elements of less than one
+            communicator.compute.copy(bytes_of(output), bytes_of(piece), "output")
     return communicator.compute.record()
 
 

@@ -117,6 +117,8 @@ def test_catalogue_covers_every_kernel(arch: int) -> None:
             for name, value in names
             if name.endswith("_kernel") and value.fn.__module__ == module
         }
+    if arch < 90:  # which has no multimem instructions
+        shipped = {each for each in shipped if each[0] != "interlace.kernels.multimem"}
     listed = entries(arch)
     assert {(entry.module, entry.kernel) for entry in listed} == shipped
     assert len({entry.name for entry in listed}) == len(listed)

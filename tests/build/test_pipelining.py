@@ -33,12 +33,11 @@ SIGNALS = Mutant(
     "kernels/matmul_reduce_scatter.py",
     (
         Edit(
-            "                        OUT_DESCRIPTOR,\n                    )\n"
-            "                complete_descriptor_stores(COMPILED_STORES)\n",
-            "                        OUT_DESCRIPTOR,\n                    )\n"
-            "                    complete_descriptor_stores(COMPILED_STORES)\n"
-            "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
-            "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
+            "            OUT_DESCRIPTOR,\n        )\n    COMPILED_STORES: tl.constexpr",
+            "            OUT_DESCRIPTOR,\n        )\n"
+            "        complete_descriptor_stores(OUT_DESCRIPTOR and COMPILED)\n"
+            "        publish(to_ptr.to(tl.pointer_type(tl.int64)) + number, number)\n"
+            "    COMPILED_STORES: tl.constexpr",
         ),
     ),
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import interlace
 from interlace.groups import default_group
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD, HEADER_WORDS, MAX_WORLD_SIZE
+from interlace.runtime import cost
 from interlace.runtime.memory import DATA_ALIGNMENT, WORD, Arena, Layout, SymmetricBuffer
 from interlace.runtime.place_sim import SimPlace
 
@@ -76,6 +77,13 @@ def one_of_each() -> None:
     interlace.all_reduce(torch.ones(7))
 
 
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small messages, too, through workspaces."""
+    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)
+
+
+@pytest.mark.usefixtures("channels")
 def test_no_allocation_and_no_zeroing_after_the_first_calls() -> None:
     calls: Counter[str] = Counter()
     allocate_, zeros, zero_ = SimPlace.allocate, torch.zeros, torch.Tensor.zero_
@@ -127,6 +135,7 @@ def test_a_larger_shape_grows_both_channels_once() -> None:
         assert held[3] == held[5]
 
 
+@pytest.mark.usefixtures("channels")
 def test_epochs_only_grow_and_credits_follow() -> None:
     def on_rank() -> list[list[int]]:
         group, seen = default_group(), []

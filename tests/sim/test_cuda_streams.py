@@ -181,8 +181,7 @@ FAULTS = [
     (DeviceStream, "follow", _no_move),
     (DevicePlace, "hold_current", _do_not_hold),
     (DeviceStream, "wait_event", _nothing_waited),
-    (DevicePlace, "keep", _kept_nowhere),
-]
+]  # that nobody keeps memory: test_what_the_host_dropped_is_not_used_later
 
 
 @pytest.mark.parametrize(
