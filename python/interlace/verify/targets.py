@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 import interlace
-from interlace import functional
 from interlace.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime import configuration
@@ -141,37 +140,6 @@ def _grouped(op: str) -> Callable[[str], Callable[[], Any]]:
         return _calls(start)
 
     return make
-
-
-def _scaled_gather() -> Callable[[], Any]:
-    """fp8 rows, each with a scale that travels beside it."""
-
-    def start(rank: int, world_size: int, call: int) -> Started:
-        rows = [_numbers(each, call, 20, INNER) % 8 for each in range(world_size)]
-        scales = [2.0 ** (_numbers(each, call, 20, 1) % 3) for each in range(world_size)]
-        weight = torch.eye(INNER).to(torch.float8_e4m3fn)
-        output = functional.all_gather_scaled_matmul(
-            rows[rank].to(torch.float8_e4m3fn),
-            weight,
-            scales[rank],
-            torch.ones(1, INNER),
-            out_dtype=torch.float32,
-            algorithm="fused",
-        )
-        expected = torch.cat([row * scale for row, scale in zip(rows, scales, strict=True)])
-        return _Waited(output), _itself, expected
-
-    return _calls(start)
-
-
-@dataclass(frozen=True)
-class _Waited:
-    """A tensor in flight, as a Work."""
-
-    output: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return functional.wait(self.output)
 
 
 def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
@@ -341,7 +309,7 @@ TARGETS = {
         ),
         Target(
             "all_gather_matmul",
-            {**_algorithms(_all_gather_matmul, *_MATMULS, "switch"), "scaled": _scaled_gather()},
+            _algorithms(_all_gather_matmul, *_MATMULS, "switch"),
             ("all_gather_matmul_kernel",),
         ),
         *(
