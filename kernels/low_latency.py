@@ -37,8 +37,8 @@ round), sending only as many words as there are (a word that was left out 2**32 
 import triton
 import triton.language as tl
 
-from interlace.kernels.flagged_words import count_program, receive_words, send_words
-from interlace.kernels.signal import peer_pointer
+from interlace.kernels.flagged_words import receive_words, send_words
+from interlace.kernels.signal import count_program, peer_pointer
 
 
 @triton.jit

@@ -238,6 +238,81 @@ def fence_descriptor_loads(COMPILED: tl.constexpr):
         )
 
 
+@triton.jit
+def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
+    """Store 64-bit words: above the epoch's lower 32 bits, below ``payload`` (int32); each is seen whole."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .b64 word;
+            mov.b64 word, {$2, $3};
+            st.relaxed.sys.global.b64 [$1], word;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r",
+            [addresses, payload, (epoch & 0xFFFFFFFF).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = (epoch << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
+        pointers = addresses.to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
+    """The payload of own words (``flagged_words.py``), and how many are missing; compiled, after some polls.
+
+    Relaxed, as is :func:`store_words`: data and flag are one 64-bit word, so there is nothing to order.
+    """
+    flag = (epoch & 0xFFFFFFFF).to(tl.int32)
+    if COMPILED:
+        payload, absent = tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, q;
+            .reg .b32 flag, left;
+            .reg .b64 word;
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+            mov.b32 left, 64;
+            setp.eq.s32 p, $4, 0;
+            @p bra done;
+            again:
+            ld.relaxed.sys.global.b64 word, [$2];
+            mov.b64 {$0, flag}, word;
+            setp.eq.s32 p, flag, $3;
+            @p bra done;
+            sub.s32 left, left, 1;
+            setp.gt.s32 q, left, 0;
+            @q bra again;
+            mov.b32 $1, 1;
+            done:
+            }""",
+            "=&r,=&r,l,r,r",
+            [addresses, flag, valid.to(tl.int32)],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        pointers = addresses.to(tl.pointer_type(tl.int64))
+        words = tl.atomic_add(
+            pointers, tl.zeros(valid.shape, tl.int64), mask=valid, sem="relaxed", scope="sys"
+        )
+        payload = (words & 0xFFFFFFFF).to(tl.int32)
+        absent = (((words >> 32).to(tl.int32) != flag) & valid).to(tl.int32)
+    return payload, tl.sum(absent)
+
+
+@triton.jit
+def count_program(peers_ptr, rank):
+    """One more program has ended, whether it gave up or not; the host looks at the count (relaxed)."""
+    header = peer_pointer(peers_ptr, rank, 0)
+    tl.atomic_add(header + _EPOCH, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
+
+
 @triton.jit(do_not_specialize=["rank", "peer", "slot_byte"])
 def publish_kernel(peers_ptr, rank, peer, slot_byte):
     """Publish one slot of ``peer`` from the host's point of view: a stream item after a copy.

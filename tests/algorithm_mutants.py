@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutations import Case, mutant_of
 
 _GROUPED = "kernels/grouped_matmul.py"
-_LOW, _WORDS = "kernels/low_latency.py", "kernels/flagged_words.py"
+_LOW, _SIGNAL = "kernels/low_latency.py", "kernels/signal.py"
 _SWITCH = "kernels/multimem.py"
 _A2A = "all_to_all_grouped_matmul fused"
 _WAIT_ROWS = (
@@ -58,7 +58,7 @@ CASES = [
     # -- words that carry their flag -----------------------------------------------------------------
     Case(
         mutant_of(
-            _WORDS,
+            _SIGNAL,
             "flag of two epochs before taken",
             ("(words >> 32).to(tl.int32) != flag", "(words >> 32).to(tl.int32) < flag - 2"),
         ),
@@ -66,7 +66,7 @@ CASES = [
         "all_gather low_latency",
     ),
     Case(
-        mutant_of(_WORDS, "word stored plainly", (_WORD, "tl.store(pointers, word)")),
+        mutant_of(_SIGNAL, "word stored plainly", (_WORD, "tl.store(pointers, word)")),
         "races",
         "all_gather low_latency",
     ),

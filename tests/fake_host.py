@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import fake_cuda
 from interlace import groups
+from interlace.groups import default_group
 from interlace.runtime.cuda_watchdog import Watchdog
 from interlace.runtime.device_processes import DeviceProcessPlace
 from interlace.runtime.errors import AbortedError
@@ -104,6 +106,19 @@ class ThreadPlace(DeviceProcessPlace):
         watchdog = super()._watched()
         watchdog.look_after = lambda: None  # type: ignore[method-assign]
         return watchdog
+
+
+def own_place() -> DeviceProcessPlace:
+    """That of the rank that asks."""
+    place = default_group().place
+    assert isinstance(place, DeviceProcessPlace)
+    return place
+
+
+def look(seconds_later: float = 0.0) -> None:
+    """Let the watchdog of this rank look, as if so much later."""
+    place = own_place()
+    place._watched().look(place, time.monotonic() + seconds_later)
 
 
 def run(function: Callable[[], Any], world_size: int, *, timeout: float = 20.0) -> list[Any]:

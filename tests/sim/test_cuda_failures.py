@@ -17,24 +17,13 @@ import fake_host
 import interlace
 from fake_cuda import DeviceHang, FakeGpu
 from fake_driver import install
+from fake_host import look, own_place
 from interlace.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime import cuda_watchdog
 from interlace.runtime.cuda_stream import DeviceStream
 from interlace.runtime.cuda_watchdog import LINGER_SECONDS, Watchdog
-from interlace.runtime.device_processes import DeviceProcessPlace
 from interlace.runtime.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
-
-
-def own_place() -> DeviceProcessPlace:
-    place = default_group().place
-    assert isinstance(place, DeviceProcessPlace)
-    return place
-
-
-def look(seconds_later: float = 0.0) -> None:
-    place = own_place()
-    place._watched().look(place, time.monotonic() + seconds_later)
 
 
 def warm_up() -> None:

@@ -5,7 +5,6 @@ On the fake GPU; the watchdog looks when it is told to.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,21 +14,9 @@ import fake_host
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
-from interlace.groups import default_group
+from fake_host import look, own_place
 from interlace.runtime import cost
-from interlace.runtime.device_processes import DeviceProcessPlace
 from interlace.runtime.errors import CollectiveTimeoutError
-
-
-def own_place() -> DeviceProcessPlace:
-    place = default_group().place
-    assert isinstance(place, DeviceProcessPlace)
-    return place
-
-
-def look(seconds_later: float = 0.0) -> None:
-    place = own_place()
-    place._watched().look(place, time.monotonic() + seconds_later)
 
 
 def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:

@@ -8,6 +8,7 @@ Results are compared with float64 in 1 row of 16, others in every call, all colu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ INPUT, WEIGHT = 0, 1
 Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, looser bound
 
 
-class Fused:
+class Fused(ABC):
     """One fused op of a rank. ``communication`` names the collective in it."""
 
     op: str
@@ -67,14 +68,14 @@ class Fused:
         output = torch.empty(rows, columns, dtype=self.setting.dtype, device=self.setting.device)
         return payload.poison(output)
 
+    @abstractmethod
     def inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`ours`, :meth:`theirs`: input, weight, a buffer of the communicated size."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Of the tensor that is gathered or reduced."""
-        raise NotImplementedError
 
     # -- ways to do it -----------------------------------------------------------------------------------
 
@@ -82,17 +83,17 @@ class Fused:
         op = getattr(interlace, self.op)
         return lambda input, weight, buffer: op(input, weight, algorithm=algorithm)
 
+    @abstractmethod
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         """torch.mm and a collective of torch.distributed's default group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alone_inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`alone`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alone(self, *tensors: Any) -> torch.Tensor:
         """torch.mm, copies and sums in this rank's memory of what all ranks bring."""
-        raise NotImplementedError
 
     def symmetric(self, group_name: str) -> Callable[..., Any]:
         """torch's own fused op, over symmetric memory. Raises ValueError where torch has none."""
@@ -101,12 +102,12 @@ class Fused:
     def matmul_inputs(self, call: int) -> Tensors:
         return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
 
+    @abstractmethod
     def communicate(self, *tensors: Any) -> Any:
         """interlace's collective on as many bytes, alone."""
-        raise NotImplementedError
 
-    def communicate_inputs(self, call: int) -> Tensors:
-        raise NotImplementedError
+    @abstractmethod
+    def communicate_inputs(self, call: int) -> Tensors: ...
 
     # -- what is right ---------------------------------------------------------------------------------
 

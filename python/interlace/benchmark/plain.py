@@ -8,6 +8,7 @@ memory, without a rank waiting for another.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ def torchs(*names: str) -> Any:
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
-class Plain:
+class Plain(ABC):
     """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
 
     op: str
@@ -62,31 +63,31 @@ class Plain:
         output = torch.empty(count, dtype=self.setting.dtype, device=self.setting.device)
         return payload.poison(output)
 
+    @abstractmethod
     def inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`ours` and :meth:`theirs`."""
-        raise NotImplementedError
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
 
     # -- three ways to do it, all returning what check() takes ------------------------------------------
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def ours(self, algorithm: str) -> Callable[..., Any]: ...
 
+    @abstractmethod
     def theirs(self, *tensors: Any) -> Any:
         """Through torch.distributed's default group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alone_inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`alone`."""
-        raise NotImplementedError
 
-    def alone(self, *tensors: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def alone(self, *tensors: Any) -> Any: ...
 
-    def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float: ...
 
     # -- what several have in common ----------------------------------------------------------------------
 
