@@ -240,7 +240,7 @@ def fence_descriptor_loads(COMPILED: tl.constexpr):
 
 @triton.jit
 def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
-    """Store 64-bit words: above the epoch's lower 32 bits, below ``payload`` (int32); each is seen whole."""
+    """Store 64-bit words: above the epoch's lower 32 bits, below ``payload`` (int32); each seen whole."""
     if COMPILED:
         tl.inline_asm_elementwise(
             """{
@@ -263,7 +263,7 @@ def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
 
 @triton.jit
 def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
-    """The payload of own words (``flagged_words.py``), and how many are missing; compiled, after some polls.
+    """The payload of own words (``flagged_words.py``), how many are missing; compiled, after some polls.
 
     Relaxed, as is :func:`store_words`: data and flag are one 64-bit word, so there is nothing to order.
     """

@@ -164,5 +164,11 @@ class Barrier(Plain):
     def theirs(self, *tensors: Any) -> None:
         dist.barrier()
 
+    def alone_inputs(self, call: int) -> Tensors:
+        return ()
+
+    def alone(self, *tensors: Any) -> None:
+        """A rank alone meets nobody."""
+
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         return 0.0
