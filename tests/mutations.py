@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import pathlib
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        return "mutant_" + "".join(c if c.isalnum() else "_" for c in self.name)
+        """A module's name; another one for other edits, so that no mutant is taken for another."""
+        what = zlib.crc32(repr((self.file, self.edits)).encode())
+        return "mutant_" + "".join(c if c.isalnum() else "_" for c in self.name) + f"_{what:08x}"
 
     @property
     def of_kernels(self) -> bool:

@@ -91,7 +91,7 @@ def test_explore_all_reports_every_pattern_as_it_goes() -> None:
 
 SIGNAL = (ROOT / "kernels/signal.py").read_text()
 # What no pattern has a step for: addresses, the epoch (a constant), fences of one program, a publish
-# for users' kernels, and what happens after a wait was given up.
+# for users' kernels, what happens after a wait was given up, and words that are data and flag at once.
 NO_STEPS = {
     "is_mapped",
     "complete_descriptor_stores",
@@ -104,6 +104,9 @@ NO_STEPS = {
     "linger",
     "fence_descriptor_loads",
     "write_value_kernel",
+    "store_words",
+    "look_for_words",
+    "count_program",
 }
 
 
