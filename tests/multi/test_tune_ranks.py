@@ -64,7 +64,7 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
     file, out = tmp_path / "tune.json", io.StringIO()
     ops = ("all_gather_matmul", "matmul_all_reduce")
     options = TuneOptions(
-        op=ops, place="shm", m="64", n="32", k="32", budget=2.0, cache=str(file), world_size=2
+        op=ops, place="shm", m="64", n="32", k="32", budget=20.0, cache=str(file), world_size=2
     )
     assert tune(Console(file=out, width=200), options) == 0
     machine = tune_cache.machine("shm", torch.device("cpu"))
