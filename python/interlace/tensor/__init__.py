@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from interlace.tensor.indexed import indexed_all_to_all_v
 from interlace.tensor.placeholder import Placeholder, PlaceholderError
-from interlace.tensor.uneven import all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
+from interlace.tensor.uneven import all_gather_v, gather_v, scatter_v
 
 __all__ = [
     "Placeholder",

@@ -51,7 +51,7 @@ def chunk_lengths(total: int, count: int) -> list[int]:
 
 
 def wide(dtype: torch.dtype, accumulate: str | None = "fp32") -> torch.dtype:
-    """What sums of ``dtype`` are accumulated in: fp32 for what is narrower, unless ``accumulate`` is None."""
+    """In what sums of ``dtype`` are accumulated: fp32 if that is wider and ``accumulate`` is not None."""
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if narrow and accumulate is not None else dtype
 
