@@ -16,8 +16,8 @@ from interlace.tensor.recorded import recorded
 from interlace.tensor.said import (
     check_accumulate,
     checked_sizes,
-    grad_mode,
     gradient_here,
+    gradient_mode,
     off,
     says,
     with_data,
@@ -68,7 +68,7 @@ def indexed_all_to_all_v(
         ("dtype of tensor", said.dtype),
         ("dim", dim),
         ("accumulate", accumulate),
-        grad_mode(),
+        gradient_mode(),
     )
     own_part = (said.shape, said.requires_grad, counts, matrix)
     parts = exchange(communicator, op, terms, own_part, lambda parts: _fit_picked(parts, dim))

@@ -67,9 +67,9 @@ class Placeholder(torch.Tensor):
         device = torch.empty(0).device if device is None else torch.device(device)
         meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
         made = _standing_for(meta, device, tuple(ranks))
-        return made.requires_grad_() if requires_grad else made
-
-    __slots__ = ()
+        if requires_grad:
+            made.requires_grad_()
+        return made
 
     @classmethod
     def __torch_function__(
@@ -81,7 +81,7 @@ class Placeholder(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _inferred(func, args, kwargs or {})
@@ -93,7 +93,7 @@ class Placeholder(torch.Tensor):
             f"value is on {where}"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         text += f", ranks={self.ranks}"
         if self.requires_grad:
@@ -133,7 +133,7 @@ def _rebuilt(shape: Any, dtype: Any, device: Any, requires_grad: bool, ranks: An
 
 
 def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:
-    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Any = torch.Tensor._make_wrapper_subclass
     made = make(
         Placeholder, meta.shape, meta.stride(), dtype=meta.dtype, device=device, storage_size=0
     )

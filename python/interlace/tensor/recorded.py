@@ -28,7 +28,7 @@ class _Recorded(torch.autograd.Function):
         ]  # in a list, or it would be taken for an input, and returned as a view of it
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
         def communicate() -> torch.Tensor | None:
             with torch.no_grad():

@@ -71,7 +71,7 @@ def check_accumulate(accumulate: Any, communicator: Communicator) -> None:
         checks.one_of("accumulate", accumulate, ("fp32",), communicator.rank)
 
 
-def grad_mode() -> tuple[str, bool]:
+def gradient_mode() -> tuple[str, bool]:
     return "torch.is_grad_enabled()", torch.is_grad_enabled()
 
 
@@ -115,7 +115,7 @@ def shared(
     """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
     with moves.refused_by_all(communicator, op):
         own = says(with_data("tensor", tensor, communicator), dim, sizes, communicator)
-    terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, grad_mode())
+    terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
     parts: list[Said] = exchange(communicator, op, terms, own, _fit_parts)
     shapes = [said.shape for said in parts if said.shape is not None]
     lengths = [shape[own.dim] for shape in shapes]

@@ -82,7 +82,7 @@ def _opened(answer: Answer) -> Any:
 def on_rank(function: Callable[[], Result]) -> Result:
     """``function()``, where the calling rank may communicate."""
     relay = _relay.get()
-    return function() if relay is None else relay.ask(function)  # type: ignore[no-any-return]
+    return function() if relay is None else relay.ask(function)
 
 
 def prepare(communicator: Communicator) -> None:

@@ -37,8 +37,8 @@ from interlace.tensor.said import (
     Sizes,
     check_accumulate,
     fit_source,
-    grad_mode,
     gradient_here,
+    gradient_mode,
     says,
     shared,
     with_data,
@@ -94,7 +94,7 @@ def scatter_v(
     def check(parts: list[Said]) -> None:
         fit_source(parts, root)
 
-    parts = exchange(communicator, op, (("root", root), grad_mode()), own, check)
+    parts = exchange(communicator, op, (("root", root), gradient_mode()), own, check)
     source: Said = parts[root]
     assert source.shape is not None and source.dtype is not None
     lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
