@@ -276,7 +276,8 @@ def test_gradients_accumulate_in_fp32(accumulate: str | None, sum: float) -> Non
 # -- what is sent --------------------------------------------------------------------------------------
 
 
-def test_one_message_each_and_none_in_backward() -> None:
+def test_one_message_each() -> None:
+    """And in backward one to compare whose turn it is."""
     sent: list[str] = []
     exchange = message.exchange
 
@@ -299,9 +300,10 @@ def test_one_message_each_and_none_in_backward() -> None:
         mock.patch("interlace.tensor.uneven.exchange", counted),
         mock.patch("interlace.tensor.said.exchange", counted),
         mock.patch("interlace.tensor.indexed.exchange", counted),
+        mock.patch("interlace.tensor.recorded.exchange", counted),
     ):
         interlace.run(calls, 2)
-    assert sorted(sent) == sorted(names * 2)
+    assert sorted(sent) == sorted([*names, *(f"backward of {name}" for name in names)] * 2)
 
 
 def test_gather_and_scatter_are_one_to_all_and_all_to_one() -> None:
@@ -432,6 +434,19 @@ def test_grad_modes_have_to_agree() -> None:
 
     with pytest.raises(RankError, match=r"is_grad_enabled.* differs between ranks"):
         interlace.run(differ, 2)
+
+
+def test_backward_in_another_order_is_named() -> None:
+    """Two ops of equal shapes, whose gradients would go to each other's inputs."""
+
+    def crossed() -> None:
+        one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+        losses = [all_gather_v(one).sum(), all_gather_v(two).sum()]
+        for loss in losses if interlace.get_rank() == 0 else losses[::-1]:
+            loss.backward()
+
+    with pytest.raises(RankError, match=r"the op, by count, differs between ranks: 1 on rank 0, 2"):
+        interlace.run(crossed, 2)
 
 
 def test_a_rank_that_fails_in_backward_ends_all() -> None:

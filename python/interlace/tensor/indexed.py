@@ -96,7 +96,7 @@ def indexed_all_to_all_v(
         return total.to(own.dtype)
 
     assert len(picked) == count
-    return recorded(communicator, whole, tensor, gradient)
+    return recorded(communicator, op, whole, tensor, gradient)
 
 
 def _checked_indices(indices: Any, length: int, communicator: Communicator) -> list[torch.Tensor]:

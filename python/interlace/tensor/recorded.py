@@ -1,7 +1,13 @@
-"""How an op of this package gets into torch's graph: what it returned, and what its backward sends."""
+"""How an op of this package gets into torch's graph: what it returned, and what its backward sends.
+
+Backward is collective, and torch's engine decides when: ranks whose graphs differ may come to two ops in
+different order. So the ops of a group are counted, and before a gradient moves the ranks compare which op
+they are at.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +15,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.runtime.communicator import Communicator
+from interlace.tensor.message import exchange
 from interlace.tensor.simulated import on_rank, prepare
 
 Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
+
+_count: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 class _Recorded(torch.autograd.Function):
@@ -40,6 +49,7 @@ class _Recorded(torch.autograd.Function):
 
 def recorded(
     communicator: Communicator,
+    op: str,
     result: torch.Tensor,
     input: torch.Tensor | None,
     gradient: Gradient,
@@ -49,7 +59,14 @@ def recorded(
     ``gradient`` returns that of ``input``, which may be None, or need none, on ranks that only take part.
     """
     prepare(communicator)
+    number = _count[communicator] = _count.get(communicator, 0) + 1
+    terms = (("the op, by count,", number),)
+
+    def compared(grad: torch.Tensor | None) -> torch.Tensor | None:
+        exchange(communicator, f"backward of {op}", terms, None)
+        return gradient(grad)
+
     own = input is not None and input.requires_grad
     anchor = input if own else torch.empty(0, requires_grad=True)
-    output: torch.Tensor = _Recorded.apply(anchor, [result], gradient, own)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Recorded.apply(anchor, [result], compared, own)  # type: ignore[no-untyped-call]
     return output

@@ -128,7 +128,7 @@ def scattered(
             return whole
         return Placeholder(shape, dtype=dtype, device=device, ranks=[communicator.ranks[root]])
 
-    return recorded(communicator, part, tensor, gradient)
+    return recorded(communicator, "scatter_v", part, tensor, gradient)
 
 
 # -- all to one ----------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def gathered(
         part = moves.scatter(communicator, given, cuts, root, own.dtype)
         return torch.zeros_like(own) if part is None else part
 
-    return recorded(communicator, whole, tensor, gradient)
+    return recorded(communicator, "gather_v", whole, tensor, gradient)
 
 
 # -- all to all ----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def all_gather_v(
         parts = [moves.cut(given, each) for each in cuts]
         return _reduced(communicator, parts, own, accumulate)
 
-    return recorded(communicator, whole, tensor, gradient)
+    return recorded(communicator, op, whole, tensor, gradient)
 
 
 def _reduced(
