@@ -140,3 +140,25 @@ def through_one_rank() -> list[Any]:
     (picked * torch.arange(picked.numel())).sum().backward()
     grad = None if source is None or source.grad is None else source.grad.tolist()
     return [type(middle).__name__, picked.tolist(), grad]
+
+
+def received_by_functional() -> list[Any]:
+    """Functional collectives that only read the shape of what a receiver gives take a placeholder."""
+    rank = interlace.get_rank()
+    functional = interlace.functional
+    whole = torch.arange(4.0)
+    given = whole.requires_grad_() if rank == 0 else Placeholder((4,), requires_grad=True)
+    everywhere = functional.wait(functional.broadcast(given, 0, group="0"))
+    part = functional.wait(functional.scatter(given, 0, group="0"))
+    (everywhere.sum() * (1 + rank) + part.sum()).backward()
+    grad = given.grad.tolist() if rank == 0 and given.grad is not None else None
+    try:
+        functional.wait(functional.broadcast(given, 1, group="0"))  # which has none
+    except TypeError as error:
+        told = str(error)
+    return [
+        everywhere.tolist(),
+        part.tolist(),
+        grad,
+        "broadcast: a Placeholder of shape (4,)" in told,
+    ]

@@ -30,3 +30,9 @@ def test_gradients_through_one_rank() -> None:
     assert [each[0] for each in found] == ["Placeholder", "Tensor", "Placeholder"]
     assert found[0] == ["Placeholder", values, grads]
     assert [each[1:] for each in found[1:]] == [[[], None]] * 2
+
+
+def test_functional_collectives_take_placeholders_from_receivers() -> None:
+    whole, parts = [0.0, 1.0, 2.0, 3.0], ([0.0, 1.0], [2.0, 3.0])
+    found = interlace.run(ranks.received_by_functional, 2, place="shm", timeout=100)
+    assert found == [[whole, parts[0], [4.0] * 4, True], [whole, parts[1], None, True]]
