@@ -223,6 +223,23 @@ def test_unused_results_on_the_rank_with_the_data_are_zeros() -> None:
     assert interlace.run(unused, 2) == [[1.0], [0.0, 0.0]]
 
 
+def test_hooks_may_communicate_in_backward() -> None:
+    def hooked() -> Any:
+        rank = interlace.get_rank()
+        mine = torch.ones(2, requires_grad=True)
+        between = mine * 1
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            picked = indexed_all_to_all_v(grad, [torch.arange(2)] * 2).view(2, 2)
+            return all_gather_v(grad).sum() * picked.sum(0)
+
+        between.register_hook(hook)
+        (between * (1 + rank)).sum().backward()
+        return None if mine.grad is None else mine.grad.tolist()
+
+    assert interlace.run(hooked, 2) == [[18.0, 18.0]] * 2
+
+
 def test_second_derivatives_are_refused() -> None:
     def twice() -> None:
         mine = torch.ones(2, requires_grad=True)

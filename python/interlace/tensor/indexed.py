@@ -22,6 +22,7 @@ from interlace.tensor.said import (
     says,
     with_data,
 )
+from interlace.tensor.simulated import on_rank
 
 
 def indexed_all_to_all_v(
@@ -81,7 +82,8 @@ def indexed_all_to_all_v(
     )
     cuts = moves.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]
-    _all_to_all(communicator, [moves.cut(whole, each) for each in cuts], sent)
+    into = [moves.cut(whole, each) for each in cuts]
+    on_rank(lambda: _all_to_all(communicator, into, sent))
     if not any(each[1] for each in parts):
         return whole
 

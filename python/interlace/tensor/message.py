@@ -12,6 +12,7 @@ from typing import Any
 from interlace.runtime.call import Call, Terms
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
+from interlace.tensor.simulated import on_rank
 
 Check = Callable[[list[Any]], None]
 
@@ -32,5 +33,5 @@ def exchange(
         if check is not None:
             check(parts)
 
-    communicator.collective(call, start, async_op=False)
+    on_rank(lambda: communicator.collective(call, start, async_op=False))
     return parts

@@ -13,7 +13,11 @@ its own, and what has to communicate goes back to the coroutine::
     returns          <-------------          end
 
 One of the two waits at any time, and the coroutine never lets another rank run while its engine does, so a
-seed is a schedule as before. Everywhere else both functions do nothing but call.
+seed is a schedule as before. Ops of this package that a hook calls in backward go back too. Everywhere else
+both functions do nothing but call.
+
+What stays out of reach: torch's hooks on saved tensors, which activation checkpointing sets, are kept per
+thread as well. A region that communicates can be checkpointed by ranks that are processes.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from interlace.tensor.said import (
     shared,
     with_data,
 )
+from interlace.tensor.simulated import on_rank
 
 # -- one to all ----------------------------------------------------------------------------------------
 
@@ -234,7 +235,8 @@ def all_gather_v(
     shape, cuts, needs = shared(op, tensor, sizes, dim, communicator, terms)
     own = tensor.detach()
     whole = moves.empty(communicator, shape, own.dtype)
-    collectives._all_gather(communicator, [moves.cut(whole, each) for each in cuts], own, False)
+    into = [moves.cut(whole, each) for each in cuts]
+    on_rank(lambda: collectives._all_gather(communicator, into, own, False))
     if not needs:
         return whole
 
