@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,8 @@ import torch
 
 import interlace
 from interlace import rooted
-from interlace.runtime.errors import RankError
+from interlace.runtime.errors import InterlaceError, RankError
+from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 from interlace.tensor import (
     Placeholder,
     all_gather_v,
@@ -21,6 +23,7 @@ from interlace.tensor import (
     scatter_v,
 )
 from interlace.tensor.blocks import chunk_lengths
+from interlace.tensor.simulated import prepare
 from support import failure, laid_out, noise
 
 LENGTHS = {1: [3], 2: [0, 4], 3: [2, 0, 5], 4: [1, 3, 0, 2]}
@@ -238,6 +241,12 @@ def test_hooks_may_communicate_in_backward() -> None:
         return None if mine.grad is None else mine.grad.tolist()
 
     assert interlace.run(hooked, 2) == [[18.0, 18.0]] * 2
+
+
+def test_virtual_ranks_of_a_gpu_refuse_to_record() -> None:
+    group: Any = SimpleNamespace(place=object.__new__(VirtualRankPlace), world_size=2, rank=1)
+    with pytest.raises(InterlaceError, match="rank 1: gradients .* need ranks that are processes"):
+        prepare(group)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -31,6 +31,8 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.errors import InterlaceError
+from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 
 Result = TypeVar("Result")
 Answer = tuple[bool, Any]  # whether it is a result, or what was raised
@@ -90,10 +92,22 @@ def on_rank(function: Callable[[], Result]) -> Result:
 
 
 def prepare(communicator: Communicator) -> None:
-    """Before a node is recorded that communicates in backward."""
-    if communicator.place.name == "sim" and communicator.world_size > 1:
+    """Before a node is recorded that communicates in backward.
+
+    Raises InterlaceError on virtual ranks of a GPU: torch runs the nodes of all of them in one thread, the
+    device's, where one that waits for another would wait for what is queued behind it.
+    """
+    place = communicator.place
+    if communicator.world_size == 1:
+        return
+    if place.name == "sim":
         _install()
         _simulated.set(True)
+    elif isinstance(place, VirtualRankPlace):
+        raise InterlaceError(
+            f"rank {communicator.rank}: gradients of interlace.tensor need ranks that are processes: "
+            'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'
+        )
 
 
 def _install() -> None:
