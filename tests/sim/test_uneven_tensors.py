@@ -245,7 +245,7 @@ def test_hooks_may_communicate_in_backward() -> None:
 
 def test_virtual_ranks_of_a_gpu_refuse_to_record() -> None:
     group: Any = SimpleNamespace(place=object.__new__(VirtualRankPlace), world_size=2, rank=1)
-    with pytest.raises(InterlaceError, match="rank 1: gradients .* need ranks that are processes"):
+    with pytest.raises(InterlaceError, match=r"rank 1: gradients .* need ranks that are processes"):
         prepare(group)
 
 
