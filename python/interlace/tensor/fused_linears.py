@@ -187,7 +187,7 @@ class _Replicated(torch.autograd.Function):
         return bias.view_as(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return functional.wait(functional.all_reduce(grad.contiguous(), group=ctx.group)), None
 
 
@@ -203,7 +203,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         return functional.wait(functional.matmul_all_reduce(input, weight, bias=bias, group=group))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         of_input = grad @ weight.t() if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)

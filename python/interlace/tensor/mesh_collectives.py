@@ -235,10 +235,10 @@ def shard_dim_alltoall(
     output = input.new_empty(shape)
     work = _all_to_all(
         communicator,
-        list(output.split(input.shape[gather_dim], gather_dim))
+        list(torch.split(output, input.shape[gather_dim], gather_dim))
         if input.shape[gather_dim]
         else [output] * ranks,
-        list(input.split(sizes, shard_dim)),
+        list(torch.split(input, sizes, shard_dim)),
         True,
     )
     made = AsyncTensor(output, work)

@@ -52,11 +52,11 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt)
         return tensor
     dim = _checked("pad_tensor", tensor, pad_dim, pad_size, "any")
     if _are_we_tracing() and has_free_unbacked_symbols(tensor):
-        shape = list(tensor.shape)
+        shape: list[Any] = list(tensor.shape)
         shape[dim] = pad_size
         return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, pad_size])  # type:
-    ignore[list - item]
+    pad: list[Any] = [0, 0] * (tensor.dim() - dim - 1)
+    return torch.nn.functional.pad(tensor, [*pad, 0, pad_size])
 
 
 @maybe_run_for_local_tensor

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_style
 
 from interlace.tensor.fused_linears import (
@@ -72,7 +72,7 @@ class RowwiseParallel(torch_style.RowwiseParallel):
         if type(module) is not nn.Linear:
             _torch_runs(module, self)
             return super()._apply(module, device_mesh)
-        self.desired_input_layouts = (torch_style.Shard(-1),)
+        self.desired_input_layouts = (Shard(-1),)
         module = distribute_module(module, device_mesh, self._partition_linear_fn)
         return placed_linear(module, RowwiseLinear, _frozen(self, device_mesh))
 
