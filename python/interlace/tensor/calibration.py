@@ -61,7 +61,7 @@ def on_rank(request: Request, tick: Callable[[int, int], None]) -> Times:
     if dist.is_initialized():
         rank, device = dist.get_rank(), _device()
         mesh = DeviceMesh(device.type, _grid(request.mesh))
-        groups = [mesh.get_group(dim) for dim in range(len(request.mesh))]
+        groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
     else:
         rank, device = interlace.get_rank(), interlace.device()
@@ -107,7 +107,7 @@ def _call(
 
 
 def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device) -> list[float]:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for number in range(WARM_UP + calls):
         ops.barrier()

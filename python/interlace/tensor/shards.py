@@ -55,8 +55,8 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt)
         shape: list[Any] = list(tensor.shape)
         shape[dim] = pad_size
         return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    pad: list[Any] = [0, 0] * (tensor.dim() - dim - 1)
-    return torch.nn.functional.pad(tensor, [*pad, 0, pad_size])
+    pad: list[Any] = [*[0, 0] * (tensor.dim() - dim - 1), 0, pad_size]
+    return torch.nn.functional.pad(tensor, pad)
 
 
 @maybe_run_for_local_tensor
