@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,11 +16,13 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 import interlace.tensor as styles
 
 WIDTH, INNER, SEQUENCE = 8, 16, 4
+FORMS = ("module", "copy", "checkpointed", "compiled")
 Plan = Callable[[Any], dict[str, Any]]
 
 
@@ -132,7 +136,10 @@ def dtensor_inputs(mesh: DeviceMesh) -> None:
 
     for placement, text in (
         (Shard(1), "all_gather_matmul over dimension 1"),
-        (Replicate(), "torch's ColwiseParallel: the input is R, not sharded by sequence: nothing"),
+        (
+            Replicate(),
+            "torch's ColwiseParallel: the input is replicated, not sharded by sequence: nothing",
+        ),
     ):
 
         def made(placement: Any = placement) -> DTensor:
@@ -238,6 +245,35 @@ def optimizers(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
 
 
+def in_other_forms(mesh: DeviceMesh) -> None:
+    """A copy, under activation checkpointing, and compiled as one graph."""
+    x, found = sequence(1)(), []
+    for kind, form in ((torch_styles, "module"), *((styles, form) for form in FORMS)):
+        module = torch_styles.parallelize_module(
+            model(), mesh, {"0": kind.ColwiseParallel(input_layouts=Shard(1)),
+                            "2": kind.RowwiseParallel(output_layouts=Shard(1))},
+        )  # fmt: skip
+        module = copy.deepcopy(module) if form == "copy" else module
+        call: Any = module
+        if form == "checkpointed":
+            call = functools.partial(checkpoint, module, use_reentrant=False)
+        elif form == "compiled":
+            if dist.get_world_size() > 2 or dist.get_backend() == "gloo":
+                continue  # Dynamo takes seconds
+            torch._dynamo.reset()
+            call = torch.compile(module, backend="aot_eager", fullgraph=True)
+        input = x.clone().requires_grad_()
+        output = call(input)
+        output.square().sum().backward()
+        gradients = [whole(each.grad) for each in module.parameters()]
+        found.append([whole(output), input.grad, *gradients])
+        if kind is styles and form != "compiled":
+            assert "matmul_reduce_scatter" in styles.explain(module)["2"]
+    for each in found[1:]:
+        for mine, theirs in zip(each, found[0], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 def cases(world_size: int) -> dict[str, Callable[[DeviceMesh], None]]:
     made: dict[str, Callable[[DeviceMesh], None]] = {}
     for dim, bias, scattered, local in (
@@ -252,6 +288,7 @@ def cases(world_size: int) -> dict[str, Callable[[DeviceMesh], None]]:
         made[name] = lambda mesh, a=(dim, bias, scattered, local): feed_forward(mesh, *a)  # type: ignore[misc]
     for function in (
         other_output_layouts, dtensor_inputs, fallbacks, embeddings_and_norms, autocast, optimizers,
+        in_other_forms,
     ):  # fmt: skip
         made[function.__name__] = function
     return made

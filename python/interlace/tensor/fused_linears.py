@@ -20,8 +20,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from interlace import functional
 from interlace.checks import FLOAT_DTYPES
+from interlace.group_specs import GroupSpec, describe
 
 Placements = tuple[Placement, ...]
+At = int | str  # see at()
+REPLICATED = "replicated"
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,15 @@ class Style:
     desired_input_layouts: Placements
     output_layouts: Placements
     use_local_output: bool
+    group: Any = None
+    input_at: Any = None
+    output_at: Any = None
 
-    @property
-    def group(self) -> tuple[DeviceMesh, int]:
-        return self.mesh, 0
+    def __post_init__(self) -> None:
+        """What the forward asks for, as constants where it is compiled: names, sizes and :func:`at`."""
+        object.__setattr__(self, "group", GroupSpec(*describe((self.mesh, 0))))
+        object.__setattr__(self, "input_at", at(self.input_layouts[0]))
+        object.__setattr__(self, "output_at", at(self.output_layouts[0]))
 
     @property
     def ranks(self) -> int:
@@ -57,17 +65,19 @@ class FusedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Linear under the style; ``input`` is a local tensor of ``input_layouts`` or a DTensor."""
         try:
-            output, placement = self._fused(input)
+            output, found = self._fused(input)
         except _Unfused as why:
             self._say(f"torch's {self._style.name}: {why}")
             return self._as_torch(input)
         # rows of a product come sequence by sequence; who takes a view of [b, s, h] expects torch's order
         output, style = output.flatten().view(output.shape), self._style
+        as_wanted = found == from_start(style.output_at, output.dim())
+        if as_wanted and style.use_local_output:
+            return output
+        placement = Shard(found) if isinstance(found, int) else Replicate()
         whole = DTensor.from_local(output, style.mesh, (placement,), run_check=False)
-        wanted = tuple(_from_start(each, output.dim()) for each in style.output_layouts)
-        if wanted == (placement,):
-            return output if style.use_local_output else whole
-        whole = whole.redistribute(placements=style.output_layouts, async_op=True)
+        if not as_wanted:
+            whole = whole.redistribute(placements=style.output_layouts, async_op=True)
         return whole.to_local() if style.use_local_output else whole
 
     def explain(self) -> str:
@@ -90,32 +100,27 @@ class FusedLinear(nn.Linear):
         )
         return made
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Placement]:
-        """The local output and its placement. Raises _Unfused before anything has run."""
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        """The local output and where it lies. Raises _Unfused before anything has run."""
         raise NotImplementedError
 
-    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, Placement]:
-        """The local input, and where it lies, with dimensions from 0."""
+    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        """The local input, and where it lies."""
         style = self._style
+        if input.dim() < 2:
+            raise _Unfused("the input has less than 2 dimensions")
+        lies = style.input_at
+        local = input
         if isinstance(input, DTensor):
             if input.device_mesh != style.mesh:
                 raise _Unfused("the input is on another mesh")
-            placement = input.placements[0]
-        else:
-            placement = style.input_layouts[0]
-        if input.dim() < 2:
-            raise _Unfused(
-                f"the input has {input.dim()} dimension, which nothing is left to gather of"
-            )
-        if type(placement) not in (Shard, Replicate):
-            raise _Unfused(f"the input is {placement}")
-        placement = _from_start(placement, input.dim())
-        if isinstance(placement, Shard) and isinstance(input, DTensor):
-            _even("the input's", input.shape[placement.dim], placement.dim, style.ranks)
-        local = input.to_local() if isinstance(input, DTensor) else input
+            lies = from_start(at(input.placements[0]), input.dim())
+            if isinstance(lies, int):
+                _even("the input's", input.shape[lies], lies, style.ranks)
+            local = input.to_local()
         if local.dtype not in FLOAT_DTYPES:
             raise _Unfused(f"the input is {local.dtype}")
-        return local, placement
+        return local, from_start(lies, input.dim())
 
     def _parameters_of(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Local input, weight (k, n) and bias, if there is one, in the dtype of autocast."""
@@ -131,47 +136,49 @@ class FusedLinear(nn.Linear):
 class ColwiseLinear(FusedLinear):
     """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Placement]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
         style, last = self._style, input.dim() - 1
-        local, placement = self._local(input)
-        if not isinstance(placement, Shard) or placement.dim == last:
-            raise _Unfused(f"the input is {placement}, not sharded by sequence: nothing to gather")
+        local, lies = self._local(input)
+        if not isinstance(lies, int) or lies == last:
+            raise _Unfused(
+                f"the input is {_said(lies)}, not sharded by sequence: nothing to gather"
+            )
         _even("out_features", self.weight.shape[0], 0, style.ranks)
         local, weight, *bias = self._parameters_of(local)
-        self._say(f"all_gather_matmul over dimension {placement.dim}")
+        self._say(f"all_gather_matmul over dimension {lies}")
         output = functional.all_gather_matmul(
-            local, weight, placement.dim, bias=bias[0] if bias else None, group=style.group
+            local, weight, lies, bias=bias[0] if bias else None, group=style.group
         )
-        return functional.wait(output), Shard(last)
+        return functional.wait(output), last
 
 
 class RowwiseLinear(FusedLinear):
     """Weight Shard(1), bias replicated: the sums over ranks are scattered, or added up, by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Placement]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
         style, last = self._style, input.dim() - 1
-        local, placement = self._local(input)
-        wanted = _from_start(style.output_layouts[0], input.dim())
-        if not isinstance(placement, Shard) or placement.dim != last:
-            raise _Unfused(f"the input is {placement}, not sharded by features")
+        local, lies = self._local(input)
+        wanted = from_start(style.output_at, input.dim())
+        if lies != last:
+            raise _Unfused(f"the input is {_said(lies)}, not sharded by features")
         _even("in_features", self.weight.shape[1], 1, style.ranks)
-        if type(wanted) is Replicate:
+        if wanted == REPLICATED:
             local, weight, *bias = self._parameters_of(local)
             self._say("matmul_all_reduce")
             made = _MatmulAllReduce.apply(local, weight, bias[0] if bias else None, style.group)  # type: ignore[no-untyped-call]
             return made, wanted
-        if type(wanted) is not Shard or wanted.dim == last:
+        if not isinstance(wanted, int) or wanted == last:
             raise _Unfused(
-                f"the output is to be {wanted}, neither replicated nor sharded by sequence"
+                f"the output is to be {_said(wanted)}, neither replicated nor sharded by sequence"
             )
-        _even("the output's", local.shape[wanted.dim], wanted.dim, style.ranks)
+        _even("the output's", local.shape[wanted], wanted, style.ranks)
         local, weight, *bias = self._parameters_of(local)
-        self._say(f"matmul_reduce_scatter over dimension {wanted.dim}")
+        self._say(f"matmul_reduce_scatter over dimension {wanted}")
         output = functional.matmul_reduce_scatter(
             local,
             weight,
             "sum",
-            wanted.dim,
+            wanted,
             bias=_Replicated.apply(bias[0], style.group) if bias else None,  # type: ignore[no-untyped-call]
             group=style.group,
         )
@@ -212,11 +219,26 @@ class _MatmulAllReduce(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def _from_start(placement: Placement, ndim: int) -> Placement:
-    """``placement`` with its dimension counted from 0."""
-    if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    return placement
+def at(placement: Placement) -> At:
+    """The dimension of a Shard, REPLICATED, or what else it is.
+
+    >>> at(Shard(1)), at(Replicate())
+    (1, 'replicated')
+    """
+    if placement.is_replicate():
+        return REPLICATED
+    if placement.is_shard():
+        return int(placement.dim)  # type: ignore[attr-defined]
+    return str(placement)
+
+
+def from_start(lies: At, ndim: int) -> At:
+    """``lies`` with a dimension counted from 0."""
+    return lies + ndim if isinstance(lies, int) and lies < 0 else lies
+
+
+def _said(lies: At) -> str:
+    return f"Shard({lies})" if isinstance(lies, int) else lies
 
 
 def _even(what: str, length: int, dim: int, ranks: int) -> None:
