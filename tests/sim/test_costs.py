@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import pathlib
@@ -228,6 +229,10 @@ def test_no_file_is_no_reason_to_warn(tmp_path: pathlib.Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert calibration.read(file=tmp_path / "none.json") == ()
+
+
+def test_the_example() -> None:
+    assert doctest.testmod(calibration).failed == 0
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
