@@ -71,9 +71,10 @@ def patch(model: torch.nn.Module) -> Patched:
     """Let Megatron-core's ``ColumnParallelLinear`` and ``RowParallelLinear`` in ``model`` run on interlace.
 
     Their subclasses too, the output layer of a language model among them. All else stays as it is:
-    parameters, state dicts, hooks, what the layers return. Layers that cannot be served are left alone, and the result
-    says why. Called twice, it does nothing the second time. All ranks of each layer's ``tp_group`` call it,
-    which joins these groups. :func:`unpatch` undoes it, and so does the end of a ``with`` block.
+    parameters, state dicts, hooks, what the layers return. Layers that cannot be served are left
+    alone, and the result says why. Called twice, it does nothing the second time. All ranks of each layer's
+    ``tp_group`` call it, which joins these groups. :func:`unpatch` undoes it, and so does the end of a
+    ``with`` block.
 
     Raises TypeError if ``model`` is no module, ModuleNotFoundError if megatron-core is not installed.
     """

@@ -61,8 +61,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad : sum the input's gradient over the group; not together with ``sequence_parallel``.
     sequence_parallel : gather the input, and reduce-scatter its gradient.
     grad_output_buffer, wgrad_deferral_limit : backward appends the output's gradient to this list and
-        leaves the weight's to :func:`drain_embedding_wgrad_compute`, until the list is as long as the limit; 0 is
-        no limit. Needs ``gradient_accumulation_fusion``.
+        leaves the weight's to :func:`drain_embedding_wgrad_compute`, until the list is as long as the
+        limit; 0 is no limit. Needs ``gradient_accumulation_fusion``.
     async_grad_allreduce : deprecated by Megatron, and ignored. Later versions have ``tp_group`` in its
         place: a group given by position is taken for that.
     tp_group : a torch ``ProcessGroup``, or anything that :func:`interlace.groups.resolve` takes. None is
