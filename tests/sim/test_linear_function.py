@@ -24,10 +24,9 @@ from interlace.nn import (
     row_parallel_linear,
     weight_gradients,
 )
-from interlace.runtime.errors import InterlaceError
 from interlace.runtime.work import Work
-from linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case
-from support import failure, noise
+from linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
+from support import noise
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -51,6 +50,10 @@ def test_narrower_dtypes_keep_their_bounds(dtype: torch.dtype) -> None:
         row_case(dtype, 2, 0, True, False)
 
     interlace.run(case, 2)
+
+
+def test_layers_side_by_side() -> None:
+    interlace.run(side_by_side, 3)
 
 
 def test_autocast_casts_operands() -> None:
@@ -394,18 +397,6 @@ def test_what_one_rank_does_wrong_all_ranks_are_told(
     for each in told:
         assert each is not None and each[0] is kind
         assert re.search(text, each[1])
-
-
-def test_gradients_that_sim_would_mix_up_are_refused() -> None:
-    """Two layers side by side in one graph: torch may give one rank's node to another rank."""
-
-    def case() -> None:
-        x = torch.ones(2, 4, requires_grad=True)
-        ys = [column_parallel_linear(x, [torch.ones(3, 4)], group=None)[0] for _ in range(3)]
-        torch.stack([y.sum() for y in ys]).sum().backward()
-
-    error = failure(case, 2)
-    assert isinstance(error, InterlaceError) and "side by side" in str(error)
 
 
 @pytest.mark.parametrize("module", [linear_function, weight_gradients])

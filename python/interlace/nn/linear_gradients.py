@@ -15,13 +15,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import _all_reduce
-from interlace.groups import default_group
 from interlace.nn import weight_gradients
 from interlace.nn.weight_gradients import DeferredWeightGradients, gather
 from interlace.ops import fused
 from interlace.ops.pending import Started
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.errors import InterlaceError
 from interlace.runtime.operands import multiply
 from interlace.shapes import rows_of, unrows
 
@@ -69,18 +67,6 @@ def _finished(started: Started) -> list[Tensor]:
     if started.work is not None:
         started.work.wait()
     return [each.data for each in started.outputs]
-
-
-def _check_own_rank(communicator: Communicator | None) -> None:
-    """Simulated ranks share torch's queue of backward nodes, which may hand one's to another."""
-    if communicator is None or communicator.place.name != "sim":
-        return
-    caller, owner = default_group().rank, communicator.ranks[communicator.rank]
-    if caller != owner:
-        raise InterlaceError(
-            f'rank {caller}: torch gave this rank the backward of rank {owner}; in "sim", backward of '
-            'branches that communicate side by side is not possible: interlace.run(..., place="shm")'
-        )
 
 
 def _deferred(layer: Layer) -> DeferredWeightGradients | None:
@@ -154,7 +140,6 @@ class Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         layer: Layer = ctx.layer
-        _check_own_rank(layer.communicator)
         kept, *weights = ctx.saved_tensors
         count, needed = len(weights), ctx.needs_input_grad
         used = [index for index, grad in enumerate(grads) if grad is not None]
@@ -243,7 +228,6 @@ class Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: Layer = ctx.layer
-        _check_own_rank(layer.communicator)
         kept, weight = ctx.saved_tensors
         _, shared, weighed, biased = ctx.needs_input_grad
         over = layer.communicator if layer.sharded else None
