@@ -1,0 +1,135 @@
+"""The base of the layers: parameters that are parts of unsharded ones.
+
+Initialisation makes each unsharded parameter, as the unsharded layer does and with its draws from torch's
+generator, and keeps this rank's part. So for one seed the weights are those of the unsharded model on any
+number of ranks, and so is what is drawn next. At most one unsharded layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from interlace.nn.sharding import HeldGroup, Sharding
+from interlace.runtime.communicator import Communicator
+
+
+class ShardedModule(torch.nn.Module):
+    """A module whose own parameters carry a :class:`Sharding`.
+
+    ``state_dict()`` gives this rank's parts. ``load_state_dict`` takes for each of them this rank's part,
+    the unsharded tensor (told by its shape), or a DTensor.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
+        self._shardings: dict[str, Sharding] = {}
+
+    @property
+    def group(self) -> Communicator:
+        """The group that the module communicates over."""
+        return self._held.communicator
+
+    def _add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        *,
+        copies: int = 1,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        """This rank's part of a parameter of ``shape``, not initialised."""
+        size = 0 if dim is None else shape[dim]
+        sharding = self._shardings[name] = Sharding(dim, size, self._held, copies)
+        local = torch.empty(sharding.local_shape(shape), device=device, dtype=dtype)
+        self.register_parameter(name, torch.nn.Parameter(local))
+        self._attach()
+
+    def _attach(self) -> None:
+        """Parameters that torch has replaced get their shardings again."""
+        for name, sharding in self._shardings.items():
+            parameter: Any = self._parameters.get(name)
+            if parameter is not None:
+                parameter.sharding = sharding
+
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+        """Name and whole value of each parameter, in the order in which the unsharded layer draws."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise, as the unsharded layer would under the generator's state. Nothing on ``meta``."""
+        some = next(iter(self._parameters.values()), None)
+        if some is None or some.is_meta:
+            return
+        for name, whole in self._initial(some.device, some.dtype):
+            parameter = self._parameters[name]
+            assert parameter is not None
+            parameter.copy_(self._shardings[name].local(whole.detach()))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._attach()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = dict(state_dict)
+        for name, sharding in self._shardings.items():
+            parameter, value = self._parameters.get(name), own.get(prefix + name)
+            if parameter is None or not isinstance(value, torch.Tensor):
+                continue
+            if type(parameter) is torch.nn.Parameter and _is_dtensor(value):
+                own[prefix + name] = value = _part_of(value, sharding)
+            here = tuple(parameter.shape)
+            whole = sharding.full_shape(here)
+            if tuple(value.shape) == here or _is_dtensor(value):
+                continue
+            if tuple(value.shape) == whole:
+                own[prefix + name] = sharding.local(value).clone()
+                continue
+            own[prefix + name] = parameter
+            error_msgs.append(
+                f"size mismatch for {prefix + name}: got shape {tuple(value.shape)}; rank "
+                f"{self.group.rank} of {self.group.world_size} takes its part, {here}, or the whole, "
+                f"{whole}."
+            )
+        super()._load_from_state_dict(
+            own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._attach()
+
+
+def _is_dtensor(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
+    """What this rank, or all of them, holds of a DTensor; communicates if that lies otherwise."""
+    from interlace.nn.state_dicts import layout
+
+    mesh, placements = layout(sharding, value.device_mesh.device_type)
+    same = tuple(value.placements) == tuple(placements) and torch.equal(
+        value.device_mesh.mesh, mesh.mesh
+    )
+    local: torch.Tensor = value.to_local() if same else value.full_tensor()
+    return local
