@@ -1,0 +1,139 @@
+"""What the ranks of test_nn_checkpoints.py do: a model in checkpoints of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import interlace
+from interlace import nn as inn
+from multi.backend_ranks import world
+
+VOCABULARY, WIDTH, HEADS, KV = 7, 8, 4, 2
+
+
+class Model(nn.Module):
+    """Every layer there is; with more than two ranks the key-value heads are replicated."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.embedding = inn.VocabParallelEmbedding(VOCABULARY, WIDTH, group=group)
+        self.first = inn.LayerNorm(WIDTH, group=group)
+        self.attention = inn.QKVParallelLinear(WIDTH, HEADS, KV, group=group)
+        self.projection = inn.RowParallelLinear(WIDTH, WIDTH, group=group)
+        self.mlp = inn.SequenceParallelMLP(WIDTH, 16, "silu", gated=True, group=group)
+        self.last = inn.RMSNorm(WIDTH, group=group)
+        self.head = nn.Linear(WIDTH, 2)  # torch's own
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        width = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, HEADS * width)
+        self.k, self.v = nn.Linear(WIDTH, KV * width), nn.Linear(WIDTH, KV * width)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
+
+
+class Unsharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.mlp = FeedForward()
+        self.last = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+
+def made(seed: int, group: Any = None, kind: Any = Model) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = kind() if kind is Unsharded else kind(group)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.startswith(("first", "last")):
+                value.normal_()  # replicated, and after all else is drawn
+    return model
+
+
+def named(form: str) -> Any:
+    """The group of all ranks, in one of the forms."""
+    size = dist.get_world_size()
+    if form == "mesh":
+        return init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor")), "tensor"
+    return {"none": None, "world": dist.group.WORLD, "ranks": list(range(size))}[form]
+
+
+def check(model: nn.Module, reference: nn.Module) -> None:
+    found = inn.full_state_dict(model)
+    assert list(found) == list(reference.state_dict())
+    for key, expected in reference.state_dict().items():
+        assert torch.equal(found[key], expected), key
+    reference.load_state_dict(found, strict=True)
+
+
+def save(path: str, folder: str, form: str) -> None:
+    with world(path):
+        model = made(1, named(form))
+        check(model, made(1, kind=Unsharded))
+        dcp.save({"model": inn.sharded_state_dict(model)}, checkpoint_id=folder)
+
+
+def load(path: str, folder: str, form: str) -> None:
+    """Into a model with other weights, in place."""
+    with world(path):
+        model = made(2, named(form))
+        states = {"model": inn.sharded_state_dict(model)}
+        dcp.load(states, checkpoint_id=folder)
+        check(model, made(1, kind=Unsharded))
+        again = made(3, named(form))
+        again.load_state_dict(states["model"])
+        check(again, made(1, kind=Unsharded))
+
+
+def load_alone(folder: str) -> None:
+    """One rank, no torch.distributed."""
+    model = made(2)
+    states = {"model": inn.sharded_state_dict(model)}
+    dcp.load(states, checkpoint_id=folder, no_dist=True)
+    check(model, made(1, kind=Unsharded))
+
+
+def load_elsewhere(path: str) -> None:
+    """DTensors that lie otherwise than the parameters are gathered first."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with world(path):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        reference = made(1, kind=Unsharded)
+        for placement in (Shard(0), Replicate()):
+            states = {
+                key: distribute_tensor(value, mesh, [placement])
+                for key, value in reference.state_dict().items()
+                if not key.startswith("head")
+            }
+            model = made(2)
+            model.load_state_dict(states, strict=False)
+            with torch.no_grad():
+                model.head.load_state_dict(reference.head.state_dict())
+            check(model, reference)
+
+
+def refused() -> str:
+    try:
+        inn.sharded_state_dict(inn.ColumnParallelLinear(2, 4))
+    except ValueError as error:
+        return str(error)
+    return f"nothing on {interlace.get_rank()}"

@@ -1,0 +1,36 @@
+"""Layers of interlace.nn give the numbers of torch's, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import interlace
+from multi import nn_ranks as ranks
+
+
+def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(function, world_size, *args, place="shm", timeout=100)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_layer(name: str, world_size: int) -> None:
+    on_ranks(ranks.run_case, world_size, name)
+
+
+@pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
+def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:
+    on_ranks(ranks.run_replicated_heads, world_size, kv, world_size != 3)
+
+
+@pytest.mark.parametrize("name", ranks.DROPPED)
+def test_the_comparison_finds_a_sum_that_is_left_out(name: str) -> None:
+    for found in on_ranks(ranks.without_a_sum, 2, name):
+        assert ranks.DROPPED[name][2] in found
+
+
+def test_the_comparison_finds_that_replicas_were_not_summed() -> None:
+    for found in on_ranks(ranks.without_the_replicas_sum, 2):
+        assert "gradient of k.weight" in found
