@@ -84,31 +84,70 @@ def check(model: nn.Module, reference: nn.Module) -> None:
     reference.load_state_dict(found, strict=True)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """A step with gradients that are drawn, each rank's part of the same."""
+    own = inn.shardings(model)
+    for key, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(100 * step + sum(key.encode()))
+        sharding = own.get(key)
+        shape = tuple(parameter.shape)
+        whole = torch.randn(sharding.full_shape(shape) if sharding else shape, generator=generator)
+        parameter.grad = sharding.local(whole).clone() if sharding else whole
+    optimizer.step()
+
+
+def trained(steps: int) -> nn.Module:
+    reference = made(1, kind=Unsharded)
+    optimizer = adam(reference)
+    for step in range(steps):
+        train(reference, optimizer, step)
+    return reference
+
+
 def save(path: str, folder: str, form: str) -> None:
     with world(path):
         model = made(1, named(form))
-        check(model, made(1, kind=Unsharded))
-        dcp.save({"model": inn.sharded_state_dict(model)}, checkpoint_id=folder)
+        optimizer = adam(model)
+        check(model, trained(0))
+        train(model, optimizer, 0)
+        train(model, optimizer, 1)
+        check(model, trained(2))
+        dcp.save(states_of(model, optimizer), checkpoint_id=folder)
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": inn.sharded_state_dict(model),
+        "optimizer": inn.sharded_optimizer_state_dict(model, optimizer),
+    }
 
 
 def load(path: str, folder: str, form: str) -> None:
-    """Into a model with other weights, in place."""
+    """Into a model with other weights, in place; it goes on as if it had never stopped."""
     with world(path):
         model = made(2, named(form))
-        states = {"model": inn.sharded_state_dict(model)}
+        optimizer = adam(model)
+        states = states_of(model, optimizer)
         dcp.load(states, checkpoint_id=folder)
-        check(model, made(1, kind=Unsharded))
+        check(model, trained(2))
         again = made(3, named(form))
         again.load_state_dict(states["model"])
-        check(again, made(1, kind=Unsharded))
+        check(again, trained(2))
+        train(model, optimizer, 2)
+        check(model, trained(3))
 
 
 def load_alone(folder: str) -> None:
     """One rank, no torch.distributed."""
     model = made(2)
-    states = {"model": inn.sharded_state_dict(model)}
-    dcp.load(states, checkpoint_id=folder, no_dist=True)
-    check(model, made(1, kind=Unsharded))
+    optimizer = adam(model)
+    dcp.load(states_of(model, optimizer), checkpoint_id=folder, no_dist=True)
+    train(model, optimizer, 2)
+    check(model, trained(3))
 
 
 def load_elsewhere(path: str) -> None:

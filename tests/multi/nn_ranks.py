@@ -208,7 +208,11 @@ def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> 
 def close(found: Any, expected: Any, what: str) -> None:
     """Sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
     torch.testing.assert_close(
-        found, expected, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}, rank {interlace.get_rank()}: {m}"
+        found,
+        expected,
+        rtol=1e-12,
+        atol=1e-12,
+        msg=lambda m: f"{what}, rank {interlace.get_rank()}: {m}",
     )
 
 
@@ -339,3 +343,102 @@ def without_the_replicas_sum() -> str:
         except AssertionError as error:
             return str(error)
     return "nothing"
+
+
+# -- options that change when, not what ----------------------------------------------------------------
+
+
+def block(**options: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        inn.LayerNorm(WIDTH, dtype=F64),
+        inn.SequenceParallelMLP(WIDTH, INNER, "silu", gated=True, dtype=F64, **options),
+    )
+
+
+def some_input() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(interlace.get_rank())
+    return torch.randn(4, BATCH, WIDTH, generator=generator, dtype=F64)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of two microbatches."""
+    for factor in (1.0, -0.5):
+        (model(some_input() * factor) ** 2).sum().backward()
+    return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+
+def later_or_elsewhere() -> None:
+    """Deferred gradients and main_grad are the gradients that backward gives."""
+    expected = gradients(block())
+    deferred = inn.DeferredWeightGradients()
+    model = block(deferred=deferred, save_gathered=True)
+    early = gradients(model)
+    assert not any(key.endswith(("up.weight", "gate.weight", "down.weight")) for key in early)
+    assert len(deferred) == 4 and deferred.run() == 4
+    for key, value in model.named_parameters():
+        close(value.grad, expected[key], key)
+    model = block(gradient_accumulation_fusion=True)
+    for key, value in model.named_parameters():
+        if key.startswith("1.") and key.endswith("weight"):
+            value.main_grad = torch.zeros_like(value)
+    found = gradients(model)
+    for key, value in model.named_parameters():
+        close(getattr(value, "main_grad", found.get(key)), expected[key], key)
+
+
+def shared_heads_refuse() -> list[str]:
+    """What would leave the sum over replicas out."""
+    texts = []
+    for options in (
+        {"gradient_accumulation_fusion": True},
+        {"deferred": inn.DeferredWeightGradients()},
+    ):
+        layer = inn.QKVParallelLinear(WIDTH, HEADS, 1, **options)
+        try:
+            layer(torch.ones(2, WIDTH))
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def compiled() -> None:
+    """torch.compile goes around the layers, to the same numbers."""
+    model = nn.Sequential(block(), nn.Linear(WIDTH, 3, dtype=F64), nn.GELU())
+    expected = gradients(model)
+    kept = {key: value.clone() for key, value in expected.items()}
+    model.zero_grad()
+    found = gradients(torch.compile(model, backend="eager"))
+    for key, value in kept.items():
+        close(found[f"_orig_mod.{key}"], value, key)
+
+
+def without_gradients() -> None:
+    model = block()
+    model.requires_grad_(False)
+    frozen = model(some_input())
+    assert not frozen.requires_grad
+    with torch.no_grad():
+        close(block()(some_input()), frozen, "output")
+    with torch.inference_mode():
+        close(block()(some_input()).clone(), frozen, "output")
+
+
+def tied() -> None:
+    """One weight is embedding and head, of a vocabulary that the ranks do not divide."""
+    torch.manual_seed(2)
+    embedding = inn.VocabParallelEmbedding(VOCABULARY, WIDTH, dtype=F64)
+    torch.manual_seed(2)
+    whole = nn.Embedding(VOCABULARY, WIDTH, dtype=F64)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=generator)
+    (logits,) = inn.column_parallel_linear(embedding(tokens).tanh(), [embedding.weight], group=None)
+    loss = inn.vocab_parallel_cross_entropy(logits, tokens.roll(-1, 0), vocab_size=VOCABULARY)
+    loss.backward()
+    all_logits = whole(tokens).tanh() @ whole.weight.t()
+    expected = nn.functional.cross_entropy(all_logits.flatten(0, 1), tokens.roll(-1, 0).flatten())
+    expected.backward()
+    close(loss, expected, "loss")
+    sharding = embedding.weight.sharding  # type: ignore[attr-defined]
+    close(embedding.weight.grad, sharding.local(whole.weight.grad), "gradient")
+    close(sharding.full(embedding.weight.grad), whole.weight.grad, "gathered gradient")

@@ -34,3 +34,28 @@ def test_the_comparison_finds_a_sum_that_is_left_out(name: str) -> None:
 def test_the_comparison_finds_that_replicas_were_not_summed() -> None:
     for found in on_ranks(ranks.without_the_replicas_sum, 2):
         assert "gradient of k.weight" in found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_deferred_and_accumulated_gradients_are_the_same(world_size: int) -> None:
+    on_ranks(ranks.later_or_elsewhere, world_size)
+
+
+def test_shared_heads_refuse_what_would_leave_their_sum_out() -> None:
+    for first, second in on_ranks(ranks.shared_heads_refuse, 2):
+        assert first.startswith("gradient_accumulation_fusion needs a key-value head per rank")
+        assert second.startswith("deferred needs a key-value head per rank")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_have_the_same_gradients() -> None:
+    on_ranks(ranks.compiled, 2)
+
+
+def test_without_gradients() -> None:
+    on_ranks(ranks.without_gradients, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_weight_that_is_embedding_and_head(world_size: int) -> None:
+    on_ranks(ranks.tied, world_size)

@@ -11,6 +11,7 @@ from interlace.nn.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.nn.linear_function import column_parallel_linear, row_parallel_linear
 from interlace.nn.mlp import SequenceParallelMLP
 from interlace.nn.norm import LayerNorm, RMSNorm
+from interlace.nn.optimizer_state import sharded_optimizer_state_dict
 from interlace.nn.qkv import QKVParallelLinear
 from interlace.nn.regions import (
     copy_to_group,
@@ -46,6 +47,7 @@ __all__ = [
     "reduce_scatter_to_sequence",
     "row_parallel_linear",
     "scatter_to_group",
+    "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "shardings",
     "vocab_parallel_cross_entropy",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from interlace import checks
 from interlace.collectives import _all_reduce
@@ -135,26 +136,27 @@ class _CrossEntropy(torch.autograd.Function):
         sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
         own = local.flatten()
         for at in _pieces(tokens, here):
-            part = rows[at].to(wide)
-            torch.sum(torch.exp(part - highest[at, None]), 1, out=sums[0, at])
+            part = rows[at].to(wide) - highest[at, None]
             mine = (own[at] >= 0) & (own[at] < here)
             index = torch.where(mine, own[at], 0)
             found = part.gather(1, index[:, None]).squeeze(1)
             sums[1, at] = torch.where(mine, found, 0)
             if smoothing:
                 torch.sum(part, 1, out=sums[2, at])
+            torch.sum(part.exp_(), 1, out=sums[0, at])
         _all_reduce(group, sums)
-        log_sum = highest + sums[0].log()
+        log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
         losses = (1 - smoothing) * (log_sum - sums[1])
         if smoothing:
             losses += smoothing * (log_sum - sums[2] / classes)
-        ctx.save_for_backward(logits, log_sum, local, counted)
+        ctx.save_for_backward(logits, highest, log_sum, local, counted)
         ctx.classes, ctx.smoothing = classes, smoothing
         return losses.view(local.shape).masked_fill(~counted, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        logits, log_sum, local, counted = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, highest, log_sum, local, counted = ctx.saved_tensors
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         rows, into = logits.reshape(-1, logits.shape[-1]), result.view(-1, logits.shape[-1])
         tokens, here = rows.shape
@@ -162,7 +164,8 @@ class _CrossEntropy(torch.autograd.Function):
         factor = grad.masked_fill(~counted, 0).flatten()
         even = ctx.smoothing / ctx.classes
         for at in _pieces(tokens, here):
-            part = (rows[at].to(log_sum.dtype) - log_sum[at, None]).exp_()
+            part = rows[at].to(log_sum.dtype) - highest[at, None]
+            part = part.sub_(log_sum[at, None]).exp_()
             if even:
                 part -= even
             mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)

@@ -119,7 +119,8 @@ class QKVParallelLinear(torch.nn.Module):
         q, k, v = self.q, self.k, self.v
         shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
-            self._check_replicas()
+            with self.group.accepting("QKVParallelLinear"):
+                self._check_replicas()
             shared = copy_to_group(*shared, group=self._held.of_replicas(self.copies))
         k_weight, v_weight, k_bias, v_bias = shared
         outputs = column_parallel_linear(
@@ -138,7 +139,7 @@ class QKVParallelLinear(torch.nn.Module):
 
     def _check_replicas(self) -> None:
         for name in ("gradient_accumulation_fusion", "deferred"):
-            if getattr(self, name):
+            if getattr(self, name) not in (None, False):
                 raise ValueError(
                     f"{name} needs a key-value head per rank or more: num_kv_heads is {self.num_kv_heads}, "
                     f"the "

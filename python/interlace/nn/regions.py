@@ -14,7 +14,7 @@ gather_from_sequence         all-gather                              reduce-scat
 ``scatter`` and ``gather`` are for parts of what is computed alike on all ranks, so that gradients are not
 summed. ``gather_from_sequence`` is for what ranks then use differently. Parts are equal. Semantics:
 Megatron-core's ``tensor_parallel.mappings``; the loss is one for all ranks, or the sum over sequence
-shards. Ranks must agree on which tensors require gradients.
+shards. Ranks must agree on which tensors require gradients, which cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from interlace import checks
 from interlace.collectives import _all_gather, _all_reduce, _reduce_scatter
@@ -74,7 +75,8 @@ class _Region(torch.autograd.Function):
         return there(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
         _check_own_rank(ctx.group)
         return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
 
@@ -112,7 +114,8 @@ class _Copied(torch.autograd.Function):
         return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         _check_own_rank(ctx.group)
         # at least fp32 on the way, as gradients of few rows are summed up in
         dtype = torch.float32

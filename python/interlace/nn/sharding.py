@@ -21,7 +21,7 @@ class HeldGroup:
         self.named = named
         self.communicator: Communicator = resolve(named)
         self.replicas: dict[int, Communicator] = {}
-        self.meshes: dict[int, Any] = {}
+        self.meshes: dict[tuple[int, str], Any] = {}
 
     def of_replicas(self, copies: int) -> Communicator:
         """The group of the ``copies`` neighbouring ranks of which this rank is one. Collective at first."""

@@ -103,9 +103,10 @@ def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
     if sharding.copies > 1:
         placements += (Replicate(),)
     meshes = sharding.held.meshes
-    if sharding.copies not in meshes:
-        meshes[sharding.copies] = _mesh(sharding, device_type)
-    return meshes[sharding.copies], placements
+    key = (sharding.copies, device_type)
+    if key not in meshes:
+        meshes[key] = _mesh(sharding, device_type)
+    return meshes[key], placements
 
 
 def _mesh(sharding: Sharding, device_type: str) -> Any:
