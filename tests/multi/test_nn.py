@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,10 +15,17 @@ def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
     return interlace.run(function, world_size, *args, place="shm", timeout=100)
 
 
+@functools.cache
+def found_wrong(world_size: int) -> list[dict[str, str]]:
+    """Of all cases, by rank; in one run, for each is short."""
+    return on_ranks(ranks.run_all, world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ranks.CASES)
 def test_layer(name: str, world_size: int) -> None:
-    on_ranks(ranks.run_case, world_size, name)
+    for wrong in found_wrong(world_size):
+        assert not wrong[name], wrong[name]
 
 
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])

@@ -37,6 +37,7 @@ class LinearParameters(ShardedModule):
     initialisation; the bias is then zero, as in Megatron-core.
     """
 
+    weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -199,6 +200,7 @@ class RowParallelLinear(LinearParameters):
     >>> import interlace, torch
     >>> from interlace.nn import RowParallelLinear
     >>> def forward():
+    ...     torch.manual_seed(0)  # the same on all ranks
     ...     layer = RowParallelLinear(4, 6)
     ...     with torch.no_grad():
     ...         return tuple(layer(torch.ones(6, 2, 2)).shape)
@@ -241,6 +243,7 @@ class RowParallelLinear(LinearParameters):
 
     @eager
     def forward(self, input: Tensor) -> Any:
+        self._check_alike(self.group.on(input), "bias")
         if not self.input_is_parallel:
             input = scatter_to_group(input, group=self.group)
         output = row_parallel_linear(

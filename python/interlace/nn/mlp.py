@@ -36,6 +36,7 @@ class SequenceParallelMLP(torch.nn.Module):
     >>> import interlace, torch
     >>> from interlace.nn import SequenceParallelMLP
     >>> def forward():
+    ...     torch.manual_seed(0)  # the same on all ranks
     ...     with torch.no_grad():
     ...         return tuple(SequenceParallelMLP(4, 8)(torch.ones(3, 1, 4)).shape)
     >>> interlace.run(forward, 2)

@@ -91,7 +91,8 @@ class LayerNorm(_Norm):
         self.eps = eps
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.layer_norm(input, self.normalized_shape, *self._shared(), self.eps)
+        weight, bias = self._shared()
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, world_size={self.group.world_size}"

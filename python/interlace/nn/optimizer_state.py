@@ -12,12 +12,14 @@ from interlace.nn.state_dicts import as_dtensor, shardings
 def sharded_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """``{"weight.exp_avg": tensor, ...}``: the state by the parameters' keys, for ``torch.distributed.checkpoint``.
+    """``{"weight.exp_avg": tensor, ...}``: the state by the parameters' keys, for
+    ``torch.distributed.checkpoint``.
 
-    What has a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`, anything else (step
-    counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the optimizer
-    in place, on any number of ranks. An optimizer that has made no step gets its state first, by a step with
-    zero gradients and a learning rate of 0. Learning rates and other options are not in the dictionary.
+    What has a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`, anything else
+    (step counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the
+    optimizer in place, on any number of ranks. An optimizer that has made no step gets its state first, by
+    a step with zero gradients and a learning rate of 0. Learning rates and other options are not in the
+    dictionary.
 
     Raises ValueError for a parameter that ``module`` has not, and TypeError for state that is no tensor.
 

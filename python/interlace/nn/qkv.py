@@ -121,7 +121,10 @@ class QKVParallelLinear(torch.nn.Module):
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
                 self._check_replicas()
-            shared = copy_to_group(*shared, group=self._held.of_replicas(self.copies))
+            replicas = self._held.of_replicas(self.copies)
+            for part in (k, v):
+                part._check_alike(replicas, "weight", "bias")
+            shared = copy_to_group(*shared, group=replicas)
         k_weight, v_weight, k_bias, v_bias = shared
         outputs = column_parallel_linear(
             input,

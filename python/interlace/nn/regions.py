@@ -123,7 +123,7 @@ class _Copied(torch.autograd.Function):
             dtype = torch.promote_types(dtype, grad.dtype)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         _all_reduce(ctx.group, flat)
-        parts = flat.split([grad.numel() for grad in grads])
+        parts = torch.split(flat, [grad.numel() for grad in grads])
         return None, *[
             part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)
         ]

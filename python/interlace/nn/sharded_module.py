@@ -7,6 +7,7 @@ number of ranks, and so is what is drawn next. At most one unsharded layer is in
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ class ShardedModule(torch.nn.Module):
         super().__init__()
         self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
         self._shardings: dict[str, Sharding] = {}
+        self._found_alike = False
 
     @property
     def group(self) -> Communicator:
@@ -72,13 +74,36 @@ class ShardedModule(torch.nn.Module):
             assert parameter is not None
             parameter.copy_(self._shardings[name].local(whole.detach()))
 
+    def _check_alike(self, group: Communicator, *names: str) -> None:
+        """Raise on all ranks of ``group`` unless they have the same values of parameters that they share.
+
+        One message on the host before the first forward: ranks that were seeded differently would go on
+        with different models.
+        """
+        if self._found_alike or group.world_size == 1:
+            return
+        for name in names:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            digests = group.agree(type(self).__name__, _digest(parameter))
+            for rank, digest in enumerate(digests):
+                if digest != digests[0]:
+                    raise ValueError(
+                        f"{name} of {type(self).__name__} has other values on rank {rank} of the group "
+                        f"than "
+                        f"on rank 0: call torch.manual_seed with one seed on all ranks before the layer is "
+                        "made, or load a state dict"
+                    )
+        self._found_alike = True
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._attach()
         return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._attach()
 
     def _load_from_state_dict(
@@ -96,14 +121,17 @@ class ShardedModule(torch.nn.Module):
             parameter, value = self._parameters.get(name), own.get(prefix + name)
             if parameter is None or not isinstance(value, torch.Tensor):
                 continue
-            if type(parameter) is torch.nn.Parameter and _is_dtensor(value):
-                own[prefix + name] = value = _part_of(value, sharding)
+            again = _is_dtensor(parameter)  # split once more, by fully_shard
+            if _is_dtensor(value):
+                if again and _lie_alike(value, parameter):
+                    continue
+                value = _part_of(value, sharding)
             here = tuple(parameter.shape)
             whole = sharding.full_shape(here)
-            if tuple(value.shape) == here or _is_dtensor(value):
-                continue
-            if tuple(value.shape) == whole:
-                own[prefix + name] = sharding.local(value).clone()
+            if tuple(value.shape) in (here, whole):
+                if tuple(value.shape) != here:
+                    value = sharding.local(value).clone()
+                own[prefix + name] = _split_as(parameter, value) if again else value
                 continue
             own[prefix + name] = parameter
             error_msgs.append(
@@ -117,10 +145,29 @@ class ShardedModule(torch.nn.Module):
         self._attach()
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+
+
 def _is_dtensor(value: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
+
+
+def _lie_alike(one: Any, other: Any) -> bool:
+    """Whether two DTensors have their parts on the same ranks."""
+    alike = one.shape == other.shape and one.device_mesh == other.device_mesh
+    return alike and tuple(one.placements) == tuple(other.placements)
+
+
+def _split_as(parameter: Any, value: torch.Tensor) -> Any:
+    """``value``, which all ranks of the parameter's own mesh have, as that DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:

@@ -75,7 +75,9 @@ class Sharding:
     def part(self, rank: int | None = None) -> tuple[int, int]:
         """First index along ``dim`` and length of what ``rank`` holds, by default the calling one."""
         rank = self.group.rank if rank is None else rank
-        return split_rows(self.size, self.group.world_size // self.copies)[rank // self.copies]
+        parts = split_rows(self.size, self.group.world_size // self.copies)
+        first, count = parts[rank // self.copies]
+        return first, count
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, a view of ``whole``. No communication."""

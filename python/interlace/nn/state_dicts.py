@@ -67,24 +67,36 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
     Nothing is copied or communicated: the DTensors are over the parameters' memory, so a checkpoint is
     loaded into the model in place. Saved on any number of ranks, it loads on any other. Replicated
-    parameters, and those of groups of one rank without torch.distributed, are plain tensors.
+    parameters, and those of groups of one rank without torch.distributed, are plain tensors. What
+    ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: load with
+    ``load_state_dict`` then.
 
     Raises ValueError if a group has several ranks and torch.distributed, on which checkpoints are built, is
     not initialized, or has other ranks.
     """
     own = shardings(module)
-    return {
-        key: value if key not in own else as_dtensor(value, own[key])
-        for key, value in module.state_dict().items()
-    }
+    result = dict(module.state_dict())
+    for key, sharding in own.items():
+        value = result.get(key)
+        if value is not None:
+            again = sharding.dim is not None and hasattr(value, "full_tensor")
+            result[key] = as_dtensor(value.full_tensor() if again else value, sharding)
+    return result
 
 
 def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
     """``local``, this rank's part, as a DTensor over the same memory; the tensor itself if all have all."""
     from torch.distributed.tensor import DTensor
 
-    if sharding.dim is None or isinstance(local, DTensor):
+    if sharding.dim is None:
         return local
+    if isinstance(local, DTensor):
+        if sharding.group.world_size == 1:
+            return local
+        raise TypeError(
+            "a tensor that is split over its group and, as a DTensor, over another (as fully_shard does) "
+            "cannot be in one DTensor without being gathered over the other"
+        )
     if sharding.group.world_size == 1 and not dist.is_initialized():
         return local
     mesh, placements = layout(sharding, local.device.type)
