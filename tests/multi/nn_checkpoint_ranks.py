@@ -170,6 +170,58 @@ def load_elsewhere(path: str) -> None:
             check(model, reference)
 
 
+def small(group: Any, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(inn.LayerNorm(8, group=group), inn.SequenceParallelMLP(8, 16, group=group))
+
+
+def beside_data_parallel(path: str, folder: str, wrap: str) -> None:
+    """Two steps of DDP or FSDP2 over one dimension of a mesh, the layers split over the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    with world(path):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+        def wrapped(seed: int) -> tuple[nn.Module, nn.Module]:
+            model = small((mesh, "tensor"), seed)
+            if wrap == "fully_shard":
+                return model, fully_shard(model, mesh=mesh["data"])
+            group = mesh.get_group("data")
+            return model, nn.parallel.DistributedDataParallel(model, process_group=group)
+
+        model, parallel = wrapped(0)
+        torch.manual_seed(0)
+        up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+        reference = nn.Sequential(nn.LayerNorm(8), up, nn.GELU(), down)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (parallel, reference)]
+        for step in range(2):
+            batches = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(step))
+            mine = batches[mesh.get_local_rank("data")]
+            mine = mine.chunk(2)[mesh.get_local_rank("tensor")]
+            parallel(mine).square().sum().backward()
+            (reference(batches.flatten(0, 1)).square().sum() / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = inn.full_state_dict(model)
+        for one, other in zip(found.values(), reference.state_dict().values(), strict=True):
+            torch.testing.assert_close(one, other)
+        dcp.save({"model": inn.sharded_state_dict(model)}, checkpoint_id=folder)
+        other_model, _ = wrapped(1)
+        states = {"model": inn.sharded_state_dict(other_model)}
+        dcp.load(states, checkpoint_id=folder)
+        other_model.load_state_dict(states["model"])
+        same(other_model, found)
+        third, _ = wrapped(2)
+        third.load_state_dict(found)  # the unsharded one
+        same(third, found)
+
+
+def same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for key, value in inn.full_state_dict(model).items():
+        assert torch.equal(value, expected[key]), key
+
+
 def refused() -> str:
     try:
         inn.sharded_state_dict(inn.ColumnParallelLinear(2, 4))

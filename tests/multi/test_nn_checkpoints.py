@@ -32,6 +32,12 @@ def test_dtensors_that_lie_otherwise_are_gathered(tmp_path: Path) -> None:
     on_ranks(ranks.load_elsewhere, 2, str(tmp_path / "store"))
 
 
+@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
+def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
+    arguments = str(tmp_path / "store"), str(tmp_path / "checkpoint"), wrap
+    on_ranks(ranks.beside_data_parallel, 4, *arguments)
+
+
 def test_dtensors_need_torch_distributed() -> None:
     for text in on_ranks(ranks.refused, 2):
         assert "a group of the ranks [0, 1] needs torch.distributed" in text
