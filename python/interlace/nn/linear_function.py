@@ -17,9 +17,6 @@ it hides behind, and waited for after it. The order is that of streams and event
 
 Backward computes what ``requires_grad`` of the arguments asks for, and skips the collectives of what it
 does not: it must be the same on all ranks. Shards must be equal. Gradients have no gradients themselves.
-
-In ``sim`` the ranks share torch's queue of backward nodes. A backward in which two of these layers can run
-side by side may thus be refused there; ``place="shm"`` has no such limit.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from typing import Any
 
 import torch
 
-from interlace import checks
+from interlace import checks, simulated_backward
 from interlace.groups import resolve
 from interlace.nn.linear_arguments import (
     check_deferred,
@@ -91,6 +88,8 @@ def column_parallel_linear(
     """
     op = "column_parallel_linear"
     communicator = resolve(group).on(input)
+    if communicator.place.name == "sim":
+        simulated_backward.install()
     with communicator.accepting(op):
         rank = communicator.rank
         source, dim = checked_input(input, "gather_dim", gather_dim, communicator)
@@ -153,6 +152,8 @@ def row_parallel_linear(
     """
     op = "row_parallel_linear"
     communicator = resolve(group).on(input)
+    if communicator.place.name == "sim":
+        simulated_backward.install()
     with communicator.accepting(op):
         rank = communicator.rank
         source, dim = checked_input(input, "scatter_dim", scatter_dim, communicator)

@@ -15,13 +15,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import _all_reduce
-from interlace.groups import default_group
 from interlace.nn import weight_gradients
 from interlace.nn.weight_gradients import DeferredWeightGradients, gather
 from interlace.ops import fused
 from interlace.ops.pending import Started
 from interlace.runtime.communicator import Communicator
-from interlace.runtime.errors import InterlaceError
 from interlace.runtime.operands import multiply
 from interlace.shapes import rows_of, unrows
 
@@ -71,20 +69,14 @@ def _finished(started: Started) -> list[Tensor]:
     return [each.data for each in started.outputs]
 
 
-def _check_own_rank(communicator: Communicator | None) -> None:
-    """Simulated ranks share torch's queue of backward nodes, which may hand one's to another."""
-    if communicator is None or communicator.place.name != "sim":
-        return
-    caller, owner = default_group().rank, communicator.ranks[communicator.rank]
-    if caller != owner:
-        raise InterlaceError(
-            f'rank {caller}: torch gave this rank the backward of rank {owner}; in "sim", backward of '
-            'branches that communicate side by side is not possible: interlace.run(..., place="shm")'
-        )
+def _deferred(layer: Layer) -> DeferredWeightGradients | None:
+    """Where this backward leaves the weights' gradients, if it does."""
+    return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
 
 
 def _of_weights(
     layer: Layer,
+    deferred: DeferredWeightGradients | None,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     input: Tensor,
@@ -93,12 +85,12 @@ def _of_weights(
     """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
     if not weights:
         return []
-    if layer.deferred is None:
+    if deferred is None:
         return [
             weight_gradients.gradient(weight, grad, input, fused=layer.fused)
             for weight, grad in zip(weights, grads, strict=True)
         ]
-    layer.deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
+    deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
     return [weight_gradients.placeholder(w) if layer.fused else None for w in weights]
 
 
@@ -148,7 +140,6 @@ class Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         layer: Layer = ctx.layer
-        _check_own_rank(layer.communicator)
         kept, *weights = ctx.saved_tensors
         count, needed = len(weights), ctx.needs_input_grad
         used = [index for index, grad in enumerate(grads) if grad is not None]
@@ -158,7 +149,8 @@ class Column(torch.autograd.Function):
             input = rows_of(kept, layer.dim)
             over = layer.communicator if layer.sharded and not ctx.gathered else None
             # under way while the gradient of the input is computed
-            whole = gather(over, input) if over and wanted and layer.deferred is None else None
+            deferred = _deferred(layer) if wanted else None
+            whole = gather(over, input) if over and wanted and deferred is None else None
             of_input = None
             if needed[2] and used:
                 of_input = _start_of_input(
@@ -166,9 +158,8 @@ class Column(torch.autograd.Function):
                 )
             if whole is not None:
                 input = whole.wait()
-            found = _of_weights(
-                layer, [ctx.parameters[i] for i in wanted], [rows[i] for i in wanted], input, over
-            )
+            learning = [ctx.parameters[i] for i in wanted]
+            found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
         of_biases = [
             grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
@@ -237,7 +228,6 @@ class Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: Layer = ctx.layer
-        _check_own_rank(layer.communicator)
         kept, weight = ctx.saved_tensors
         _, shared, weighed, biased = ctx.needs_input_grad
         over = layer.communicator if layer.sharded else None
@@ -263,8 +253,9 @@ class Row(torch.autograd.Function):
             if gathered is not None:
                 whole = gathered.wait()
             if weighed:
+                input = rows_of(kept, layer.dim)
                 (of_weight,) = _of_weights(
-                    layer, [ctx.parameter], [whole], rows_of(kept, layer.dim), None
+                    layer, _deferred(layer), [ctx.parameter], [whole], input, None
                 )
         if of_input is not None:
             lengths = [kept.shape[layer.dim], *_without(kept.shape[:-1], layer.dim)]

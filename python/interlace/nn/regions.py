@@ -25,14 +25,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace import checks
+from interlace import checks, simulated_backward
 from interlace.collectives import _all_gather, _all_reduce, _reduce_scatter
 from interlace.groups import resolve
-from interlace.nn.linear_gradients import _check_own_rank
 from interlace.runtime.communicator import Communicator
 
 Tensor = torch.Tensor
 _Way = Callable[[Tensor, int, Communicator], Tensor]
+
+
+def _group(group: Any, *values: Any) -> Communicator:
+    communicator = resolve(group).on(*values)
+    if communicator.place.name == "sim":
+        simulated_backward.install()
+    return communicator
 
 
 def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -77,14 +83,13 @@ class _Region(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        _check_own_rank(ctx.group)
         return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 def _pass(
     op: str, tensor: Tensor, dim: int, group: Any, there: _Way, back: _Way, *, divides: bool
 ) -> Tensor:
-    communicator = resolve(group).on(tensor)
+    communicator = _group(group, tensor)
     with communicator.accepting(op):
         rank, size = communicator.rank, communicator.world_size
         if not isinstance(tensor, Tensor):
@@ -116,7 +121,6 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _check_own_rank(ctx.group)
         # at least fp32 on the way, as gradients of few rows are summed up in
         dtype = torch.float32
         for grad in grads:
@@ -146,7 +150,7 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     [3.0, 3.0]
     """
     there = [each for each in tensors if each is not None]
-    communicator = resolve(group).on(there)
+    communicator = _group(group, there)
     wanted = [each for each in there if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors

@@ -166,6 +166,10 @@ class DeferredWeightGradients:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def accepts(self) -> bool:
+        """Whether the backward that asks is to leave its gradients here; others compute them at once."""
+        return True
+
     def add(
         self,
         weights: Sequence[torch.Tensor],
