@@ -146,7 +146,8 @@ class ShardedModule(torch.nn.Module):
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+    # a copy: numpy would pin memory that fully_shard wants to give back
+    data = tensor.detach().flatten().clone().view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
 
 
