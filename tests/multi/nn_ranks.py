@@ -6,7 +6,7 @@ out, and all gradients, with its part of the unsharded ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -288,12 +288,12 @@ def one_step(case: Case, layer: nn.Module, reference: nn.Module, step: int) -> N
         close(value.grad, own[key].local(expected_grads[key].grad), f"gradient of {key}")
 
 
-def run_all() -> dict[str, str]:
+def run_all(names: Sequence[str] = tuple(CASES)) -> dict[str, str]:
     """What was wrong, by case."""
     found = {}
-    for name, case in CASES.items():
+    for name in names:
         try:
-            compare(case)
+            compare(CASES[name])
             found[name] = ""
         except AssertionError as error:
             found[name] = str(error)

@@ -28,6 +28,13 @@ def test_layer(name: str, world_size: int) -> None:
         assert not wrong[name], wrong[name]
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_in_a_simulation(seed: int) -> None:
+    names = ["layer norm", "qkv", "mlp, gated, batch first", "embedding"]
+    for wrong in interlace.run(ranks.run_all, 2, names, seed=seed):
+        assert wrong == dict.fromkeys(names, "")
+
+
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
 def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:
     on_ranks(ranks.run_replicated_heads, world_size, kv, world_size != 3)
