@@ -32,7 +32,7 @@ from interlace.tensor.topology import GIB, MeshTopoInfo
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _fake_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
