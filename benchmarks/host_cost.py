@@ -213,6 +213,8 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         host = _Host(world_size, peers=peers)
         stack.callback(host.end)
         place = CudaPlace(host, torch.device("cpu"), timeout=300.0)  # type: ignore[arg-type]
+        before = groups._default.get()
+        stack.callback(groups._default.set, before)
         groups.install(place)
         yield
 

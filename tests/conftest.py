@@ -71,6 +71,20 @@ def _forked_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """A test that leaves a group behind fails itself, and not one that comes after it."""
+    yield
+    groups, dist = sys.modules.get("interlace.groups"), torch.distributed
+    left = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
+    if groups is not None:
+        known = {"_default": groups._default.get()}
+        known |= {name: getattr(groups, name) for name in ("_of_run", "_of_process")}
+        left += [name for name, value in known.items() if value is not None]
+    left += ["torch's default group"] if dist.is_available() and dist.is_initialized() else []
+    assert not left, f"left behind: {', '.join(left)}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip it where there is no GPU."""
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")

@@ -138,7 +138,8 @@ def reduce(communicator: Communicator, input: torch.Tensor, reduce_op: Any, dst:
     if communicator.rank == dst:
         output.copy_(input)
         return Started([output], rooted._reduce(communicator, output, dst, reduce_op, True))
-    return Started([output.zero_()], rooted._reduce(communicator, input, dst, reduce_op, True))
+    dense = input.contiguous()  # which an expanded gradient is not
+    return Started([output.zero_()], rooted._reduce(communicator, dense, dst, reduce_op, True))
 
 
 def permute(communicator: Communicator, input: torch.Tensor, src_dst: Sequence[int]) -> Started:

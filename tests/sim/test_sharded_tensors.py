@@ -1,0 +1,243 @@
+"""interlace.tensor.ShardedTensor on simulated ranks. On meshes of two dims: tests/multi."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import interlace
+from interlace import rooted
+from interlace.tensor import Placeholder, from_local, message, scatter
+from interlace.tensor.blocks import shape_of
+from interlace.tensor.sharding import chunked, from_shapes, unlike_chunks
+from support import failure, noise
+
+LENGTHS = {1: [3], 2: [4, 0], 3: [2, 0, 5], 4: [0, 1, 3, 2]}
+CASES = [(world_size, dim) for world_size in LENGTHS for dim in (-1, 0, 1)]
+
+
+def whole_of(world_size: int, dim: int) -> torch.Tensor:
+    shape = [2, 3, 4]
+    shape[dim] = sum(LENGTHS[world_size])
+    return noise(0, world_size, shape, torch.float64)
+
+
+def loss_of(whole: torch.Tensor, rank: int) -> torch.Tensor:
+    return (whole.sin() * noise(rank, 9, whole.shape, torch.float64)).sum()
+
+
+@pytest.mark.parametrize("sizes", ["infer", "given"])
+@pytest.mark.parametrize(("world_size", "dim"), CASES)
+def test_from_local_and_back(world_size: int, dim: int, sizes: str) -> None:
+    whole, lengths = whole_of(world_size, dim), LENGTHS[world_size]
+    leaf = whole.clone().requires_grad_()
+    sum(loss_of(leaf, r) for r in range(world_size)).backward()  # type: ignore[union-attr]
+    one = whole.clone().requires_grad_()
+    loss_of(one, 5).backward()
+    assert leaf.grad is not None and one.grad is not None
+
+    def ranks() -> tuple[Any, ...]:
+        rank = interlace.get_rank()
+        local = whole.split(lengths, dim)[rank].clone().requires_grad_()
+        given: Any = "infer" if sizes == "infer" else {0: lengths}
+        sharded = from_local(local, None, [Shard(dim)], given)
+        assert sharded.to_local() is local and sharded.requires_grad
+        assert sharded.shape == whole.shape and sharded.sizes == {0: tuple(lengths)}
+        assert sharded.placements == (Shard(dim % 3),)
+        full = sharded.full_tensor()
+        assert torch.equal(full, whole)
+        loss_of(full, rank).backward()
+        summed, local.grad = local.grad, None
+        gathered = sharded.gather(group_dst=world_size - 1)
+        assert gathered.shape == whole.shape
+        if rank == world_size - 1:
+            assert torch.equal(gathered, whole)
+        else:
+            assert type(gathered) is Placeholder
+        loss_of(gathered, 5).backward()
+        return summed, local.grad
+
+    for rank, (summed, alone) in enumerate(interlace.run(ranks, world_size)):
+        torch.testing.assert_close(summed, leaf.grad.split(lengths, dim)[rank])
+        torch.testing.assert_close(alone, one.grad.split(lengths, dim)[rank])
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("world_size", "dim"), CASES)
+def test_scatter(world_size: int, dim: int, given: bool) -> None:
+    whole, root = whole_of(world_size, dim), world_size // 2
+    lengths = LENGTHS[world_size] if given else None
+    wanted = whole.cos() * noise(5, 9, whole.shape, torch.float64)
+
+    def ranks() -> Any:
+        is_root = interlace.get_rank() == root
+        source = whole.clone().requires_grad_() if is_root else None
+        sizes = {0: lengths} if lengths is not None and is_root else None
+        sharded = scatter(source, None, Shard(dim), sizes, group_src=root)
+        if lengths is not None:
+            assert sharded.sizes[0] == tuple(lengths)
+        assert torch.equal(sharded.full_tensor().detach(), whole)
+        loss_of(sharded.gather(), 5).backward()
+        return None if source is None else source.grad
+
+    torch.testing.assert_close(interlace.run(ranks, world_size)[root], wanted)
+
+
+def test_replicas_send_once_and_their_gradients_add_up() -> None:
+    def ranks() -> Any:
+        rank = interlace.get_rank()
+        source = torch.ones(2, dtype=torch.bfloat16).requires_grad_() if rank == 0 else None
+        sharded = scatter(source, None, Replicate())
+        assert sharded.sizes == {} and sharded.full_tensor() is sharded.to_local()
+        (sharded.to_local() * (1.0 if rank else 256.0)).sum().backward()
+        mine = torch.full((2,), float(rank), requires_grad=True)
+        whole = from_local(mine, None, [Replicate()]).gather(group_dst=2)
+        whole.sum().backward()
+        values = whole.tolist() if rank == 2 else None
+        assert mine.grad is not None
+        return None if source is None else source.grad, values, mine.grad.tolist()
+
+    found = interlace.run(ranks, 4)
+    # 256 + 1 + 1 + 1 is 260 in bfloat16, and 256 if each addition is rounded
+    assert found[0][0].tolist() == [260.0] * 2
+    assert [each[1] for each in found] == [None, None, [2.0, 2.0], None]
+    assert [each[2][0] for each in found] == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_chunk_needs_no_message() -> None:
+    sent: list[str] = []
+    exchange = message.exchange
+
+    def counted(communicator: Any, op: str, *args: Any) -> Any:
+        sent.append(op)
+        return exchange(communicator, op, *args)
+
+    def ranks() -> Any:
+        rank = interlace.get_rank()
+        local = torch.ones([2, 2, 1, 0][rank], 3)
+        known = from_local(local, None, [Shard(0)], "chunk", shape=(5, 3))
+        even = from_local(torch.ones(2, 3), None, [Shard(0)], "chunk")
+        listed = from_local(local, None, [Shard(0)], {0: [2, 2, 1, 0]})
+        found = from_local(local, None, [Shard(0)])
+        assert known.sizes == listed.sizes == found.sizes
+        return tuple(known.shape), tuple(even.shape), repr(found)
+
+    with mock.patch("interlace.tensor.sharded.exchange", counted):
+        first = interlace.run(ranks, 4)[0]
+    assert first[:2] == ((5, 3), (8, 3)) and sent == ["from_local"] * 4
+    assert "sizes={0: (2, 2, 1, 0)}" in first[2] and "local=(2, 3) on rank 0" in first[2]
+
+
+def test_scatter_sends_each_rank_its_part_only() -> None:
+    given: dict[int, tuple[int, list[int] | None]] = {}
+    real = rooted._scatter
+
+    def watched(communicator: Any, tensor: Any, tensors: Any, *rest: Any) -> Any:
+        listed = None if tensors is None else [each.nbytes for each in tensors]
+        given[communicator.rank] = (tensor.nbytes, listed)
+        return real(communicator, tensor, tensors, *rest)
+
+    def ranks() -> None:
+        scatter(torch.ones(5, 4) if interlace.get_rank() == 0 else None, None, [Shard(0)])
+
+    with mock.patch.object(rooted, "_scatter", watched):
+        interlace.run(ranks, 3)
+    assert given == {0: (32, [32, 32, 16]), 1: (32, None), 2: (16, None)}
+
+
+# -- where parts lie -----------------------------------------------------------------------------------
+
+
+def test_uneven_parts_over_a_mesh_of_two_dims() -> None:
+    """Rows of lengths 2 and 3, columns of 1 and 4; then rows cut twice, by lengths that differ."""
+    placements = (Shard(0), Shard(1))
+    sharding = from_shapes((2, 2), placements, [(2, 1), (2, 4), (3, 1), (3, 4)])
+    assert sharding.shape == (5, 5) and sharding.blocks[3] == ((2, 3), (1, 4))
+    assert sharding.sizes(2) == {0: (2, 3), 1: (1, 4)}
+    twice = from_shapes((2, 2), (Shard(0), Shard(0)), [(1,), (4,), (0,), (2,)])
+    assert twice.shape == (7,) and [b[0][0] for b in twice.blocks] == [0, 1, 5, 5]
+    assert twice.sizes(0) == {0: (5, 2), 1: (1, 4)} and twice.sizes(3) == {0: (5, 2), 1: (0, 2)}
+    copied = from_shapes((2, 2), (Replicate(), Shard(0)), [(1,), (4,), (1,), (4,)])
+    assert copied.replicas_of(2) == (2, 3) and copied.sizes(3) == {1: (1, 4)}
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 7), (0, 4), (8, 8)])
+def test_chunks_are_those_of_torch(shape: tuple[int, int]) -> None:
+    sharding = chunked((3, 2), (Shard(0), Shard(0)), shape)
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    for row, outer in enumerate([*whole.chunk(3), *[whole[:0]] * 3][:3]):
+        for column, inner in enumerate([*outer.chunk(2), *[whole[:0]] * 2][:2]):
+            block = sharding.blocks[2 * row + column]
+            assert shape_of(block) == tuple(inner.shape)
+            (start, length), _ = block
+            assert torch.equal(whole[start : start + length], inner)
+    assert not unlike_chunks(sharding)
+
+
+# -- misuse --------------------------------------------------------------------------------------------
+
+ROWS = (Shard(0),)
+
+
+def told(good: Any, bad: Any) -> list[str]:
+    def ranks() -> str:
+        try:
+            (bad if interlace.get_rank() == 1 else good)()
+            interlace.barrier()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "nothing"
+
+    return interlace.run(ranks, 2, timeout=30)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def local(tensor: torch.Tensor, *args: Any, placements: Any = ROWS, **options: Any) -> Any:
+    return lambda: from_local(tensor, None, placements, *args, **options)
+
+
+def scattered(tensor: Any, placements: Any = ROWS, *args: Any) -> Any:
+    return lambda: scatter(tensor, None, placements, *args)
+
+
+MISUSE: list[tuple[Any, Any, str]] = [
+    (local(ones(2, 2)), local(ones(2, 3)), "length 2 along dim 1 on rank 0, 3 on rank 1"),
+    (local(ones(2, 2)), local(ones(2)), "2 dims on rank 0, 1 on rank 1"),
+    (local(ones(2)), local(ones(2, dtype=torch.int64)), "dtype differs"),
+    (local(ones(2)), local(ones(2), placements=[Replicate()]), "placements differs"),
+    (local(ones(2)), local(ones(2), placements=[Shard(1)]), "with 1 dims, on rank 1"),
+    (local(ones(2)), local(ones(2), placements=[Partial()]), "not a part of a tensor"),
+    (local(ones(2)), local(ones(2), placements=[]), "one for each of the 1 mesh dims"),
+    (local(ones(2)), local(ones(2), "guess"), 'sizes must be "infer"'),
+    (local(ones(2), "chunk"), local(ones(2), "chunk", shape=(3,)), "makes it (1,)"),
+    (local(ones(2), {0: [2, 3]}), local(ones(2), {0: [2, 3]}), "makes it (3,)"),
+    (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got those for [1]"),
+    (local(ones(2), {0: [2, 2]}), local(ones(2), {0: [2, 2, 2]}), "one length for each of 2 ranks"),
+    (scattered(ones(3)), scattered(ones(3)), "must be None or a Placeholder"),
+    (scattered(None), scattered(None), "tensor must be a tensor"),
+    (scattered(ones(3), [Shard(0)], {0: [1, 1]}), scattered(None), "add up to shape (2,)"),
+    (
+        scattered(ones(3)),
+        scattered(None, [Replicate()]),
+        "on rank 1, (Shard(dim=0),) on the source",
+    ),
+    (scattered(ones(3)), scattered(Placeholder((4,))), "tensor is (4,) of torch.float32 on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "words"), MISUSE, ids=[case[2] for case in MISUSE])
+def test_misuse_on_one_rank_is_raised_on_all(good: Any, bad: Any, words: str) -> None:
+    found = told(good, bad)
+    assert all(words in each for each in found), found
+
+
+def test_dtensors_need_a_mesh() -> None:
+    error = failure(lambda: from_local(ones(2), None, [Shard(0)]).to_dtensor(), 1)
+    assert isinstance(error, TypeError) and "needs a DeviceMesh" in str(error)
