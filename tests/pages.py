@@ -4,19 +4,19 @@ A page is worked through from top to bottom in a folder of its own, which has li
 folders, so that commands which name files below them work. What a page says is what is done:
 
 * ``python`` is a file of its own. It is called what the paragraph before says (``Save ... as `mlp.py` ``)
-  or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of the
-  page names it.
+  or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of
+  the page names it.
 * ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
 * ``bash`` is run by bash; of ``console`` the lines after ``$``, each followed by what it prints.
 * ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
   "s" are not.
-* ``json`` is read. Blocks without a language are pictures.
+* ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
 
 A comment in the source, in a line of its own before a block, changes that::
 
     <!-- needs: gpu -->    not run, because it needs what NEEDS lists; its syntax is checked all the same
     <!-- continues -->     goes on in the file of the Python block before it
-    <!-- varies -->        before a ``text`` block: an example of what is printed, which differs from run to run
+    <!-- varies -->        before a ``text`` block: an example of what is printed, not compared
 
 ``python tests/pages.py docs/verify.md`` writes what is printed now into a page.
 """
@@ -52,6 +52,10 @@ NEEDS = {
 }
 LINKED = ("docs", "examples", "benchmarks", "tests", "kernels", "runtime", "python")
 SECONDS = 100.0
+INLINE = re.compile(
+    r"([A-Z]+=\S+ )?(make \w|torchrun |pytest |python [\w/]+\.py|python -m (pytest|interlace \w+) )"
+)
+PLACEHOLDER = re.compile(r"\.\.\.|\bfile\.py\b|\b[A-Z]{3,}\b(?!=)")
 
 
 @dataclass
@@ -109,6 +113,17 @@ def _file_of(block: Block, paragraph: str) -> str:
     else:
         return ""
     return named[1] if named else f"block_at_line_{block.line}.py"
+
+
+def inline_commands(document: str) -> list[Block]:
+    """Commands in the text, such as `make test`, as blocks of bash, but for those with a placeholder."""
+    found = []
+    for token in MarkdownIt("commonmark").parse(document):
+        for child in token.children or ():
+            code = " ".join(child.content.split()) if child.type == "code_inline" else ""
+            if INLINE.match(code) and not PLACEHOLDER.search(code):
+                found.append(Block("bash", code, (token.map or [0])[0] + 1))
+    return found
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -185,7 +200,7 @@ def _command_fault(words: list[str], here: pathlib.Path) -> str:
             bad = [one for one in options_named if f'"{one}"' not in source]
             return f"{said}: the script has no {bad}" if bad else ""
         return ""
-    known = program in ("mypy", "pip", "cd", "git", "mkdocs") or shutil.which(program)
+    known = program in ("mypy", "pip", "cd", "mkdocs") or shutil.which(program)
     return "" if known else f"{said}: what is {program}?"
 
 

@@ -30,7 +30,12 @@ def call(*command: object, cwd: pathlib.Path) -> str:
     """What a command prints; it finds interlace only where it is installed."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=100
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -77,7 +82,9 @@ def test_the_wheel_works_in_a_new_environment(wheel: pathlib.Path, tmp_path: pat
     """torch and the other requirements are lent by this environment; interlace is not."""
     venv.create(tmp_path / "new", symlinks=True)
     python = tmp_path / "new/bin/python"
-    inside = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
+    inside = call(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    )
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     # A line of a .pth file adds a folder, but not what that folder's own .pth files add.
     pathlib.Path(inside.strip(), "lent.pth").write_text("\n".join(lent) + "\n")

@@ -33,7 +33,12 @@ def markdown(text: str) -> str:
         underlined = number + 1 < len(lines) and set(lines[number + 1].strip()) == {"-"}
         if underlined and line in SECTIONS:
             entries, number = _entries(lines, number + 2)
-            done += ["", f"{SECTIONS[line]}:", *(f"    {name}: {text}" for name, text in entries), ""]
+            done += [
+                "",
+                f"{SECTIONS[line]}:",
+                *(f"    {name}: {text}" for name, text in entries),
+                "",
+            ]
             continue
         if underlined:
             done += ["", f"**{line}.**"]

@@ -25,6 +25,8 @@ def faults_of(document: str, folder: pathlib.Path) -> list[str]:
     for block in pages.blocks(document):
         pages.save(block, folder)
         found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
+    for block in pages.inline_commands(document):
+        found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
     return found
 
 
@@ -33,9 +35,10 @@ def differences(document: str, folder: pathlib.Path) -> list[str]:
     found = []
     for block, printed in pages.worked_through(document, folder):
         said = block.text if block.language == "console" else block.output
-        if printed is not None and said is not None and not block.varies:
-            if (now := pages.steady(printed)) != pages.steady(said):
-                found.append(f"line {block.line} prints\n{now}\ninstead of\n{pages.steady(said)}")
+        if printed is None or said is None or block.varies:
+            continue
+        if (now := pages.steady(printed)) != pages.steady(said):
+            found.append(f"line {block.line} prints\n{now}\ninstead of\n{pages.steady(said)}")
     return found
 
 
@@ -64,12 +67,17 @@ def test_what_is_not_run_says_what_it_needs(name: str, block: pages.Block) -> No
     [
         ("```python\nx = = 1\n```", "invalid syntax"),
         ("<!-- needs: luck -->\n\n```bash\nls\n```", "unknown need 'luck'"),
-        ("<!-- needs: minutes -->\n```bash\npython -m interlace bench --sizzes 4\n```", "do not parse"),
+        (
+            "<!-- needs: minutes -->\n```bash\npython -m interlace bench --sizzes 4\n```",
+            "do not parse",
+        ),
         ("```bash\npython -m interlace verify docs/none.py::f\n```", "there is no docs/none.py"),
         ("```bash\ntorchrun --nproc-per-node 2 none.py\n```", "there is no none.py"),
         ("```bash\nmake everything\n```", "no ['everything']"),
         ("```bash\npython benchmarks/model.py --nodez 4\n```", "no ['--nodez']"),
         ("```bash\nls && frobnicate\n```", "what is frobnicate?"),
+        ("As `python -m interlace doctor --now` says.", "do not parse"),
+        ("As `make\ntoast` says.", "no ['toast']"),
         ("```json\n{1}\n```", "Expecting"),
         ("```cpp\nint i;\n```", "language 'cpp'"),
     ],
