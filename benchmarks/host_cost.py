@@ -201,7 +201,8 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        stack.callback(cuda_stream._external.cache_clear)  # of the stub's
+        cuda_stream._external.cache_clear()  # streams of another stub, with the same handles
+        stack.callback(cuda_stream._external.cache_clear)  # of this one's
         if launcher:
             import stub_libcuda
 

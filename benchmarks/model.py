@@ -34,6 +34,8 @@ from model_predict import predict
 from model_published import Compared, compare_all
 from model_tables import Progress, Table
 
+from interlace.cli.outputs import refuse_unwritable
+
 __all__ = ["best_chunk", "calibrated", "machine_named", "predict"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
@@ -125,6 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--nodes", type=int, default=tables.NODES[-1], metavar="N")
     options = parser.parse_args(arguments)
+    if options.nodes < 1:
+        parser.error(f"--nodes must be at least 1, got {options.nodes}")
+    if options.json:  # found out before anything is computed
+        try:
+            refuse_unwritable("--json", str(options.json))
+        except ValueError as error:
+            parser.error(str(error))
     progress = report("model")
     if options.fit:
         print(f"\r{tables.refitted(progress).text()}")

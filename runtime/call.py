@@ -70,6 +70,11 @@ class Call:
         if self.match is not None:
             self.match(parts)
 
+    def with_term(self, name: str, value: Any) -> Call:
+        """The same call with one term more."""
+        terms = (*self.terms, (name, value))
+        return Call(self.op, terms, part=self.part, match=self.match, equal_fits=self.equal_fits)
+
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
         """Every rank's part, by rank; raises as :meth:`verify` does."""
         parts = compare(messages)
@@ -91,7 +96,9 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
                 f"ranks call different ops at the same time: rank 0 calls {op}, "
                 f"rank {rank} calls {other_op}"
             )
-        for (name, value), (_, other) in zip(terms, other_terms, strict=True):
+        said, others = dict(terms), dict(other_terms)
+        for name in {**said, **others}:  # a term that a rank has not is None there
+            value, other = said.get(name), others.get(name)
             if value != other:
                 kind = TypeError if name.startswith("dtype") else ValueError
                 raise kind(

@@ -40,7 +40,8 @@ def unfilled(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose files are not to be found by their bare names
+    if not getattr(sys.flags, "safe_path", False):  # else PYTHONSAFEPATH has left it out
+        del sys.path[0]  # this folder, whose files are not to be found by their bare names
     unfilled("interlace")
     from interlace.runtime.compile_worker import main
 

@@ -48,12 +48,12 @@ class HierarchicalEngine(StreamEngine):
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         parts = [bytes_of(output) for output in outputs]
         return algorithms.gather_parts(self._communicator, self._nodes, parts, bytes_of(input))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         data = bytes_of(tensor)
         outputs = [data if rank == root else data[:0] for rank in range(self.world_size)]
         own = outputs[self.rank]
@@ -90,7 +90,7 @@ class HierarchicalEngine(StreamEngine):
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         parts = [bytes_of(part) for part in inputs]
         sizes = self._told(call.op, [part.nbytes for part in parts])
         return self._exchange(call, [bytes_of(output) for output in outputs], parts, sizes)
@@ -98,7 +98,7 @@ class HierarchicalEngine(StreamEngine):
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         data = bytes_of(input)
         lengths = self._told(call.op, data.nbytes)
         ranks = range(self.world_size)
@@ -111,7 +111,7 @@ class HierarchicalEngine(StreamEngine):
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         ranks = range(self.world_size)
         mine = None if inputs is None else [part.nbytes for part in inputs]
         lengths = self._told(call.op, mine)[root]
@@ -160,12 +160,12 @@ class HierarchicalEngine(StreamEngine):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         parts = [part.view(-1) for part in inputs]
         return self._scatter_sums(call, output.view(-1), parts, op)
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         flat = tensor.view(-1)
         parts = [flat if rank == root else flat[:0] for rank in range(self.world_size)]
         total = torch.empty_like(parts[self.rank])
@@ -176,7 +176,7 @@ class HierarchicalEngine(StreamEngine):
         return event
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         flat = tensor.view(-1)
         lengths = [count for _, count in split_rows(flat.numel(), self.world_size)]
         total = torch.empty(lengths[self.rank], dtype=flat.dtype, device=flat.device)

@@ -40,7 +40,7 @@ import torch
 
 from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums, split_rows
 from interlace.runtime import collective_algorithms as algorithms
-from interlace.runtime import cost
+from interlace.runtime import configuration, cost
 from interlace.runtime import stream_kernels as kernels
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import KERNEL_DTYPES, Staged, Taken
@@ -76,6 +76,12 @@ class StreamEngine(Engine):
 
     def _messages(self, call: Call) -> list[bytes]:
         return self._communicator.messages(call)
+
+    def _verify(self, call: Call) -> None:
+        """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
+        explicit = configuration.override_key()
+        told = call.with_term("configuration", explicit) if explicit else call
+        told.verify(self._messages(told))
 
     def _told(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""
@@ -145,7 +151,7 @@ class StreamEngine(Engine):
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         elements = sum(output.numel() for output in outputs)
         equal = all(output.numel() == input.numel() for output in outputs)
         small = input.nbytes if equal else None
@@ -225,7 +231,7 @@ class StreamEngine(Engine):
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         chosen = self._chosen(call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op)
         if chosen != "copy":
             return kernels.all_reduce(self._communicator, tensor, op, chosen)
@@ -240,7 +246,7 @@ class StreamEngine(Engine):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
-        call.verify(self._messages(call))
+        self._verify(call)
         elements = sum(part.numel() for part in inputs)
         chosen = self._chosen(call, output.dtype, elements, reduction=op)
         if chosen != "copy":

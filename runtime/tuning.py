@@ -5,7 +5,9 @@ In this order, the first that answers::
     explicit   ``configuration.override`` of the caller: the values that it names, over all below
     exact      a row for the bucket of the problem: of the cache of ``interlace tune``, then of the table
     nearest    a row of the same op, dtype and kind of extents whose bucket is near: cache, then table
-    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest
+    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest;
+               on CPUs whether all-gather + matmul is pipelined, if ``interlace calibrate`` has measured how
+               long a gather takes among so many ranks
     default    the table's tiles for the architecture; of an unknown one those that run on any
 
 A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two are near if they
@@ -15,7 +17,8 @@ Ranks must not differ in it. All that goes in is equal on all ranks: the problem
 arithmetic is exact; the table is part of the package. What may differ is exchanged once per group: the
 chip (if ranks have several kinds, all take what runs on any) and a digest of the rows that the cache has
 for this machine. If that differs, rank 0 is asked, once per problem, and its row counts on all ranks, with
-a warning. So a rank whose file was lost or written meanwhile never runs something else than its peers.
+a warning. So a rank whose file was lost or written meanwhile never runs something else than its peers. Of
+calibrations, which are exchanged whole, rank 0's counts likewise.
 
 The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
 schedule on every machine.
@@ -33,7 +36,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from interlace.runtime import configuration, cost_model, tune_cache, tuning_table
+from interlace.runtime import calibration, configuration, cost_model, tune_cache, tuning_table
 from interlace.runtime.chips import chip_of
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
@@ -45,6 +48,7 @@ NEAR = 2
 MOST_CHOICES = 1024
 MIXED = 0  # no chip's capability: what fits any
 SIM = "sim"
+SMALLEST_PIPELINED_SHARD_US = tuning_table.threshold("smallest_pipelined_shard_us")
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,32 @@ def gather_problem(
 # -- of a group ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Gather:
+    """How long an all_gather takes here among the ranks of a group, and when that was measured."""
+
+    link: calibration.Link
+    date: str
+
+
+def own_gather(place: Place) -> Gather | None:
+    """What this rank's calibration says, where it counts: ranks that read each other's memory on CPUs."""
+    if place.name == SIM or place.nodes is not None or not place.direct_access:
+        return None
+    meshes = calibration.read(place.device.type)
+    found = calibration.find(meshes, calibration.OWN, (place.world_size,))
+    return None if found is None else Gather(found.link(0, "all_gather"), found.date)
+
+
+def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
+    """ "pipelined" or "unfused" for all-gather + matmul, and why."""
+    p = problem
+    whole = p.world_size * p.rows * p.inner * p.dtype.itemsize
+    shard_us = gather.link.us(whole) / (p.world_size - 1)
+    algorithm = "pipelined" if shard_us >= SMALLEST_PIPELINED_SHARD_US else "unfused"
+    return algorithm, f"calibration of {gather.date}: {shard_us:.0f} us until a shard is here"
+
+
 @dataclass
 class _Agreed:
     """What the ranks of a group know together."""
@@ -251,6 +281,7 @@ class _Agreed:
     capability: int | None
     rows: tuple[tune_cache.Row, ...]
     asks: bool  # rank 0, because caches differ
+    gather: Gather | None = None
     chosen: dict[Any, Choice] = field(default_factory=dict)
 
 
@@ -292,6 +323,9 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
         one_node = place.nodes is None
         choice = decide(agreed.capability, problem, found, algorithm=algorithm, one_node=one_node)
+        if agreed.gather is not None and not choice.algorithm and problem.op == "all_gather_matmul":
+            named, source = by_calibration(problem, agreed.gather)
+            choice = replace(choice, algorithm=named, source=source)
         if explicit:
             made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]
             choice = replace(choice, configuration=made, source="explicit")
@@ -307,17 +341,25 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     rows = own_rows(place)
     if place.name == SIM or place.world_size == 1:  # one process, so one cache
         return _Agreed(capability, rows, asks=False)
-    mine = (capability, tune_cache.digest(rows), len(rows), str(tune_cache.path()))
+    gather = own_gather(place)
+    mine = (capability, tune_cache.digest(rows), len(rows), str(tune_cache.path()), gather)
     everyone = [pickle.loads(each) for each in place.exchange(pickle.dumps(mine), op)]
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
     asks = any(each[1] != everyone[0][1] for each in everyone)
     if mine[1] != everyone[0][1]:
-        _, _, count, file = everyone[0]
+        _, _, count, file, _ = everyone[0]
         warnings.warn(
             f"tuning caches differ between ranks: rank {place.rank} has {len(rows)} rows for this machine "
             f"in {mine[3]}, rank 0 has {count} in {file}; rank 0's are used",
             RuntimeWarning,
             stacklevel=2,
         )
-    return _Agreed(capability, rows, asks)
+    if gather != everyone[0][-1]:
+        warnings.warn(
+            f"calibrations differ between ranks: rank {place.rank} has {gather}, rank 0 "
+            f"{everyone[0][-1]}; rank 0's is used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return _Agreed(capability, rows, asks, everyone[0][-1])

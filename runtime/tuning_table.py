@@ -201,6 +201,10 @@ THRESHOLDS = (
     # received by a rank before its matmul; below, pipelined all-gather + matmul loses to unfused
     Threshold("smallest_pipelined_bytes", "cpu", 4 << 20,
               "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
+    # of a shard's way to a rank, if that was calibrated: then instead of the bytes. Unfused less torch.mm
+    # alone, by peers: pipelined lost or tied at 2500 and 2690, won at 5670 and 6960; the middle of the gap
+    Threshold("smallest_pipelined_shard_us", "cpu", 3900,
+              "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
     # of the output; beyond, matmul + all-reduce is reduce-scatter and all-gather
     Threshold("one_shot_bytes",           ANY,   256 << 10, "assumed: as torch's symmetric memory"),
     # of a rank's message: up to here it goes in words that carry their flag

@@ -30,6 +30,7 @@ if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
 
 # What somebody has tuned on this machine is not what is tested.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
+os.environ["INTERLACE_CALIBRATION"] = "off"
 
 # Many ranks share few cores here; torch's own threads would only fight them.
 torch.set_num_threads(1)

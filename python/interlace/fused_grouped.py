@@ -157,8 +157,9 @@ def _public(
     if recorded.wanted(group, input, weight, bias):
         communicator = resolve(group).on(input)
         call = checked(communicator, input, weight, bias, asked)
+        first = f"{op} of tensors that require gradients"  # on all ranks, then
         routes = communicator.run(
-            op, lambda: Outcome(_agree(communicator, asked, call), None), async_op=False
+            first, lambda: Outcome(_agree(communicator, asked, call, first), None), async_op=False
         )
         rows = {sum(each) for each in routes.counts}
         if op == EXCHANGE or len(rows) == 1:
@@ -374,8 +375,13 @@ def counts(name: str, value: Any, rank: int) -> list[int]:
     return numbers
 
 
-def _agree(communicator: Communicator, asked: Asked, call: Checked) -> Routes:
-    """The routes; raises unless all ranks' arguments fit together, on every rank the same."""
+def _agree(
+    communicator: Communicator, asked: Asked, call: Checked, said: str | None = None
+) -> Routes:
+    """The routes; raises unless all ranks' arguments fit together, on every rank the same.
+
+    ``said``: what ranks call this agreement, if not by the op.
+    """
     op, rank, world_size = asked.op, communicator.rank, communicator.world_size
     options = (
         call.input.shape[1],
@@ -383,12 +389,16 @@ def _agree(communicator: Communicator, asked: Asked, call: Checked) -> Routes:
         call.algorithm,
         call.dtype,
         bool(asked.return_received),
+        configuration.override_key(),
     )
     answers = communicator.agree(
-        op, (call.input.dtype, options, tuple(call.input_splits), call.output_splits)
+        said or op, (call.input.dtype, options, tuple(call.input_splits), call.output_splits)
     )
     checks.equal_on_all(op, "dtype of input", [a[0] for a in answers], rank, kind=TypeError)
-    names = ("k of input", "the number of experts", "algorithm", "out_dtype", "return_received")
+    names = (
+        "k of input", "the number of experts", "algorithm", "out_dtype", "return_received",
+        "configuration",
+    )  # fmt: skip
     for index, name in enumerate(names):
         checks.equal_on_all(op, name, [a[1][index] for a in answers], rank)
     experts = len(call.input_splits)

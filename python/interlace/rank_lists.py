@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from interlace.runtime.communicator import Communicator
 
@@ -125,9 +126,9 @@ def of_mesh(mesh: DeviceMesh, dim: int | str | None, rank: int) -> tuple[int, ..
 
 def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
     """The groups of ranks that ``mesh`` makes along one of its dimensions."""
-    lists: list[list[int]] = (
-        mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist()
-    )
+    with _disable_current_modes():  # who traces need not see that a mesh is a tensor
+        ranks = mesh.mesh
+        lists: list[list[int]] = ranks.movedim(index, -1).reshape(-1, ranks.shape[index]).tolist()
     return lists
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels import signal
-from interlace.runtime.compile_pool import compile_all
+from interlace.runtime.compile_pool import _PROGRAM, compile_all
 from interlace.runtime.compile_request import Request, decode_request, encode, jitted_function
 from interlace.verify.lint_check import RULES, LintReport, LintRequest, lint, lint_many
 
@@ -370,3 +370,20 @@ def test_no_worker_outlives_a_call_that_fails() -> None:
     with pytest.raises(KeyboardInterrupt):
         compile_all(requests, workers=1, on_result=interrupt)
     assert children() <= before
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_a_compiling_process_starts_whatever_is_on_the_path(safe_path: str) -> None:
+    """In front is the program's own folder, or, with a safe path, the first of the caller's."""
+    home = str(pathlib.Path(signal.__file__).parents[2])  # as PYTHONPATH=python has it
+    paths = os.pathsep.join([home, *(path for path in sys.path if path not in ("", home))])
+    settings = {"PYTHONSAFEPATH": safe_path, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(_PROGRAM)],
+        input="",
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

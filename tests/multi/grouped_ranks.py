@@ -231,6 +231,8 @@ def refused() -> list[str]:
         lambda: interlace.all_gather_grouped_matmul(
             x.bfloat16() if first else x, w.bfloat16() if first else w, [4]
         ),
+        lambda: interlace.all_to_all_grouped_matmul(x, w.clone().requires_grad_(first), even),
+        lambda: interlace.all_gather_grouped_matmul(x.clone().requires_grad_(not first), w, [4]),
     ]
     said = []
     for call in calls:

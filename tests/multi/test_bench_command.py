@@ -65,7 +65,7 @@ def test_a_collective_against_gloo_and_alone(tmp_path: pathlib.Path) -> None:
             "torch": pytest.approx(times["torch"] / times["auto"]),
         }
         assert list(found["gloo"]["speedup"]) == ["torch"]
-    assert "Left out of all: kernel" in text
+    assert "Left out of all: kernel (interpreted on a CPU), multimem (" in text
     assert facts["machine"]["torch"]["version"] and facts["protocol"]["statistic"]
 
 
@@ -108,6 +108,19 @@ def test_every_collective_is_checked_in_every_way(tmp_path: pathlib.Path) -> Non
         found = rows(facts)
         assert code == 0 and all(row["right"] for row in found.values()), op
         assert facts["results"][0]["nbytes"] == 96  # 100 bytes hold 48 elements in 3 equal parts
+        small = op in ("all_gather", "broadcast")
+        assert ("low_latency" in found, "multimem" in found) == (small, op in ops[:2]), op
+
+
+def test_all_leaves_out_what_cannot_be(tmp_path: pathlib.Path) -> None:
+    """By size and dtype; what only moves takes every dtype."""
+    options = {"place": "sim", "world_size": 3, "baseline": "none", "algorithm": "all"}
+    code, text, facts = run("all_gather", tmp_path, sizes="12,240K", dtype="int64", **options)
+    assert code == 0 and "low_latency (for at most 64 KiB a rank)" in text
+    assert list(rows(facts)) == ["auto", "copy", "low_latency"]
+    assert list(rows(facts, 1)) == ["auto", "copy"]
+    _, text, facts = run("all_reduce", tmp_path, sizes="12", dtype="int64", **options)
+    assert list(rows(facts)) == ["auto", "copy"] and "low_latency (not for int64)" in text
 
 
 def test_barrier_has_nothing_to_check(tmp_path: pathlib.Path) -> None:
@@ -282,7 +295,10 @@ def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
         (["barrier", "--sizes", "4"], "barrier moves nothing, so it has no size"),
         (["send_recv", "--world-size", "1"], "send_recv needs at least 2 ranks"),
         (["all_reduce", "--world-size", "65"], "--world-size must be within 1..64, got 65"),
-        (["all_reduce", "--algorithm", "fused"], "all_reduce has auto, kernel, copy, and all"),
+        (
+            ["all_reduce", "--algorithm", "fused"],
+            "all_reduce has auto, kernel, copy, multimem, low_latency, and all",
+        ),
         (["all_reduce", "--baseline", "mpi"], "--baseline mpi: known are torch, nccl, gloo"),
         (["all_reduce", "--repetitions", "0"], "--repetitions must be positive, got 0"),
         (["all_reduce", "--timeout", "0"], "--timeout must be positive, got 0.0"),

@@ -147,6 +147,34 @@ def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
     interlace.run(refused_calls.refused_by_rank_1, 2)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: interlace.all_reduce(torch.ones(70), algorithm="kernel"),
+        lambda: interlace.all_reduce(torch.ones(70), algorithm="multimem"),
+        lambda: interlace.reduce_scatter_tensor(ONE.clone(), torch.ones(4), algorithm="kernel"),
+        lambda: interlace.all_gather_into_tensor(torch.ones(4), ONE, algorithm="multimem"),
+        lambda: interlace.all_gather_grouped_matmul(
+            torch.ones(70, 2), torch.ones(1, 2, 3), [70], algorithm="fused"
+        ),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool) -> None:
+    """They would signal other blocks than their peers wait for."""
+
+    def on_rank() -> None:
+        rank = interlace.get_rank()
+        values = {} if alone and rank else {"block_elements": 16 << rank, "block_m": 16 << rank}
+        said = r"configuration differs between ranks: .*\('block_elements', 16\).* on rank 0"
+        with interlace.configured(**values), pytest.raises(ValueError, match=said):
+            call()
+        with interlace.configured(block_elements=32, block_m=16):
+            call()
+
+    interlace.run(on_rank, 2)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 2, 2), (0,)])
 def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
     """torch takes one element only; a longer factor has to fit."""

@@ -149,3 +149,19 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         module("model").main(["--plot", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json", "/no/such/model.json"], "the folder does not exist"),
+        (["--nodes", "0"], "--nodes must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_computed(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        module("model").main(arguments)
+    found = capsys.readouterr()
+    assert said in found.err and not found.out

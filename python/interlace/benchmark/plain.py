@@ -32,6 +32,7 @@ class Plain(ABC):
 
     op: str
     algorithms: tuple[str, ...] = ("auto",)
+    reduces = True  # where an algorithm depends on it
     least_ranks = 1
     has_size = True
 
@@ -51,6 +52,11 @@ class Plain(ABC):
             raise ValueError(
                 f"--world-size {world_size}: {cls.op} needs at least {cls.least_ranks} ranks"
             )
+
+    @property
+    def message_bytes(self) -> int:
+        """What a rank sends to each other one, at once."""
+        return self.nbytes
 
     # -- data ----------------------------------------------------------------------------------------
 

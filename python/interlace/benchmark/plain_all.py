@@ -16,7 +16,7 @@ from interlace.benchmark.subject import Setting
 
 class AllReduce(Plain):
     op = "all_reduce"
-    algorithms: tuple[str, ...] = ("auto", "kernel", "copy")
+    algorithms: tuple[str, ...] = ("auto", "kernel", "copy", "multimem", "low_latency")
 
     def inputs(self, call: int) -> Tensors:
         return (self.of(self.rank, call),)
@@ -57,7 +57,8 @@ class AllReduce(Plain):
 
 class AllGather(Plain):
     op = "all_gather"
-    algorithms: tuple[str, ...] = ("auto", "kernel", "copy")
+    reduces = False
+    algorithms: tuple[str, ...] = ("auto", "kernel", "copy", "multimem", "low_latency")
 
     def inputs(self, call: int) -> Tensors:
         return self.empty(self.whole), self.of(self.rank, call, count=self.part)
@@ -76,6 +77,10 @@ class AllGather(Plain):
     def alone_inputs(self, call: int) -> Tensors:
         return self.empty(self.whole), self._gathered(call)
 
+    @property
+    def message_bytes(self) -> int:
+        return self.nbytes // self.world_size
+
     def _gathered(self, call: int) -> torch.Tensor:
         return torch.cat([self.of(r, call, count=self.part) for r in range(self.world_size)])
 
@@ -88,7 +93,7 @@ class AllGather(Plain):
 
 class ReduceScatter(Plain):
     op = "reduce_scatter"
-    algorithms: tuple[str, ...] = ("auto", "kernel", "copy")
+    algorithms: tuple[str, ...] = ("auto", "kernel", "copy", "multimem")
 
     def inputs(self, call: int) -> Tensors:
         return self.empty(self.part), self.of(self.rank, call)

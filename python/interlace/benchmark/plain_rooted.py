@@ -16,13 +16,15 @@ from interlace.benchmark.plain_all import AllGather, AllReduce
 
 class Broadcast(Plain):
     op = "broadcast"
+    algorithms: tuple[str, ...] = ("auto", "copy", "low_latency")
+    reduces = False
 
     def inputs(self, call: int) -> Tensors:
         return (self.empty(self.whole) if self.rank else self.of(0, call),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         def run(x: torch.Tensor) -> torch.Tensor:
-            interlace.broadcast(x, 0)
+            interlace.broadcast(x, 0, algorithm=algorithm)
             return x
 
         return run

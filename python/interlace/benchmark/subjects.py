@@ -13,6 +13,8 @@ from interlace.benchmark import baselines, kernel, ops
 from interlace.benchmark.fused import Fused
 from interlace.benchmark.plain import Plain
 from interlace.benchmark.subject import ALGORITHM, BASELINE, PART, Candidate, Setting, Subject
+from interlace.groups import default_group
+from interlace.runtime.low_latency_algorithms import MOST_BYTES
 from interlace.runtime.place import Place
 
 DTYPES = {
@@ -23,8 +25,10 @@ DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
-TRITON = ("fused", "kernel")  # interpreted on a CPU, far too slow to measure unless asked for
-NARROW = ("float32", "float16", "bfloat16")  # all that algorithms other than unfused and copy take
+# interpreted on a CPU, far too slow to measure unless asked for
+TRITON = ("fused", "kernel", "multimem", "low_latency")
+NARROW = ("float32", "float16", "bfloat16")  # all that most algorithms take
+WIDE = ("auto", "unfused", "copy")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Request:
 class Source:
     """``make()`` gives the subject, once torch.distributed is there with ``backend`` (None: not needed).
 
-    ``left_out``: algorithms that "all" does not stand for here.
+    ``left_out``: algorithms that "all" does not stand for here, and in brackets why.
     """
 
     backend: str | None
@@ -81,23 +85,39 @@ def source(request: Request, place: Place) -> Source:
             chosen = tuple(name for name in chosen if name != "torch")
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
-    names, left_out = algorithms(request, place)
+    names, left_out = algorithms(request, setting, place)
     backend = baselines.torch_backend(chosen)
     return Source(backend, left_out, lambda: _op(request, setting, names, chosen))
 
 
-def algorithms(request: Request, place: Place) -> tuple[list[str], list[str]]:
-    """(those to measure, those that "all" leaves out)."""
+def algorithms(request: Request, setting: Setting, place: Place) -> tuple[list[str], list[str]]:
+    """(those to measure, those that "all" leaves out and why)."""
     if request.algorithms != ("all",):
         return list(request.algorithms), []
     # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
     known = [
         n for n in ops.algorithms(request.target) if n != "auto" or request.target in ops.PLAIN
     ]
-    slow = TRITON if place.interpreted and place.name != "sim" else ()
-    unfit = () if request.dtype in NARROW else ("fused", "kernel", "pipelined")
-    left_out = [name for name in known if name in slow or name in unfit]
-    return [name for name in known if name not in left_out], left_out
+    reasons = {name: _why_not(name, request, setting, place) for name in known}
+    left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    return [name for name in known if not reasons[name]], left_out
+
+
+def _why_not(name: str, request: Request, setting: Setting, place: Place) -> str:
+    """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
+    if name in TRITON and place.interpreted and place.name != "sim":
+        return "interpreted on a CPU"
+    op = None
+    if request.target in ops.PLAIN:
+        op = ops.PLAIN[request.target](setting, request.nbytes or 0)
+    moves = name == "low_latency" and op is not None and not op.reduces
+    if request.dtype not in NARROW and name not in WIDE and not moves:
+        return f"not for {request.dtype}"
+    if name == "low_latency" and op is not None and op.message_bytes > MOST_BYTES:
+        return f"for at most {MOST_BYTES >> 10} KiB a rank"
+    if name == "multimem" and not place.interpreted and not default_group().multicast:
+        return "no multicast address"
+    return ""
 
 
 # -- ops -------------------------------------------------------------------------------------------------

@@ -148,10 +148,7 @@ def notes(results: Sequence[Result]) -> list[str]:
         if sizes.place == "sim":
             found.append("Times are those of the simulator: they say nothing about any machine.")
         if sizes.left_out:
-            where = "interpreted on a CPU" if sizes.place != "sim" else f"not for {sizes.dtype}"
-            if sizes.dtype in ("float64", "int32", "int64"):
-                where = f"not for {sizes.dtype}, or {where}"
-            found.append(f"Left out of all: {', '.join(sizes.left_out)} ({where}).")
+            found.append(f"Left out of all: {', '.join(sizes.left_out)}.")
         small = any(0 < row.rotated_bytes < sizes.cache_bytes for row in result.rows)
         if small and sizes.place != "sim":
             found.append(

@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from interlace import __version__
-from interlace.cli import bench_options, bundle, tune_options
+from interlace.cli import bench_options, bundle, calibrate, tune_options
 from interlace.cli.consoles import new_console
 
 
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
     bench_options.add_command(commands)
     tune_options.add_command(commands)
+    calibrate.add_command(commands)
     return top
 
 
@@ -199,6 +200,8 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         if not asked.dry_run:
             need_interpreter(tune_options.place_of(asked) != "cuda", arguments)
         return tune(console, asked)
+    if options.command == "calibrate":
+        return calibrate.calibrate(console, calibrate.options_of(options))
     if options.command == "check":
         from interlace.cli.check import check
 

@@ -1,21 +1,70 @@
-"""Tensors of several ranks: uneven parts, placeholders, sharded tensors."""
+"""Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
+
+``mesh_collectives.py`` and ``shards.py`` have the utilities of DTensor's ``_collective_utils.py``,
+``topology.py`` and ``redistribute_cost.py`` its cost model, by torch's figures or by measured ones
+(``python -m interlace calibrate``), ``styles.py`` what ``parallelize_module`` takes. ``uneven.py`` and
+``indexed.py`` have differentiable collectives of parts that differ in length, ``placeholder.py`` what
+stands for a tensor on the ranks that have none, ``sharded.py`` the tensor made of such parts.
+"""
 
 from __future__ import annotations
 
 from interlace.tensor.indexed import indexed_all_to_all_v
+from interlace.tensor.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from interlace.tensor.placeholder import Placeholder, PlaceholderError
+from interlace.tensor.redistribute_cost import (
+    allgather_cost,
+    allreduce_cost,
+    alltoall_cost,
+    one_step_redistribute_cost,
+    redistribute_cost,
+    reduce_scatter_cost,
+)
 from interlace.tensor.sharded import ShardedTensor, from_dtensor, from_local, scatter
+from interlace.tensor.shards import (
+    check_tensor_meta,
+    fill_empty_tensor_to_shards,
+    pad_tensor,
+    spec_to_bytes,
+    unpad_tensor,
+)
+from interlace.tensor.styles import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    explain,
+)
+from interlace.tensor.topology import MeshTopoInfo
 from interlace.tensor.uneven import all_gather_v, gather_v, scatter_v
 
 __all__ = [
+    "ColwiseParallel",
+    "MeshTopoInfo",
     "Placeholder",
     "PlaceholderError",
+    "RowwiseParallel",
+    "SequenceParallel",
     "ShardedTensor",
     "all_gather_v",
+    "allgather_cost",
+    "allreduce_cost",
+    "alltoall_cost",
+    "check_tensor_meta",
+    "explain",
+    "fill_empty_tensor_to_shards",
     "from_dtensor",
     "from_local",
     "gather_v",
     "indexed_all_to_all_v",
+    "mesh_broadcast",
+    "mesh_scatter",
+    "one_step_redistribute_cost",
+    "pad_tensor",
+    "redistribute_cost",
+    "reduce_scatter_cost",
     "scatter",
     "scatter_v",
+    "shard_dim_alltoall",
+    "spec_to_bytes",
+    "unpad_tensor",
 ]

@@ -1,0 +1,1 @@
+"""interlace inside other people's frameworks; none of these is imported before its module here is used."""

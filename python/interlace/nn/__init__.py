@@ -1,0 +1,54 @@
+"""Layers whose communication runs inside their matmuls, and the functions that they are made of.
+
+Megatron-style tensor and sequence parallelism: linear layers split over a group, and what stands between
+them. Weights, initialisation and checkpoints are those of the unsharded layers of ``torch.nn``, for any
+number of ranks. See docs/layers.md.
+"""
+
+from interlace.nn.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from interlace.nn.embedding import VocabParallelEmbedding
+from interlace.nn.linear import ColumnParallelLinear, RowParallelLinear
+from interlace.nn.linear_function import column_parallel_linear, row_parallel_linear
+from interlace.nn.mlp import SequenceParallelMLP
+from interlace.nn.norm import LayerNorm, RMSNorm
+from interlace.nn.optimizer_state import sharded_optimizer_state_dict
+from interlace.nn.qkv import QKVParallelLinear
+from interlace.nn.regions import (
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    scatter_to_group,
+)
+from interlace.nn.sharded_module import ShardedModule
+from interlace.nn.sharding import Sharding
+from interlace.nn.state_dicts import full_state_dict, sharded_state_dict, shardings
+from interlace.nn.weight_gradients import DeferredWeightGradients
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DeferredWeightGradients",
+    "LayerNorm",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RowParallelLinear",
+    "SequenceParallelMLP",
+    "ShardedModule",
+    "Sharding",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "column_parallel_linear",
+    "copy_to_group",
+    "full_state_dict",
+    "gather_from_group",
+    "gather_from_sequence",
+    "reduce_from_group",
+    "reduce_scatter_to_sequence",
+    "row_parallel_linear",
+    "scatter_to_group",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
+    "shardings",
+    "vocab_parallel_cross_entropy",
+]

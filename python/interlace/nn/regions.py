@@ -1,0 +1,192 @@
+"""Where a model goes from replicated to sharded activations and back, with the gradients of each way.
+
+===========================  ======================================  ==================================
+function                     forward                                 backward
+===========================  ======================================  ==================================
+copy_to_group                nothing                                 all-reduce
+reduce_from_group            all-reduce                              nothing
+scatter_to_group             this rank's part                        all-gather
+gather_from_group            all-gather                              this rank's part
+reduce_scatter_to_sequence   reduce-scatter                          all-gather
+gather_from_sequence         all-gather                              reduce-scatter
+===========================  ======================================  ==================================
+
+``scatter`` and ``gather`` are for parts of what is computed alike on all ranks, so that gradients are not
+summed. ``gather_from_sequence`` is for what ranks then use differently. Parts are equal. Semantics:
+Megatron-core's ``tensor_parallel.mappings``; the loss is one for all ranks, or the sum over sequence
+shards. Ranks must agree on which tensors require gradients, which cannot be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from interlace import checks, simulated_backward
+from interlace.collectives import _all_gather, _all_reduce, _reduce_scatter
+from interlace.groups import resolve
+from interlace.runtime.communicator import Communicator
+
+Tensor = torch.Tensor
+_Way = Callable[[Tensor, int, Communicator], Tensor]
+
+
+def _group(group: Any, *values: Any) -> Communicator:
+    communicator = resolve(group).on(*values)
+    if communicator.place.name == "sim":
+        simulated_backward.install()
+    return communicator
+
+
+def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    _all_reduce(group, result)
+    return result
+
+
+def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    return tensor.chunk(group.world_size, dim)[group.rank].contiguous()
+
+
+def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] *= group.world_size
+    result = tensor.new_empty(shape)
+    _all_gather(
+        group, list(result.chunk(group.world_size, dim)), tensor.detach().contiguous(), False
+    )
+    return result
+
+
+def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    parts = [each.contiguous() for each in tensor.detach().chunk(group.world_size, dim)]
+    result = torch.empty_like(parts[0])
+    _reduce_scatter(group, result, parts, "sum", False)
+    return result
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Way, back: _Way
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.back = dim, group, back
+        return there(tensor, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
+
+
+def _pass(
+    op: str, tensor: Tensor, dim: int, group: Any, there: _Way, back: _Way, *, divides: bool
+) -> Tensor:
+    communicator = _group(group, tensor)
+    with communicator.accepting(op):
+        rank, size = communicator.rank, communicator.world_size
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__} on rank {rank}")
+        dim = checks.dimension("dim", dim, tensor.dim(), rank)
+        if divides and tensor.shape[dim] % size:
+            raise ValueError(
+                f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}, "
+                f"on "
+                f"rank {rank}"
+            )
+    if communicator.world_size == 1:
+        return tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        apply: Any = _Region.apply
+        result: Tensor = apply(tensor, dim, communicator, there, back)
+        return result
+    return there(tensor, dim, communicator)
+
+
+class _Copied(torch.autograd.Function):
+    """Of several tensors at once: one collective for all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # at least fp32 on the way, as gradients of few rows are summed up in
+        dtype = torch.float32
+        for grad in grads:
+            dtype = torch.promote_types(dtype, grad.dtype)
+        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+        _all_reduce(ctx.group, flat)
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        return None, *[
+            part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)
+        ]
+
+
+def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:
+    """The same tensors, whose gradients are summed over ``group``, all in one collective.
+
+    For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
+    on sequence shards. None stays None. Without it each rank has its share of the gradient only.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import copy_to_group
+    >>> def grad():
+    ...     scale = torch.ones(1, requires_grad=True)
+    ...     (shared,) = copy_to_group(scale)
+    ...     (shared * (1 + interlace.get_rank())).sum().backward()
+    ...     return scale.grad.item()
+    >>> interlace.run(grad, 2)
+    [3.0, 3.0]
+    """
+    there = [each for each in tensors if each is not None]
+    communicator = _group(group, there)
+    wanted = [each for each in there if each.requires_grad]
+    if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
+        return tensors
+    copied = iter(_Copied.apply(communicator, *wanted))  # type: ignore[no-untyped-call]
+    return tuple(
+        next(copied) if each is not None and each.requires_grad else each for each in tensors
+    )
+
+
+def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
+    """The sum over ranks, on all ranks, which go on alike: the gradient is not summed again."""
+    return _pass("reduce_from_group", tensor, 0, group, _reduced, _as_it_is, divides=False)
+
+
+def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+    """This rank's part, along ``dim``, of what is the same on all ranks."""
+    return _pass("scatter_to_group", tensor, dim, group, _part, _whole, divides=True)
+
+
+def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+    """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed."""
+    return _pass("gather_from_group", tensor, dim, group, _whole, _part, divides=False)
+
+
+def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+    """This rank's part, along ``dim``, of the sum over ranks."""
+    op = "reduce_scatter_to_sequence"
+    return _pass(op, tensor, dim, group, _reduced_part, _whole, divides=True)
+
+
+def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+    """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed."""
+    return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part, divides=False)
+
+
+def sequence_dim(tensor: Sequence[Any] | Tensor, batch_first: bool) -> int:
+    """Where the sequence is: dim 0 of ``[s, b, h]`` and ``[s, h]``, dim 1 of ``[b, s, h]``."""
+    dims = tensor.dim() if isinstance(tensor, Tensor) else len(tensor)
+    return 1 if batch_first and dims > 2 else 0

@@ -1,0 +1,122 @@
+"""Backward on simulated ranks: each rank's autograd engine in a thread of its own, one at a time.
+
+torch's engine keeps its queue of nodes, and how deep it is, per thread. Ranks of ``sim`` share a thread:
+one that waited for another within a node's backward would leave its nodes to that rank's engine, which
+would run them there, or fail. So the engine of a rank gets a thread, and hands every backward that is
+Python back to the rank, which alone can wait in the simulation::
+
+    rank (a coroutine of the simulation)      engine (a thread)
+    loss.backward() ........................> runs nodes of C++
+    runs _Row.backward, waits for others <... comes to a node of Python, sleeps
+    gives its result ......................> goes on
+    returns <............................... has finished
+
+The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is the
+one that the seed says. Hooks of tensors run in the engine's thread, and cannot communicate; nor can what is
+recomputed by hooks, as by ``torch.utils.checkpoint`` with ``use_reentrant=False``. Other places, and a
+single simulated rank, have torch's engine as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace import groups
+
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: BaseException | None
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class _Channel:
+    """What an engine's thread asks of its rank: calls, of which there is one at a time, and its own end."""
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[Callable[[], Any] | _Outcome] = SimpleQueue()
+        self.answers: SimpleQueue[_Outcome] = SimpleQueue()
+
+
+_thread = threading.local()  # its ``channel``, in the thread of an engine
+_installing = threading.Lock()
+_torch: Any = torch.autograd
+_node: Any = torch.autograd.function.BackwardCFunction
+_run_here: Any = _torch._engine_run_backward
+_METHODS = [
+    name for name in ("apply", "apply_boxed") if hasattr(_node, name)
+]  # torch 2.13 has both
+_apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
+
+
+def install() -> None:
+    """Let ranks that are simulated from now on compute gradients that communicate. Idempotent."""
+    with _installing:
+        _torch._engine_run_backward = _run
+        for name in _METHODS:
+            setattr(_node, name, _in_rank(name))
+
+
+def _outcome(call: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(call(), None)
+    except (
+        BaseException
+    ) as error:  # the end of a coroutine too: it goes on where the call came from
+        return _Outcome(None, error)
+
+
+def _channel() -> _Channel | None:
+    return getattr(_thread, "channel", None)
+
+
+def _run(*args: Any, **kwargs: Any) -> Any:
+    """In place of torch's ``_engine_run_backward``."""
+    rank = groups.joined()
+    if rank is None or rank.place.name != "sim" or rank.world_size == 1 or _channel() is not None:
+        return _run_here(*args, **kwargs)
+    channel, recording = _Channel(), torch.is_grad_enabled()
+
+    def engine() -> None:
+        _thread.channel = channel
+        with torch.set_grad_enabled(recording):
+            channel.asked.put(_outcome(lambda: _run_here(*args, **kwargs)))
+
+    # with the rank's context, by which hooks too know whose they are
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
+    thread.start()
+    while not isinstance(asked := channel.asked.get(), _Outcome):
+        channel.answers.put(_outcome(asked))
+    thread.join()
+    return asked.get()
+
+
+def _in_rank(name: str) -> Callable[..., Any]:
+    """In place of a method of ``BackwardCFunction``, by which the engine calls a Function's backward."""
+    here = _apply_here[name]
+
+    def apply(self: Any, *grads: Any) -> Any:
+        channel = _channel()
+        if channel is None:
+            return here(self, *grads)
+        recording = torch.is_grad_enabled()
+
+        def asked() -> Any:
+            with torch.set_grad_enabled(recording):
+                return here(self, *grads)
+
+        channel.asked.put(asked)
+        return channel.answers.get().get()
+
+    return apply

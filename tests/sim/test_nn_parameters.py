@@ -1,0 +1,265 @@
+"""Parameters of interlace.nn: what a rank holds, how it starts, state dicts, misuse. No gradients here."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+import pickle
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import interlace
+from interlace import nn as inn
+from support import failure
+
+WORLDS = [1, 2, 3, 4]
+MODULES = [module.name for module in pkgutil.iter_modules(inn.__path__)]
+
+
+def layers() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]]:
+    """By name: the layer, the unsharded one."""
+    return {
+        "column": (lambda: inn.ColumnParallelLinear(5, 12), lambda: nn.Linear(5, 12)),
+        "row": (lambda: inn.RowParallelLinear(12, 5), lambda: nn.Linear(12, 5)),
+        "embedding": (lambda: inn.VocabParallelEmbedding(5, 3), lambda: nn.Embedding(5, 3)),
+        "norm": (lambda: inn.LayerNorm(4), lambda: nn.LayerNorm(4)),
+        "scale": (lambda: inn.RMSNorm((2, 3)), lambda: nn.RMSNorm((2, 3))),
+    }
+
+
+def sharded() -> nn.ModuleDict:
+    torch.manual_seed(5)
+    return nn.ModuleDict({name: make() for name, (make, _) in layers().items()})
+
+
+def unsharded(seed: int = 5) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({name: make() for name, (_, make) in layers().items()})
+
+
+def same(found: Any, expected: Any) -> bool:
+    return list(found) == list(expected) and all(
+        torch.equal(found[key], value) for key, value in expected.items()
+    )
+
+
+def states() -> None:
+    """Its own parts, the whole, and back."""
+    model, expected = sharded(), unsharded()
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    sharded()
+    assert torch.equal(torch.rand(1), drawn)
+    whole = inn.full_state_dict(model)
+    assert same(whole, expected.state_dict())
+    unsharded(6).load_state_dict(whole, strict=True)
+    for source in (model.state_dict(), expected.state_dict()):
+        for assign in (False, True):
+            torch.manual_seed(8)
+            other = nn.ModuleDict({name: make() for name, (make, _) in layers().items()})
+            other.load_state_dict(copy.deepcopy(source), strict=True, assign=assign)
+            assert same(other.state_dict(), model.state_dict())
+            assert all(value.sharding.group is model["row"].group for value in other.parameters())
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_initialisation_and_state_dicts_are_those_of_the_unsharded_layers(world_size: int) -> None:
+    interlace.run(states, world_size)
+
+
+def parts() -> dict[str, list[int]]:
+    return {key: list(value.shape) for key, value in sharded().state_dict().items()}
+
+
+def test_what_ranks_hold() -> None:
+    found = interlace.run(parts, 4)
+    assert [each["embedding.weight"] for each in found] == [[2, 3], [2, 3], [1, 3], [0, 3]]
+    for each in found:
+        assert each["column.weight"] == [3, 5] and each["column.bias"] == [3]
+        assert each["row.weight"] == [5, 3] and each["row.bias"] == [5]
+
+
+def on_one_rank(dst: int) -> bool:
+    found = inn.full_state_dict(sharded(), group_dst=dst)
+    return same(found, unsharded().state_dict()) if interlace.get_rank() == dst else not found
+
+
+def test_the_whole_on_one_rank() -> None:
+    assert interlace.run(on_one_rank, 3, 2) == [True] * 3
+
+
+def loads(shape: tuple[int, ...]) -> str:
+    layer = inn.ColumnParallelLinear(3, 8, bias=False)
+    before = layer.weight.detach().clone()
+    try:
+        layer.load_state_dict({"weight": torch.zeros(shape)})
+    except RuntimeError as error:
+        assert torch.equal(layer.weight, before)
+        return str(error)
+    return "loaded"
+
+
+def test_a_state_dict_of_another_shape_is_refused() -> None:
+    assert interlace.run(loads, 2, (4, 3)) == interlace.run(loads, 2, (8, 3)) == ["loaded"] * 2
+    for rank, text in enumerate(interlace.run(loads, 2, (5, 3))):
+        assert (
+            f"size mismatch for weight: got shape (5, 3); rank {rank} of 2 takes its part, (4, 3), or the "
+            "whole, (8, 3)." in text
+        )
+        assert text.count("size mismatch") == 1
+
+
+def missing() -> str:
+    try:
+        inn.RowParallelLinear(4, 2).load_state_dict({"weight": torch.zeros(2, 4)})
+    except RuntimeError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_missing_keys_are_missing() -> None:
+    assert 'Missing key(s) in state_dict: "bias"' in interlace.run(missing, 2)[0]
+
+
+def on_meta() -> bool:
+    with torch.device("meta"):
+        model = nn.ModuleDict({name: make() for name, (make, _) in layers().items()})
+    assert all(value.is_meta for value in model.parameters())
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for layer in model.values():
+        layer.reset_parameters()
+    assert all(value.sharding.group is model["row"].group for value in model.parameters())
+    return same(model.state_dict(), sharded().state_dict())
+
+
+def test_made_without_memory_and_filled_later() -> None:
+    assert interlace.run(on_meta, 3) == [True] * 3
+
+
+def copies() -> bool:
+    model = sharded()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model["row"].weight.zero_()
+    assert other["row"].weight.sharding.group is model["row"].group
+    try:
+        pickle.dumps(model)
+    except TypeError as error:
+        assert "save its state_dict()" in str(error)
+    else:
+        raise AssertionError("a group was pickled")
+    return same(inn.full_state_dict(other), unsharded().state_dict())
+
+
+def test_copies_share_the_group_and_pickles_are_refused() -> None:
+    assert interlace.run(copies, 2) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: inn.ColumnParallelLinear(4, 6), "out_features must be a positive multiple of the"),
+        (lambda: inn.RowParallelLinear(6, 4), "in_features must be a positive multiple of the"),
+        (lambda: inn.SequenceParallelMLP(4, 6), "group's size 4, got 6 on rank"),
+        (lambda: inn.SequenceParallelMLP(4, 8, "tanh"), "activation must be None or one of"),
+        (lambda: inn.QKVParallelLinear(8, 6), "num_heads must be a positive multiple of the"),
+        (lambda: inn.QKVParallelLinear(24, 12, 3), "num_kv_heads must be a multiple or a divisor"),
+        (lambda: inn.QKVParallelLinear(8, 8, 3), "num_kv_heads must divide num_heads 8, got 3"),
+        (lambda: inn.QKVParallelLinear(9, 8), "hidden_size 9 is not a multiple of num_heads 8"),
+        (lambda: inn.VocabParallelEmbedding(4, 2, 4), "padding_idx must be within -4..3, got 4"),
+        (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),
+    ],
+)
+def test_sizes_that_do_not_fit(make: Callable[[], Any], text: str) -> None:
+    error = failure(make, 4)
+    assert isinstance(error, (ValueError, TypeError)) and text in str(error)
+
+
+def forward_only() -> bool:
+    """A model without gradients, both layouts."""
+    torch.manual_seed(1)
+    mlp = inn.SequenceParallelMLP(4, 12, batch_first=True, dtype=torch.float64)
+    torch.manual_seed(1)
+    up, down = nn.Linear(4, 12, dtype=torch.float64), nn.Linear(12, 4, dtype=torch.float64)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    mine = x.chunk(interlace.get_world_size(), 1)[interlace.get_rank()]
+    with torch.no_grad():
+        found, whole = mlp(mine), down(nn.functional.gelu(up(x)))
+    expected = whole.chunk(interlace.get_world_size(), 1)[interlace.get_rank()]
+    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_forward_in_a_simulation(world_size: int) -> None:
+    assert interlace.run(forward_only, world_size) == [True] * world_size
+
+
+def indices(what: str) -> str:
+    layer = inn.VocabParallelEmbedding(5, 2)
+    x = torch.zeros(4, dtype=torch.int64)
+    if interlace.get_rank() == 1:
+        x = {"range": x + 5, "dtype": x.float(), "length": x[:3]}[what]
+    elif what == "length":
+        x = x[:3]
+    try:
+        with torch.no_grad():
+            layer(x)
+    except (IndexError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_indices_that_do_not_fit() -> None:
+    first, second = interlace.run(indices, 2, "range")
+    assert second == "IndexError: input must be within 0..4, got 5..5 on rank 1"
+    assert "input must be within 0..4, got 5..5" in first
+    for text in interlace.run(indices, 2, "dtype"):
+        assert "input must be an int32 or int64 tensor, got torch.float32 on rank 1" in text
+    for text in interlace.run(indices, 2, "length"):
+        assert "the group's size 2 must divide the length 3 of dim 0" in text
+
+
+def seeded_differently(kind: str) -> str:
+    torch.manual_seed(interlace.get_rank())
+    layer: Any = inn.RowParallelLinear(8, 2) if kind == "row" else inn.QKVParallelLinear(8, 4, 2)
+    try:
+        with torch.no_grad():
+            layer(torch.ones(4, 2) if kind == "row" else torch.ones(1, 8))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_start_differently_are_told() -> None:
+    for text in interlace.run(seeded_differently, 4, "row"):
+        assert text.startswith("bias of RowParallelLinear has other values on rank 1 of the group")
+    for text in interlace.run(seeded_differently, 4, "heads"):
+        assert text.startswith("weight of LinearParameters has other values on rank 1 of the group")
+
+
+def uneven() -> str:
+    layer = inn.RowParallelLinear(4, 2, bias=False)
+    try:
+        layer(torch.ones(3, 2))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_sequences_that_do_not_divide() -> None:
+    for text in interlace.run(uneven, 2):
+        assert "3" in text and "2" in text and text != "nothing"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples(module: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(f"interlace.nn.{module}"))
+    assert not failed
+    assert tried or module in ("linear_arguments", "linear_gradients", "sharded_module")

@@ -1,0 +1,121 @@
+"""Gradients that communicate on simulated ranks: ends, orders and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import interlace
+from interlace import simulated_backward
+from interlace.nn import column_parallel_linear, row_parallel_linear
+from interlace.runtime.errors import DeadlockError
+from support import failure, noise, schedule_digest
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is summed over ranks; ``broken`` ranks raise there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, broken: tuple[int, ...] = ()) -> torch.Tensor:
+        ctx.broken = broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if interlace.get_rank() in ctx.broken:
+            raise ZeroDivisionError("broken")
+        total = grad.clone()
+        interlace.all_reduce(total)
+        return total, None
+
+
+def left_behind() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "backward"]
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    simulated_backward.install()
+
+
+def test_many_nodes_side_by_side_find_their_ranks() -> None:
+    def case() -> list[float]:
+        x = torch.full((2,), 1.0 + interlace.get_rank(), requires_grad=True)
+        branches = [Summed.apply(x * (i + 1 + interlace.get_rank())) for i in range(5)]
+        torch.stack(branches).square().sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    def expected(rank: int) -> float:
+        terms = [
+            (i + 1 + rank) * sum(2 * (1 + r) * (i + 1 + r) for r in range(3)) for i in range(5)
+        ]
+        return float(sum(terms))
+
+    assert interlace.run(case, 3) == [[expected(rank)] * 2 for rank in range(3)]
+
+
+def test_the_same_seed_is_the_same_order() -> None:
+    def case() -> str:
+        x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
+        (y,) = column_parallel_linear(x, [torch.ones(3, 4)], group=None)
+        row_parallel_linear(y, torch.ones(2, 3), group=None).sum().backward()
+        return schedule_digest()
+
+    first = interlace.run(case, 2, seed=5)
+    assert interlace.run(case, 2, seed=5) == first
+    assert interlace.run(case, 2, seed=6) != first
+
+
+def test_recomputed_activations() -> None:
+    def case() -> None:
+        x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
+        weight = noise(0, 2, (3, 4)).requires_grad_()
+
+        def layer(given: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
+
+        expected = torch.autograd.grad(layer(x).sum(), [x, weight])
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+        assert torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+    interlace.run(case, 2)
+
+
+def test_nothing_is_left_behind() -> None:
+    def case() -> list[Any]:
+        x = torch.ones(2, requires_grad=True)
+        Summed.apply(x * 2).sum().backward()
+        return [weakref.ref(x)]
+
+    refs = interlace.run(case, 2)
+    assert [each[0]() for each in refs] == [None, None] and not left_behind()
+
+
+def test_an_error_in_backward_is_the_error_of_its_rank() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        Summed.apply(x * 2, (1,)).sum().backward()
+
+    error = failure(case, 2)
+    assert isinstance(error, ZeroDivisionError) and "rank 1" in str(error)
+    assert not left_behind()
+
+
+def test_a_rank_that_never_comes_is_a_deadlock() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = Summed.apply(x * 2)
+        if interlace.get_rank() == 0:
+            y.sum().backward()
+        else:
+            interlace.recv(torch.ones(1), 0)
+
+    error = failure(case, 2)
+    assert isinstance(error, (DeadlockError, ValueError)), error
+    assert not left_behind()
