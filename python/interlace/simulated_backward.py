@@ -12,9 +12,10 @@ Python back to the rank, which alone can wait in the simulation::
     returns <............................... has finished
 
 The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is the
-one that the seed says. Hooks of tensors run in the engine's thread, and cannot communicate; nor can what is
-recomputed by hooks, as by ``torch.utils.checkpoint`` with ``use_reentrant=False``. Other places, and a
-single simulated rank, have torch's engine as it is.
+one that the seed says. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank`
+alone, as the ops of ``interlace.tensor`` do. torch keeps its hooks on saved tensors per thread too, so
+what ``torch.utils.checkpoint`` recomputes with ``use_reentrant=False`` cannot communicate. Other places,
+and a single simulated rank, have torch's engine as it is.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ import contextvars
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from interlace import groups
+from interlace.runtime.communicator import Communicator
+from interlace.runtime.errors import InterlaceError
+from interlace.runtime.place_cuda_virtual import VirtualRankPlace
+
+Result = TypeVar("Result")
 
 
 class _Outcome(NamedTuple):
@@ -53,10 +59,33 @@ _installing = threading.Lock()
 _torch: Any = torch.autograd
 _node: Any = torch.autograd.function.BackwardCFunction
 _run_here: Any = _torch._engine_run_backward
-_METHODS = [
-    name for name in ("apply", "apply_boxed") if hasattr(_node, name)
-]  # torch 2.13 has both
+_METHODS = [each for each in ("apply", "apply_boxed") if hasattr(_node, each)]  # torch 2.13: both
 _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
+
+
+def prepare(communicator: Communicator, *tensors: Any) -> None:
+    """Before an op on ``tensors`` is recorded, if it is, whose backward communicates.
+
+    Raises InterlaceError on virtual ranks of a GPU: torch runs the nodes of all of them in one thread, the
+    device's, where one that waits for another would wait for what is queued behind it.
+    """
+    place = communicator.place
+    if communicator.world_size == 1:
+        return
+    if place.name == "sim":
+        install()
+    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    if recorded and isinstance(place, VirtualRankPlace):
+        raise InterlaceError(
+            f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "
+            'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'
+        )
+
+
+def in_rank(function: Callable[[], Result]) -> Result:
+    """``function()``, where the calling rank may communicate, also from a hook in its backward."""
+    channel = _channel()
+    return function() if channel is None else _asked(channel, function)
 
 
 def install() -> None:
@@ -116,7 +145,11 @@ def _in_rank(name: str) -> Callable[..., Any]:
             with torch.set_grad_enabled(recording):
                 return here(self, *grads)
 
-        channel.asked.put(asked)
-        return channel.answers.get().get()
+        return _asked(channel, asked)
 
     return apply
+
+
+def _asked(channel: _Channel, call: Callable[[], Any]) -> Any:
+    channel.asked.put(call)
+    return channel.answers.get().get()

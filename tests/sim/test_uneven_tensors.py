@@ -14,6 +14,7 @@ import interlace
 from interlace import rooted
 from interlace.runtime.errors import InterlaceError, RankError
 from interlace.runtime.place_cuda_virtual import VirtualRankPlace
+from interlace.simulated_backward import prepare
 from interlace.tensor import (
     Placeholder,
     all_gather_v,
@@ -23,7 +24,6 @@ from interlace.tensor import (
     scatter_v,
 )
 from interlace.tensor.blocks import chunk_lengths
-from interlace.tensor.simulated import prepare
 from support import failure, laid_out, noise
 
 LENGTHS = {1: [3], 2: [0, 4], 3: [2, 0, 5], 4: [1, 3, 0, 2]}
@@ -246,7 +246,10 @@ def test_hooks_may_communicate_in_backward() -> None:
 def test_virtual_ranks_of_a_gpu_refuse_to_record() -> None:
     group: Any = SimpleNamespace(place=object.__new__(VirtualRankPlace), world_size=2, rank=1)
     with pytest.raises(InterlaceError, match=r"rank 1: gradients .* need ranks that are processes"):
-        prepare(group)
+        prepare(group, torch.ones(1, requires_grad=True))
+    prepare(group, torch.ones(1), None)
+    with torch.no_grad():
+        prepare(group, torch.ones(1, requires_grad=True))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from interlace import checks, simulated_backward
+from interlace import checks
 from interlace.groups import resolve
 from interlace.nn.linear_arguments import (
     check_deferred,
@@ -36,6 +36,7 @@ from interlace.nn.linear_arguments import (
 )
 from interlace.nn.linear_gradients import Column, Layer, Row
 from interlace.nn.weight_gradients import DeferredWeightGradients
+from interlace.simulated_backward import prepare
 
 Tensor = torch.Tensor
 
@@ -88,12 +89,11 @@ def column_parallel_linear(
     """
     op = "column_parallel_linear"
     communicator = resolve(group).on(input)
-    if communicator.place.name == "sim":
-        simulated_backward.install()
     with communicator.accepting(op):
         rank = communicator.rank
         source, dim = checked_input(input, "gather_dim", gather_dim, communicator)
         matrices, vectors = checked_weights(weights, biases, source, communicator)
+        prepare(communicator, source, *matrices, *vectors)
         if gradient_accumulation_fusion:
             for index, weight in enumerate(matrices):
                 check_fusion(f"weights[{index}]", weight, rank)
@@ -152,12 +152,11 @@ def row_parallel_linear(
     """
     op = "row_parallel_linear"
     communicator = resolve(group).on(input)
-    if communicator.place.name == "sim":
-        simulated_backward.install()
     with communicator.accepting(op):
         rank = communicator.rank
         source, dim = checked_input(input, "scatter_dim", scatter_dim, communicator)
         checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
+        prepare(communicator, source, weight, bias)
         if gradient_accumulation_fusion:
             check_fusion("weight", weight, rank)
         check_deferred(deferred, [weight], rank)

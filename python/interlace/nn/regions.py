@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace import checks, simulated_backward
+from interlace import checks
 from interlace.collectives import _all_gather, _all_reduce, _reduce_scatter
 from interlace.groups import resolve
 from interlace.runtime.communicator import Communicator
+from interlace.simulated_backward import prepare
 
 Tensor = torch.Tensor
 _Way = Callable[[Tensor, int, Communicator], Tensor]
@@ -36,8 +37,7 @@ _Way = Callable[[Tensor, int, Communicator], Tensor]
 
 def _group(group: Any, *values: Any) -> Communicator:
     communicator = resolve(group).on(*values)
-    if communicator.place.name == "sim":
-        simulated_backward.install()
+    prepare(communicator, *values)
     return communicator
 
 
@@ -150,7 +150,7 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     [3.0, 3.0]
     """
     there = [each for each in tensors if each is not None]
-    communicator = _group(group, there)
+    communicator = _group(group, *there)
     wanted = [each for each in there if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors

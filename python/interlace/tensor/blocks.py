@@ -15,7 +15,7 @@ import torch
 
 from interlace import rooted
 from interlace.runtime.communicator import Communicator
-from interlace.tensor.simulated import on_rank
+from interlace.simulated_backward import in_rank
 
 Block = tuple[tuple[int, int], ...]
 
@@ -77,7 +77,7 @@ def scatter(
     parts = None
     if whole is not None:
         parts = [whole.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    on_rank(lambda: rooted._scatter(communicator, out, parts, root))
+    in_rank(lambda: rooted._scatter(communicator, out, parts, root))
     return None if own is None else out
 
 
@@ -98,7 +98,7 @@ def gather(
     if communicator.rank == root:
         whole = empty(communicator, shape, part.dtype)
         outputs = [part.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    on_rank(lambda: rooted._gather(communicator, part, outputs, root))
+    in_rank(lambda: rooted._gather(communicator, part, outputs, root))
     return whole
 
 
@@ -115,7 +115,7 @@ def gather_sum(
     outputs = None
     if communicator.rank == root:
         outputs = [empty(communicator, shape_of(each), part.dtype) for each in blocks]
-    on_rank(lambda: rooted._gather(communicator, part, outputs, root))
+    in_rank(lambda: rooted._gather(communicator, part, outputs, root))
     if outputs is None:
         return None
     whole = torch.zeros(tuple(shape), dtype=wide(part.dtype), device=part.device)

@@ -10,6 +10,7 @@ import torch
 from interlace.all_to_all import _all_to_all
 from interlace.groups import resolve
 from interlace.runtime.communicator import Communicator
+from interlace.simulated_backward import in_rank
 from interlace.tensor import blocks as moves
 from interlace.tensor.message import exchange
 from interlace.tensor.recorded import recorded
@@ -22,7 +23,6 @@ from interlace.tensor.said import (
     says,
     with_data,
 )
-from interlace.tensor.simulated import on_rank
 
 
 def indexed_all_to_all_v(
@@ -83,7 +83,7 @@ def indexed_all_to_all_v(
     cuts = moves.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]
     into = [moves.cut(whole, each) for each in cuts]
-    on_rank(lambda: _all_to_all(communicator, into, sent))
+    in_rank(lambda: _all_to_all(communicator, into, sent))
     if not any(each[1] for each in parts):
         return whole
 

@@ -12,7 +12,7 @@ from typing import Any
 from interlace.runtime.call import Call, Terms
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.engine import Engine
-from interlace.tensor.simulated import on_rank
+from interlace.simulated_backward import in_rank
 
 Check = Callable[[list[Any]], None]
 
@@ -33,5 +33,5 @@ def exchange(
         if check is not None:
             check(parts)
 
-    on_rank(lambda: communicator.collective(call, start, async_op=False))
+    in_rank(lambda: communicator.collective(call, start, async_op=False))
     return parts

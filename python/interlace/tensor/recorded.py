@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.runtime.communicator import Communicator
+from interlace.simulated_backward import prepare
 from interlace.tensor.message import exchange
-from interlace.tensor.simulated import on_rank, prepare
 
 Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
 
@@ -32,18 +32,12 @@ class _Recorded(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.gradient, ctx.own = gradient, own
         ctx.set_materialize_grads(False)  # zeros for a placeholder would be as large as the whole
-        return result[
-            0
-        ]  # in a list, or it would be taken for an input, and returned as a view of it
+        return result[0]  # not an argument of its own, or what is returned would be a view of it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
-        def communicate() -> torch.Tensor | None:
-            with torch.no_grad():
-                return ctx.gradient(grad)  # type: ignore[no-any-return]
-
-        of_input = on_rank(communicate)
+        of_input = ctx.gradient(grad)
         return of_input if ctx.own else None, None, None, None
 
 
@@ -58,7 +52,9 @@ def recorded(
 
     ``gradient`` returns that of ``input``, which may be None, or need none, on ranks that only take part.
     """
-    prepare(communicator)
+    own = input is not None and input.requires_grad
+    anchor = input if own else torch.empty(0, requires_grad=True)
+    prepare(communicator, anchor)
     number = _count[communicator] = _count.get(communicator, 0) + 1
     terms = (("the op, by count,", number),)
 
@@ -66,7 +62,5 @@ def recorded(
         exchange(communicator, f"backward of {op}", terms, None)
         return gradient(grad)
 
-    own = input is not None and input.requires_grad
-    anchor = input if own else torch.empty(0, requires_grad=True)
     output: torch.Tensor = _Recorded.apply(anchor, [result], compared, own)  # type: ignore[no-untyped-call]
     return output

@@ -28,6 +28,7 @@ from interlace.all_to_all import _all_to_all
 from interlace.groups import resolve
 from interlace.roots import group_rank
 from interlace.runtime.communicator import Communicator
+from interlace.simulated_backward import in_rank
 from interlace.tensor import blocks as moves
 from interlace.tensor.message import exchange
 from interlace.tensor.placeholder import Placeholder
@@ -43,7 +44,6 @@ from interlace.tensor.said import (
     shared,
     with_data,
 )
-from interlace.tensor.simulated import on_rank
 
 # -- one to all ----------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ def all_gather_v(
     own = tensor.detach()
     whole = moves.empty(communicator, shape, own.dtype)
     into = [moves.cut(whole, each) for each in cuts]
-    on_rank(lambda: collectives._all_gather(communicator, into, own, False))
+    in_rank(lambda: collectives._all_gather(communicator, into, own, False))
     if not needs:
         return whole
 
