@@ -13,7 +13,7 @@ PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance verify verify-fast lint format bench clean
+.PHONY: help demo test conformance verify verify-fast lint format docs bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ lint: .venv/stamp  ## ruff, its formatter in check mode, and mypy
 format: .venv/stamp  ## apply ruff's fixes and formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: .venv/stamp  ## build the documentation site into build/site; needs no network
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 bench: .venv/stamp  ## run the benchmarks
 	$(PY) benchmarks/run.py

@@ -5,9 +5,9 @@ In this order, the first that answers::
     explicit   ``configuration.override`` of the caller: the values that it names, over all below
     exact      a row for the bucket of the problem: of the cache of ``interlace tune``, then of the table
     nearest    a row of the same op, dtype and kind of extents whose bucket is near: cache, then table
-    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest;
-               on CPUs whether all-gather + matmul is pipelined, if ``interlace calibrate`` has measured how
-               long a gather takes among so many ranks
+    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest,
+               with links as fast as ``interlace calibrate`` has measured a gather among so many ranks, if
+               it has; on CPUs whether all-gather + matmul is pipelined, if it has
     default    the table's tiles for the architecture; of an unknown one those that run on any
 
 A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two are near if they
@@ -42,6 +42,7 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.cost_model import Problem as Problem
 from interlace.runtime.place import Place
+from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 from interlace.runtime.valid_configurations import sending_candidates, why_not
 
 NEAR = 2
@@ -162,10 +163,12 @@ def decide(
     *,
     algorithm: str = "auto",
     one_node: bool = True,
+    gather: Gather | None = None,
 ) -> Choice:
     """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
 
-    ``algorithm``: what the caller asked for, whose measured values then count.
+    ``algorithm``: what the caller asked for, whose measured values then count. ``gather``: how fast the
+    links between the ranks are, where that was measured.
     """
     base = default(capability, problem)
     if problem.world_size == 1:
@@ -189,11 +192,13 @@ def decide(
         return Choice(base, "", "default: blocks that cover the extents, for the interpreter")
     chip = chip_of(capability)
     if chip is not None and one_node:
+        by = "cost model"
+        if gather is not None:
+            chip = replace(chip, link_gbs=gather.received_gbs)
+            by = f"cost model with links of {chip.link_gbs:.3g} GB/s, calibrated {gather.date}"
         best, gain = cost_model.best(chip, problem, base, _alternatives(capability, problem, base))
         if best != base:
-            return Choice(
-                best, "", f"cost model: predicted {gain:.2f} times as fast as the default"
-            )
+            return Choice(best, "", f"{by}: predicted {gain:.2f} times as fast as the default")
     known = any(tile.arch == capability // 10 for tile in tuning_table.TILES)
     of = f"sm_{capability}" if known else "any GPU"
     return Choice(base, "", f"default: the table's tiles for {of}")
@@ -255,10 +260,15 @@ class Gather:
     link: calibration.Link
     date: str
 
+    @property
+    def received_gbs(self) -> float:
+        """GB/s that a rank receives of large messages: all of the whole but its own part."""
+        return self.link.protocols[-1].gb_per_s * (self.link.ranks - 1) / self.link.ranks
+
 
 def own_gather(place: Place) -> Gather | None:
-    """What this rank's calibration says, where it counts: ranks that read each other's memory on CPUs."""
-    if place.name == SIM or place.nodes is not None or not place.direct_access:
+    """What this rank's calibration says, where it counts: among processes of one node."""
+    if place.name == SIM or place.nodes is not None or isinstance(place, VirtualRankPlace):
         return None
     meshes = calibration.read(place.device.type)
     found = calibration.find(meshes, calibration.OWN, (place.world_size,))
@@ -322,9 +332,13 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
         if agreed.asks:
             found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
         one_node = place.nodes is None
-        choice = decide(agreed.capability, problem, found, algorithm=algorithm, one_node=one_node)
-        if agreed.gather is not None and not choice.algorithm and problem.op == "all_gather_matmul":
-            named, source = by_calibration(problem, agreed.gather)
+        gather, on_cpus = agreed.gather, place.direct_access
+        choice = decide(
+            agreed.capability, problem, found, algorithm=algorithm, one_node=one_node, gather=gather
+        )
+        sought = on_cpus and not choice.algorithm and problem.op == "all_gather_matmul"
+        if gather is not None and sought:
+            named, source = by_calibration(problem, gather)
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
             made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]

@@ -118,6 +118,15 @@ def all_to_all(
     Shapes may differ between pairs; rank r's output from rank s has the shape of s's input for r. Returns
     None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
     moves. Semantics: ``torch.distributed.all_to_all``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     outputs = [torch.empty(1) for _ in range(2)]
+    ...     inputs = [torch.tensor([10.0 * interlace.get_rank() + r]) for r in range(2)]
+    ...     interlace.all_to_all(outputs, inputs)
+    ...     return torch.cat(outputs).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 10.0], [1.0, 11.0]]
     """
     return _all_to_all(
         resolve(group).on(input_tensor_list), output_tensor_list, input_tensor_list, async_op
@@ -239,6 +248,14 @@ def all_to_all_single(
     of ``output`` come from rank s; None or empty stands for equal parts. Returns None, or a :class:`Work`
     with ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics:
     ``torch.distributed.all_to_all_single``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     output = torch.empty(4)
+    ...     interlace.all_to_all_single(output, torch.arange(4.0) + 10 * interlace.get_rank())
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
     """
     return _all_to_all_single(
         resolve(group).on(input), output, input, output_split_sizes, input_split_sizes, async_op

@@ -429,6 +429,14 @@ def reduce_scatter(
     Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work` with ``async_op``.
     Raises ValueError or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``
     and ``reduce_scatter_tensor``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     output = torch.empty(2)
+    ...     interlace.reduce_scatter(output, torch.arange(4.0))
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 2.0], [4.0, 6.0]]
     """
     communicator = resolve(group).on(output)
     try:

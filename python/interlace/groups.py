@@ -280,5 +280,12 @@ def get_world_size(group: Any = None) -> int:
 
 
 def device() -> torch.device:
-    """Where tensors of the calling rank live."""
+    """Where tensors of the calling rank live.
+
+    The CPU in ``sim`` and ``shm``, the rank's GPU elsewhere.
+
+    >>> import interlace
+    >>> interlace.run(lambda: str(interlace.device()), 1)
+    ['cpu']
+    """
     return default_group().place.device

@@ -43,7 +43,8 @@ def run(
     Raises
     ------
     RankError : an exception on a rank, naming the rank; it is an instance of the exception's own class
-        too, and ends the other ranks. DeadlockError : ranks wait for each other (``"sim"``).
+        too, and ends the other ranks.
+    DeadlockError : ranks wait for each other (``"sim"``).
 
     >>> import interlace
     >>> interlace.run(lambda: interlace.get_rank() * 10, 3)

@@ -88,7 +88,18 @@ def _all_gather_object(communicator: Communicator, obj: Any) -> list[Any]:
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """``object_list`` becomes every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s."""
+    """``object_list`` becomes every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s.
+
+    Objects are pickled. Raises ValueError if the list does not have an entry per rank.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     objects = [None, None]
+    ...     interlace.all_gather_object(objects, {"rank": interlace.get_rank()})
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[0]
+    [{'rank': 0}, {'rank': 1}]
+    """
     communicator = resolve(group)
     with communicator.accepting("all_gather_object"):
         _check_list("object_list", object_list, communicator)
@@ -202,6 +213,14 @@ def broadcast_object_list(
     """``object_list`` becomes that of rank ``src``, by default 0; equally long on every rank.
 
     ``device`` is torch's and not needed. Semantics: ``torch.distributed.broadcast_object_list``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
+    ...     interlace.broadcast_object_list(objects)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[1]
+    ['a', 1]
     """
     communicator = resolve(group)
     with communicator.accepting("broadcast_object_list"):

@@ -112,6 +112,15 @@ def isend(
     """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
 
     Any dtype; ``dst`` may be the caller. Semantics: ``torch.distributed.isend``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     mine, tensor = torch.tensor([float(interlace.get_rank())]), torch.empty(1)
+    ...     peer = 1 - interlace.get_rank()
+    ...     works = [interlace.isend(mine, peer), interlace.irecv(tensor, peer)]
+    ...     return [work.wait() for work in works], tensor.item()
+    >>> interlace.run(on_rank, 2)
+    [([True, True], 1.0), ([True, True], 0.0)]
     """
     communicator = resolve(group).on(tensor)
     peer = group_rank("dst", dst, group_dst, communicator)
@@ -158,6 +167,16 @@ def send(
     """Send ``tensor`` to rank ``dst``, another one than the caller; returns when ``tensor`` may be reused.
 
     Semantics: ``torch.distributed.send``.
+
+    Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([float(interlace.get_rank())])
+    ...     interlace.send(tensor, 1) if interlace.get_rank() == 0 else interlace.recv(tensor, 0)
+    ...     return tensor.item()
+    >>> interlace.run(on_rank, 2)
+    [0.0, 0.0]
     """
     communicator = resolve(group).on(tensor)
     peer = group_rank("dst", dst, group_dst, communicator)

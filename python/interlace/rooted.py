@@ -88,6 +88,14 @@ def broadcast(
     ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``chosen_algorithm``'s words).
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([interlace.get_rank()])
+    ...     interlace.broadcast(tensor, src=1)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[1], [1]]
     """
     communicator = resolve(group).on(tensor)
     try:
@@ -153,6 +161,14 @@ def reduce(
 
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves. Semantics: ``torch.distributed.reduce``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([1 + interlace.get_rank()])
+    ...     interlace.reduce(tensor, dst=0)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[3], [2]]
     """
     communicator = resolve(group).on(tensor)
     try:
@@ -284,6 +300,15 @@ def gather(
     ``gather_list``: on ``dst`` one tensor per rank, each of that rank's shape (shapes may differ); None or
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.gather``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     parts = [torch.empty(1), torch.empty(2)] if rank == 0 else None
+    ...     interlace.gather(torch.full((1 + rank,), float(rank)), parts)
+    ...     return parts
+    >>> interlace.run(on_rank, 2)
+    [[tensor([0.]), tensor([1., 1.])], None]
     """
     communicator = resolve(group).on(tensor)
     try:
@@ -348,6 +373,15 @@ def scatter(
     ``scatter_list``: on ``src`` one tensor per rank, each of that rank's shape (shapes may differ); None or
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.scatter``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.empty(2)
+    ...     parts = [torch.zeros(2), torch.ones(2)] if interlace.get_rank() == 0 else None
+    ...     interlace.scatter(tensor, parts)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 0.0], [1.0, 1.0]]
     """
     communicator = resolve(group).on(tensor)
     try:

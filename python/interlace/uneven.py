@@ -110,6 +110,14 @@ def reduce_scatter_v(
 
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     output = torch.empty(1 + 2 * interlace.get_rank())
+    ...     interlace.reduce_scatter_v(output, torch.arange(4.0), [1, 3])
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0], [2.0, 4.0, 6.0]]
     """
     communicator = resolve(group).on(output)
     try:
@@ -135,6 +143,15 @@ def gather_v(
 
     ``output`` and ``sizes`` are None on other ranks; ``dst`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     whole = (torch.empty(3), [1, 2]) if rank == 0 else ()
+    ...     interlace.gather_v(torch.full((1 + rank,), float(rank)), *whole)
+    ...     return whole[0].tolist() if whole else None
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 1.0, 1.0], None]
     """
     communicator = resolve(group).on(tensor)
     try:
@@ -163,6 +180,15 @@ def scatter_v(
 
     ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.empty(1 + interlace.get_rank())
+    ...     whole = (torch.arange(3.0), [1, 2]) if interlace.get_rank() == 0 else ()
+    ...     interlace.scatter_v(tensor, *whole)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0], [1.0, 2.0]]
     """
     communicator = resolve(group).on(tensor)
     try:
@@ -191,6 +217,15 @@ def all_to_all_v(
     ``output_split_sizes[s]`` is the length of what comes from rank s, ``input_split_sizes[r]`` of what goes
     to rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
     rank before any data moves. With ``dim=0`` as ``torch.distributed.all_to_all_single``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     output = torch.empty(1, 2 + 2 * rank)  # parts are columns: 1 for rank 0, 2 for rank 1
+    ...     interlace.all_to_all_v(output, torch.full((1, 3), float(rank)), [1 + rank] * 2, [1, 2], dim=1)
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[0.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]]]
     """
     communicator = resolve(group).on(input)
     try:

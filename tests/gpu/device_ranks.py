@@ -300,6 +300,42 @@ def dropped_inputs(rounds: int) -> list[int]:
     return wrong
 
 
+def layers(rounds: int) -> list[str]:
+    """A column- and a row-parallel layer, forward and backward, beside unsharded ones; what was wrong."""
+    from interlace import nn
+
+    rank, world_size, device = interlace.get_rank(), interlace.get_world_size(), interlace.device()
+    wrong: list[str] = []
+    for number in range(rounds):
+        whole = [
+            torch.cat([input_of(r, number) for r in range(world_size)]),
+            weight().t(),
+            weight(),
+        ]
+        whole = [each.clone().requires_grad_() for each in whole]
+        toward = torch.cat([input_of(r, 100 + number) for r in range(world_size)])
+        expected = (whole[0] @ whole[1].t()) @ whole[2].t()
+        (expected * toward).sum().backward()
+
+        column = nn.ColumnParallelLinear(INNER, COLUMNS, bias=False, device=device)
+        row = nn.RowParallelLinear(COLUMNS, INNER, bias=False, device=device)
+        column.load_state_dict({"weight": whole[1].detach()})
+        row.load_state_dict({"weight": whole[2].detach()})
+        x = input_of(rank, number).to(device).requires_grad_()
+        output = row(column(x))
+        (output * input_of(rank, 100 + number).to(device)).sum().backward()
+        assert column.weight.grad is not None and row.weight.grad is not None
+        for name, mine, full, dim in (
+            ("output", output, expected, 0),
+            ("gradient of the input", x.grad, whole[0].grad, 0),
+            ("gradient of the columns", column.weight.grad, whole[1].grad, 0),
+            ("gradient of the rows", row.weight.grad, whole[2].grad, 1),
+        ):
+            if not torch.equal(mine.detach().cpu(), full.detach().chunk(world_size, dim)[rank]):
+                wrong.append(f"{name}, step {number}, rank {rank}")
+    return wrong
+
+
 def leaves_the_others(how: str) -> str:
     """Rank 1 does not take part in the second op; what rank 0 is told, and how long that took."""
     device = interlace.device()

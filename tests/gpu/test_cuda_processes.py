@@ -54,6 +54,10 @@ def test_inputs_may_be_dropped_at_once() -> None:
     assert interlace.run(ranks.dropped_inputs, 2, 20, place="cuda", processes=True) == [[], []]
 
 
+def test_layers_forward_and_backward() -> None:
+    assert interlace.run(ranks.layers, 2, 3, place="cuda", processes=True) == [[], []]
+
+
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     with pytest.raises(RankError) as caught:
         answers = interlace.run(

@@ -48,3 +48,7 @@ def test_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for world_size in (2, 4):
         wrong = fake_host.run(lambda: ranks.operations([name], 2, True, True), world_size)
         assert wrong == [[]] * world_size
+
+
+def test_layers() -> None:
+    assert interlace.run(ranks.layers, 2, 2, place="shm") == [[], []]

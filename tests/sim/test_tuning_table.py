@@ -7,11 +7,13 @@ import pathlib
 import re
 import types
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from interlace.runtime import (
+    calibration,
     chips,
     configuration,
     cost_model,
@@ -20,6 +22,8 @@ from interlace.runtime import (
     valid_configurations,
 )
 from interlace.runtime.configuration import Configuration, gpu_default
+from interlace.runtime.cost_model import Problem
+from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 from interlace.runtime.tuning_table import SHAPES, THRESHOLDS, TILES, Tile
 from interlace.runtime.valid_configurations import why_not
 
@@ -161,3 +165,40 @@ def test_examples(module: types.ModuleType) -> None:
 def test_the_interpreter_covers_the_extents() -> None:
     made = configuration.interpreted_default(20, 100, 1000)
     assert (made.block_m, made.block_n, made.block_k, made.programs) == (32, 128, 256, 3)
+
+
+def _calibrated(gb_per_s: float) -> tuning.Gather:
+    line = calibration.Protocol(0, 10.0, gb_per_s)
+    return tuning.Gather(calibration.Link(0, 4, "all_gather", (line,)), "2026-11-22")
+
+
+def test_the_model_has_the_links_that_were_calibrated() -> None:
+    """As published they are faster than 75 GB/s; then smaller sends hide more, and with 4 GB/s nothing."""
+    problem = Problem("all_gather_matmul", torch.bfloat16, 4096, 1024, 8192, 4)
+    assert _calibrated(100.0).received_gbs == 75.0
+    published, slower, slow = (
+        tuning.decide(90, problem, None, gather=gather)
+        for gather in (None, _calibrated(100.0), _calibrated(5.0))
+    )
+    assert published.source.startswith("cost model: predicted")
+    assert slower.source.startswith("cost model with links of 75 GB/s, calibrated 2026-11-22")
+    assert slower.configuration != published.configuration
+    assert slow.source == "default: the table's tiles for sm_90"
+
+
+def test_calibrations_of_gpus_count_for_processes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "calibration.json"
+    monkeypatch.setenv(calibration.VARIABLE, str(file))
+    line = (calibration.Protocol(0, 10.0, 100.0),)
+    links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
+    mesh = calibration.Measured(
+        calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links
+    )
+    calibration.add(mesh, file)
+    facts = {"world_size": 4, "device": torch.device("cpu"), "nodes": None}
+    assert tuning.own_gather(SimpleNamespace(name="cuda", **facts)) == _calibrated(100.0)  # type: ignore[arg-type]
+    assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
+    nodes = {**facts, "nodes": object()}
+    assert tuning.own_gather(SimpleNamespace(name="cuda", **nodes)) is None  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+"""Every block of every page runs as written and prints what the page says: see tests/pages.py."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import pages
+
+ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
+NOT_RUN = [
+    pytest.param(name, block, id=f"{name}:{block.line} needs {block.needs}")
+    for name, document in ALL.items()
+    for block in pages.blocks(document)
+    if block.needs
+]
+
+
+def faults_of(document: str, folder: pathlib.Path) -> list[str]:
+    """What is wrong with blocks, without running them."""
+    pages.prepared(folder, document)
+    found = []
+    for block in pages.blocks(document):
+        pages.save(block, folder)
+        found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
+    for block in pages.inline_commands(document):
+        found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
+    return found
+
+
+def differences(document: str, folder: pathlib.Path) -> list[str]:
+    """Run a page; the blocks that print something else than it says."""
+    found = []
+    for block, printed in pages.worked_through(document, folder):
+        said = block.text if block.language == "console" else block.output
+        if printed is None or said is None or block.varies:
+            continue
+        if (now := pages.steady(printed)) != pages.steady(said):
+            found.append(f"line {block.line} prints\n{now}\ninstead of\n{pages.steady(said)}")
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ALL)
+def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
+    found = differences(ALL[name], tmp_path)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_form(name: str, tmp_path: pathlib.Path) -> None:
+    assert faults_of(ALL[name], tmp_path) == []
+    prose = re.sub(r"^```.*?^```$", "", ALL[name], flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert not [line for line in prose if len(line) > 120 and line[:1] != "|"]
+
+
+@pytest.mark.parametrize(("name", "block"), NOT_RUN)
+def test_what_is_not_run_says_what_it_needs(name: str, block: pages.Block) -> None:
+    """One test for each block that is not run, so that a run lists them; their form: above."""
+    assert block.needs in pages.NEEDS and block.language in ("python", "bash", "console")
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        ("```python\nx = = 1\n```", "invalid syntax"),
+        ("<!-- needs: luck -->\n\n```bash\nls\n```", "unknown need 'luck'"),
+        (
+            "<!-- needs: minutes -->\n```bash\npython -m interlace bench --sizzes 4\n```",
+            "do not parse",
+        ),
+        ("```bash\npython -m interlace verify docs/none.py::f\n```", "there is no docs/none.py"),
+        ("```bash\ntorchrun --nproc-per-node 2 none.py\n```", "there is no none.py"),
+        ("```bash\nmake everything\n```", "no ['everything']"),
+        ("```bash\npython benchmarks/model.py --nodez 4\n```", "no ['--nodez']"),
+        ("```bash\nls && frobnicate\n```", "what is frobnicate?"),
+        ("As `python -m interlace doctor --now` says.", "do not parse"),
+        ("As `make\ntoast` says.", "no ['toast']"),
+        ("```json\n{1}\n```", "Expecting"),
+        ("```cpp\nint i;\n```", "language 'cpp'"),
+    ],
+)
+def test_bad_form_is_seen(block: str, fault: str, tmp_path: pathlib.Path) -> None:
+    (found,) = faults_of(block, tmp_path)
+    assert fault in found
+
+
+def test_what_a_page_does_is_seen(tmp_path: pathlib.Path) -> None:
+    """Files that are saved, patched and continued; outputs that are right, wrong and of the moment."""
+    (tmp_path / "right").mkdir()
+    (tmp_path / "wrong").mkdir()
+    page = """
+Save as `one.py`:
+
+```python
+print("one")
+X = 1
+```
+
+```text
+one
+```
+
+<!-- continues -->
+
+```python
+print(X + 1)
+```
+
+```text
+2
+```
+
+Save the same with another number as `two.py`:
+
+```diff
+--- one.py
++++ two.py
+@@ -1,2 +1,2 @@
+ print("one")
+-X = 1
++X = 2
+```
+
+```console
+$ python two.py
+one
+3
+$ echo done
+done
+```
+
+```bash
+date
+```
+
+<!-- varies -->
+
+```text
+yesterday
+```
+"""
+    assert differences(page, tmp_path / "right") == []
+    (found,) = differences(page.replace("3\n$", "4\n$"), tmp_path / "wrong")
+    assert found.startswith("line 34 prints") and "4" in found
+
+
+def test_a_block_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        differences("```python\n1 / 0\n```\n", tmp_path)
+
+
+def test_a_command_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match="exit status 3"):
+        differences("```bash\nexit 3\n```\n", tmp_path)

@@ -1,0 +1,29 @@
+"""What a process does in which a block of a page runs: see pages.py. Imports little, it is forked often."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+
+def run_file(folder: str, file: str, output: str, errors: str) -> None:
+    """``python file`` in ``folder``, in this process, with what it prints in two files."""
+    for number, path in ((1, output), (2, errors)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    # Triton's cache would give lint what was compiled from the same text in another folder.
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, ".triton")
+    from interlace.runtime import processes
+
+    # Forked from here, ranks have this __main__ and need no import; that a script works where they are
+    # spawned is shown by the blocks that commands run.
+    processes.START_METHOD = "fork"
+    try:
+        runpy.run_path(os.path.join(folder, file), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

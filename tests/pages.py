@@ -1,0 +1,340 @@
+"""The pages that people read, as programs: every fenced block of README.md, CONTRIBUTING.md and docs/.
+
+A page is worked through from top to bottom in a folder of its own, which has links to the repository's
+folders, so that commands which name files below them work. What a page says is what is done:
+
+* ``python`` is a file of its own. It is called what the paragraph before says (``Save ... as `mlp.py` ``)
+  or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of
+  the page names it.
+* ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
+* ``bash`` is run by bash; of ``console`` the lines after ``$``, each followed by what it prints.
+* ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
+  "s" are not.
+* ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
+
+A comment in the source, in a line of its own before a block, changes that::
+
+    <!-- needs: gpu -->    not run, because it needs what NEEDS lists; its syntax is checked all the same
+    <!-- continues -->     goes on in the file of the Python block before it
+    <!-- varies -->        before a ``text`` block: an example of what is printed, not compared
+
+``python tests/pages.py docs/verify.md`` writes what is printed now into a page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from markdown_it import MarkdownIt
+
+import page_child
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NEEDS = {
+    "gpu": "a CUDA device",
+    "gpus": "several CUDA devices",
+    "hosts": "several hosts",
+    "megatron": "Megatron-core, which is not among the test requirements",
+    "torchtitan": "torchtitan, which is not among the test requirements",
+    "minutes": "more time than a test has",
+    "install": "the network, or a change of the environment",
+}
+LINKED = ("docs", "examples", "benchmarks", "tests", "kernels", "runtime", "python")
+SECONDS = 100.0
+INLINE = re.compile(
+    r"([A-Z]+=\S+ )?(make \w|torchrun |pytest |python [\w/]+\.py|python -m (pytest|interlace \w+) )"
+)
+PLACEHOLDER = re.compile(r"\.\.\.|\bfile\.py\b|\b[A-Z]{3,}\b(?!=)")
+
+
+@dataclass
+class Block:
+    """One fenced block. ``line`` counts from 1, ``output`` is None where the page shows none."""
+
+    language: str
+    text: str
+    line: int
+    file: str = ""
+    needs: str = ""
+    output: str | None = None
+    varies: bool = False
+
+
+def pages() -> list[pathlib.Path]:
+    every = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    return sorted(page for page in every if page.exists())
+
+
+def blocks(document: str) -> list[Block]:
+    """The blocks of a page in order; outputs and continuations are in the block that they belong to."""
+    found: list[Block] = []
+    marks: list[str] = []
+    before, directly = "", False  # the last paragraph; whether only comments came since a block
+    for token in MarkdownIt("commonmark").parse(document):
+        if token.type == "html_block":
+            marks += re.findall(r"<!--\s*(.*?)\s*-->", token.content)
+        elif token.type == "inline":
+            before, directly = " ".join(token.content.split()), False
+            marks = []
+        elif token.type == "fence":
+            assert token.map is not None
+            block = Block(token.info.strip(), token.content, token.map[0] + 1)
+            block.needs = next((m[6:].strip() for m in marks if m.startswith("needs:")), "")
+            if block.language == "text" and directly and found:
+                found[-1].output = (found[-1].output or "") + block.text
+                found[-1].varies |= "varies" in marks
+            elif "continues" in marks and found:
+                assert found[-1].language == block.language == "python", f"line {block.line}"
+                found[-1].text += "\n\n" + block.text
+            else:
+                block.file = _file_of(block, before)
+                found.append(block)
+            before, marks, directly = "", [], block.language != "text"
+    return found
+
+
+def _file_of(block: Block, paragraph: str) -> str:
+    if block.language == "diff":
+        named = re.search(r"^\+\+\+ (\w+\.py)$", block.text, re.MULTILINE)
+    elif block.language == "python":
+        named = re.match(r"# (\w+\.py)\n", block.text)
+        named = named or re.search(r"\b[Ss]ave\b.*?\bas `(\w+\.py)`", paragraph)
+    else:
+        return ""
+    return named[1] if named else f"block_at_line_{block.line}.py"
+
+
+def inline_commands(document: str) -> list[Block]:
+    """Commands in the text, such as `make test`, as blocks of bash, but for those with a placeholder."""
+    found = []
+    for token in MarkdownIt("commonmark").parse(document):
+        for child in token.children or ():
+            code = " ".join(child.content.split()) if child.type == "code_inline" else ""
+            if INLINE.match(code) and not PLACEHOLDER.search(code):
+                found.append(Block("bash", code, (token.map or [0])[0] + 1))
+    return found
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a bash or console block, in words, without assignments before them."""
+    text = block.text
+    if block.language == "console":
+        text = "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
+    found: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split = True
+        for separates, words in itertools.groupby(lexer, ("&&", "||", "|", ";").__contains__):
+            command = list(words)
+            while command and re.match(r"[A-Z_]+=", command[0]):
+                command.pop(0)
+            if command and not separates:
+                found.append(command)
+    return found
+
+
+def faults(block: Block, here: pathlib.Path) -> list[str]:
+    """What is wrong with the form of a block, found without running it; ``here`` has the page's files."""
+    found = [f"unknown need {block.needs!r}"] if block.needs and block.needs not in NEEDS else []
+    if block.language == "python":
+        try:
+            compile(block.text, block.file, "exec")
+        except SyntaxError as error:
+            found.append(str(error))
+    elif block.language == "json":
+        try:
+            json.loads(block.text)
+        except ValueError as error:
+            found.append(str(error))
+    elif block.language in ("bash", "console"):
+        every = commands(block)
+        found += [] if every else ["no command"]
+        found += [fault for words in every if (fault := _command_fault(words, here))]
+    elif block.language not in ("diff", "text", ""):
+        found.append(f"language {block.language!r}")
+    return found
+
+
+def _command_fault(words: list[str], here: pathlib.Path) -> str:
+    """Why a command cannot be right: no such program, script, target, module or option."""
+    program, *rest = words
+    said = " ".join(words)
+    if program == "torchrun":
+        while rest and rest[0].startswith("--"):
+            rest = rest[1 if "=" in rest[0] or rest[0] == "--standalone" else 2 :]
+        program = "python"
+    if program == "python" and rest[:1] == ["-m"]:
+        program, rest = ("interlace", rest[2:]) if rest[1] == "interlace" else (rest[1], rest[2:])
+    if program == "interlace":
+        from interlace.cli.main import parser
+
+        try:
+            options = parser().parse_args(rest)
+        except SystemExit:
+            return f"{said}: these options do not parse"
+        path, colons, _ = str(getattr(options, "target", "")).partition("::")
+        return f"{said}: there is no {path}" if colons and not (here / path).exists() else ""
+    if program == "make":
+        targets = [word for word in rest if "=" not in word]
+        rules = (ROOT / "Makefile").read_text()
+        bad = [one for one in targets if not re.search(rf"^{one}:", rules, re.MULTILINE)]
+        return f"{said}: the Makefile has no {bad}" if bad else ""
+    if program in ("python", "pytest", "ruff"):
+        path = [word for word in rest if "/" in word or word.endswith(".py")][:1]
+        if path and not (here / path[0].partition("::")[0]).exists():
+            return f"{said}: there is no {path[0]}"
+        options_named = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        if program == "python" and path and options_named:
+            source = (here / path[0]).read_text()
+            bad = [one for one in options_named if f'"{one}"' not in source]
+            return f"{said}: the script has no {bad}" if bad else ""
+        return ""
+    known = program in ("mypy", "pip", "cd", "mkdocs") or shutil.which(program)
+    return "" if known else f"{said}: what is {program}?"
+
+
+def prepared(folder: pathlib.Path, document: str) -> None:
+    """Fill a page's folder with what it takes for granted."""
+    for name in LINKED:
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    for name in re.findall(r"\bcopy of\s+`([\w/]+\.py)`", document):
+        shutil.copy(ROOT / name, folder)
+    programs = folder / ".bin"
+    programs.mkdir()
+    for name, module in (
+        ("python", ""),
+        ("torchrun", "-m torch.distributed.run"),
+        ("interlace", "-m interlace"),
+    ):
+        script = programs / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        script.chmod(0o755)
+
+
+def patched(text: str, diff: str) -> str:
+    """``text`` with the one hunk of ``diff`` applied."""
+    _, _, hunk = diff.partition("@@\n")
+    lines = [line or " " for line in hunk.splitlines()]
+    old, new = ("\n".join(each[1:] for each in lines if each[0] in kinds) for kinds in (" -", " +"))
+    assert text.count(old) == 1, f"the file does not have these lines once:\n{old}"
+    return text.replace(old, new)
+
+
+def save(block: Block, folder: pathlib.Path) -> None:
+    """Write the file that a block is, if it is one."""
+    if block.language == "python":
+        (folder / block.file).write_text(block.text)
+    elif block.language == "diff":
+        (old,) = re.findall(r"^--- (\w+\.py)$", block.text, re.MULTILINE)
+        (folder / block.file).write_text(patched((folder / old).read_text(), block.text))
+
+
+def run_python(file: str, folder: pathlib.Path) -> str:
+    """What ``python file`` prints; AssertionError if it fails. Forked, so torch is imported already."""
+    output, errors = folder / ".output", folder / ".errors"
+    process = multiprocessing.get_context("forkserver").Process(
+        target=page_child.run_file, args=(str(folder), file, str(output), str(errors))
+    )
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{file} has not ended after {SECONDS:g} s")
+    printed = output.read_text() if output.exists() else ""
+    failure = errors.read_text()[-3000:] if errors.exists() else ""
+    assert process.exitcode == 0, f"{file}: exit status {process.exitcode}\n{printed}\n{failure}"
+    return printed
+
+
+def run_bash(text: str, folder: pathlib.Path) -> str:
+    """What bash prints on its standard output; AssertionError if a command fails."""
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "python"),
+        "PYTHONIOENCODING": "ascii:replace",
+        "COLUMNS": "110",
+        "OMP_NUM_THREADS": "1",
+        "INTERLACE_TUNE_CACHE": "off",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    printed = f"{done.stdout}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"exit status {done.returncode} of\n{text}\n{printed}"
+    return done.stdout
+
+
+def run_console(text: str, folder: pathlib.Path) -> str:
+    """A console block as it is when its commands run now."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            lines += [line, *run_bash(line[2:], folder).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def steady(text: str) -> str:
+    """Without what depends on the machine."""
+    text = re.sub(r"\d+ per second", "N per second", text)
+    text = re.sub(r"[\d.]+ s(?=:)", "N s", text)
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+
+
+def worked_through(document: str, folder: pathlib.Path) -> Iterator[tuple[Block, str | None]]:
+    """Every block with what it printed, None if it was not run, in the order of the page."""
+    prepared(folder, document)
+    every = blocks(document)
+    for number, block in enumerate(every):
+        save(block, folder)
+        shells = [later for later in every[number + 1 :] if later.language in ("bash", "console")]
+        if block.needs or block.language in ("diff", "text", "json", ""):
+            yield block, None
+        elif block.language == "python":
+            named = any(block.file in words for later in shells for words in commands(later))
+            yield block, None if named else run_python(block.file, folder)
+        elif block.language == "console":
+            yield block, run_console(block.text, folder)
+        else:
+            yield block, run_bash(block.text, folder)
+
+
+def renewed(document: str, folder: pathlib.Path) -> str:
+    """``document`` with the outputs that there are now."""
+    for block, printed in worked_through(document, folder):
+        old = block.text if block.language == "console" else block.output
+        if printed is not None and old and not block.varies:
+            print(f"line {block.line}", file=sys.stderr)
+            new = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines()) + "\n"
+            if steady(old) != steady(new):
+                assert document.count(old) == 1, f"the output at line {block.line} is there twice"
+                document = document.replace(old, new)
+    return document
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for name in sys.argv[1:]:
+        page = pathlib.Path(name)
+        with tempfile.TemporaryDirectory() as home:
+            page.write_text(renewed(page.read_text(), pathlib.Path(home)))
