@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from interlace.nn.sharded_module import _is_dtensor, _part_of, _split_as
 from interlace.nn.state_dicts import as_dtensor, shardings
 
 
@@ -19,7 +21,8 @@ def sharded_optimizer_state_dict(
     (step counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the
     optimizer in place, on any number of ranks. An optimizer that has made no step gets its state first, by
     a step with zero gradients and a learning rate of 0. Learning rates and other options are not in the
-    dictionary.
+    dictionary. What ``fully_shard`` has split again is gathered over its own mesh, which is collective and
+    copies: give what was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
 
     Raises ValueError for a parameter that ``module`` has not, and TypeError for state that is no tensor.
 
@@ -34,8 +37,67 @@ def sharded_optimizer_state_dict(
     if not optimizer.state:
         _make_state(optimizer)
     own = shardings(module)
-    names = {parameter: key for key, parameter in module.named_parameters()}
     result: dict[str, Any] = {}
+    for key, name, parameter, value in _entries(module, optimizer):
+        if key in own and value.shape == parameter.shape:
+            value = as_dtensor(value, own[key])
+        result[f"{key}.{name}"] = value
+    return result
+
+
+@torch.no_grad()
+def load_optimizer_state_dict(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Take over what :func:`sharded_optimizer_state_dict` gave, after a checkpoint was loaded into it.
+
+    Needed beside ``fully_shard`` alone, of whose parts the dictionary has copies; elsewhere it is over the
+    optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts.
+
+    Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
+    has not, and TypeError for an entry that is no tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> def copied():
+    ...     layer = nn.RMSNorm(2)
+    ...     optimizer = torch.optim.AdamW(layer.parameters())
+    ...     state = nn.sharded_optimizer_state_dict(layer, optimizer)
+    ...     state["weight.exp_avg"] = torch.tensor([1.0, 2.0])  # as if it had been loaded
+    ...     nn.load_optimizer_state_dict(layer, optimizer, state)
+    ...     return optimizer.state[layer.weight]["exp_avg"].tolist()
+    >>> interlace.run(copied, 1)
+    [[1.0, 2.0]]
+    """
+    if not optimizer.state:
+        _make_state(optimizer)
+    own = shardings(module)
+    for key, name, parameter, value in _entries(module, optimizer):
+        entry = f"{key}.{name}"
+        if entry not in state_dict:
+            raise ValueError(f"state_dict has no {entry}, which the optimizer has")
+        found = state_dict[entry]
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
+        if found is value:
+            continue
+        sharding = own.get(key) if value.shape == parameter.shape else None
+        if _is_dtensor(found) and sharding is not None and sharding.dim is not None:
+            found = _part_of(found, sharding)
+        if found.shape != value.shape:
+            raise ValueError(
+                f"state_dict: {entry} must have shape {tuple(value.shape)}, got {tuple(found.shape)}"
+            )
+        if _is_dtensor(value) and not _is_dtensor(found):
+            found = _split_as(value, found)
+        value.copy_(found)
+
+
+def _entries(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Key of a parameter, name of a state of it, the parameter, and the state."""
+    names = {parameter: key for key, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             key = names.get(parameter)
@@ -50,10 +112,7 @@ def sharded_optimizer_state_dict(
                     raise TypeError(
                         f"optimizer: {name} of {key} is a {type(value).__name__}, not a tensor"
                     )
-                if key in own and value.shape == parameter.shape:
-                    value = as_dtensor(value, own[key])
-                result[f"{key}.{name}"] = value
-    return result
+                yield key, name, parameter, value
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
