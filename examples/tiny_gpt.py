@@ -1,15 +1,15 @@
 """A small GPT over bytes, twice: in layers of torch.nn, and split over ranks in layers of interlace.nn.
 
-Both are made in the same order, so one seed gives both the same weights, and their state dicts have the same
-keys. Activations are sequence first, ``[s, b, h]``: positions, sequences of the batch, features. Of the
-sharded model each of the ``W`` ranks of a group has
+Both are made in the same order, so one seed gives both the same weights, and their state dicts have the
+same keys. Activations are sequence first, ``[s, b, h]``: positions, sequences of the batch, features. Of
+the sharded model each of the ``W`` ranks of a group has
 
     between the blocks     its part of the sequence          [s / W, b, h]
-    inside of a block      its heads, its part of the MLP    [s, b, h / W]
+    inside of a block      its heads, its part of the MLP    [s, b, h / W], [s, b, 4 * h / W]
     behind the head        its part of the vocabulary        [s, b, vocabulary / W]
 
-What moves between the ranks moves inside of the layers, overlapped with their matmuls; of the code below only
-the number of heads in ``attend`` knows that there are ranks.
+What moves between the ranks moves inside of the layers, with their matmuls. Of the code below only the
+number of heads in ``attend`` depends on there being ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VOCABULARY = 128  # ASCII
 class Shape:
     """``length`` is that of a sequence; ``heads`` divides ``hidden``, and the ranks divide ``heads``."""
 
-    hidden: int = 64
+    hidden: int = 128
     heads: int = 4
     layers: int = 2
-    length: int = 64
+    length: int = 128
 
 
 @functools.cache
