@@ -216,10 +216,8 @@ def compare(what: str, found: Losses, expected: Losses) -> bool:
     """Whether all losses of ``found`` are within the tolerance; says so."""
     apart = [abs(loss - expected[step]) / expected[step] for step, loss in found.items()]
     good, worst = all(each <= TOLERANCE for each in apart), max(apart)  # nan is not good
-    print(
-        f"{'the same losses' if good else 'OTHER LOSSES'}: {what}, {len(found)} steps, at most {worst:.1e} "
-        f"apart, of {TOLERANCE:.0e}"
-    )
+    said = "the same losses" if good else "OTHER LOSSES"
+    print(f"{said}: {what}, {len(found)} steps, {worst:.1e} apart at most, {TOLERANCE:.0e} allowed")
     return good
 
 
@@ -228,7 +226,7 @@ def plot(path: Path, expected: Losses, found: Losses, resumed: Losses) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot, which needs matplotlib: pip install matplotlib")
+        print("no plot, which needs matplotlib: pip install 'interlace[plot]'")
         return
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))

@@ -240,3 +240,20 @@ def refused() -> str:
     except ValueError as error:
         return str(error)
     return f"nothing on {interlace.get_rank()}"
+
+
+def refused_state(wrong: str) -> str:
+    """What every rank is told if the last has not what the optimizer has."""
+    model = inn.RMSNorm(4)
+    optimizer = adam(model)
+    state = inn.sharded_optimizer_state_dict(model, optimizer)
+    if interlace.get_rank() == 1:
+        if wrong == "missing":
+            del state["weight.exp_avg"]
+        else:
+            state["weight.exp_avg"] = torch.ones(3) if wrong == "shape" else 1.0
+    try:
+        inn.load_optimizer_state_dict(model, optimizer, state)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing"

@@ -41,3 +41,16 @@ def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
 def test_dtensors_need_torch_distributed() -> None:
     for text in on_ranks(ranks.refused, 2):
         assert "a group of the ranks [0, 1] needs torch.distributed" in text
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("missing", "has no weight.exp_avg"),
+        ("shape", "weight.exp_avg must have shape (4,), got (3,)"),
+        ("type", "weight.exp_avg is a float"),
+    ],
+)
+def test_state_that_is_not_the_optimizers(wrong: str, said: str) -> None:
+    for text in interlace.run(ranks.refused_state, 2, wrong):
+        assert said in text

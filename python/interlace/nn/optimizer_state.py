@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from interlace.nn.sharded_module import _is_dtensor, _part_of, _split_as
+from interlace.nn.sharding import Sharding
 from interlace.nn.state_dicts import as_dtensor, shardings
 
 
@@ -55,7 +57,7 @@ def load_optimizer_state_dict(
     optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts.
 
     Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
-    has not, and TypeError for an entry that is no tensor.
+    has not, and TypeError for an entry that is no tensor, on all ranks.
 
     >>> import interlace, torch
     >>> from interlace import nn
@@ -72,6 +74,27 @@ def load_optimizer_state_dict(
     if not optimizer.state:
         _make_state(optimizer)
     own = shardings(module)
+    group = next((sharding.group for sharding in own.values()), None)
+    with (
+        contextlib.nullcontext() if group is None else group.accepting("load_optimizer_state_dict")
+    ):
+        copies = _copies(module, optimizer, state_dict, own)
+    for value, found, sharding in copies:
+        if sharding is not None and _is_dtensor(found):
+            found = _part_of(found, sharding)
+        if _is_dtensor(value) and not _is_dtensor(found):
+            found = _split_as(value, found)
+        value.copy_(found)
+
+
+def _copies(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    own: Mapping[str, Sharding],
+) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
+    """A state, the entry that is to be copied there, and how it lies if it is split over a group."""
+    result = []
     for key, name, parameter, value in _entries(module, optimizer):
         entry = f"{key}.{name}"
         if entry not in state_dict:
@@ -79,18 +102,19 @@ def load_optimizer_state_dict(
         found = state_dict[entry]
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
-        if found is value:
-            continue
         sharding = own.get(key) if value.shape == parameter.shape else None
-        if _is_dtensor(found) and sharding is not None and sharding.dim is not None:
-            found = _part_of(found, sharding)
-        if found.shape != value.shape:
+        if sharding is not None and sharding.dim is None:
+            sharding = None
+        shape = tuple(value.shape)
+        if sharding is not None and _is_dtensor(found):
+            shape = sharding.full_shape(shape)
+        if tuple(found.shape) != shape:
             raise ValueError(
-                f"state_dict: {entry} must have shape {tuple(value.shape)}, got {tuple(found.shape)}"
+                f"state_dict: {entry} must have shape {shape}, got {tuple(found.shape)}"
             )
-        if _is_dtensor(value) and not _is_dtensor(found):
-            found = _split_as(value, found)
-        value.copy_(found)
+        if found is not value:
+            result.append((value, found, sharding))
+    return result
 
 
 def _entries(
