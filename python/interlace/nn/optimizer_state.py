@@ -54,7 +54,7 @@ def load_optimizer_state_dict(
     """Take over what :func:`sharded_optimizer_state_dict` gave, after a checkpoint was loaded into it.
 
     Needed beside ``fully_shard`` alone, of whose parts the dictionary has copies; elsewhere it is over the
-    optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts.
+    optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts. Collective.
 
     Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
     has not, and TypeError for an entry that is no tensor, on all ranks.
@@ -75,10 +75,11 @@ def load_optimizer_state_dict(
         _make_state(optimizer)
     own = shardings(module)
     group = next((sharding.group for sharding in own.values()), None)
-    with (
-        contextlib.nullcontext() if group is None else group.accepting("load_optimizer_state_dict")
-    ):
+    op = "load_optimizer_state_dict"
+    with contextlib.nullcontext() if group is None else group.accepting(op):
         copies = _copies(module, optimizer, state_dict, own)
+    if group is not None:
+        group.agree(op, None)  # else ranks that refuse nothing would not hear of one that does
     for value, found, sharding in copies:
         if sharding is not None and _is_dtensor(found):
             found = _part_of(found, sharding)
