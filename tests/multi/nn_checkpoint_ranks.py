@@ -257,3 +257,15 @@ def refused_state(wrong: str) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
+
+
+def steps_after(make: Any, asked: bool) -> torch.Tensor:
+    """A weight after two steps of the optimizer, of whose state a checkpoint was made before them."""
+    model = inn.RMSNorm(4)
+    optimizer = make(model.parameters())
+    if asked:
+        inn.sharded_optimizer_state_dict(model, optimizer)
+    for step in range(2):
+        model.weight.grad = torch.arange(4.0) + step
+        optimizer.step()
+    return model.weight.detach()

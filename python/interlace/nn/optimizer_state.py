@@ -141,13 +141,14 @@ def _entries(
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    before: list[tuple[dict[str, Any], Any]] = []
+    """Give the optimizer its state, as it is before a first step, by a step that changes nothing else."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     kept: list[tuple[torch.Tensor, Any]] = []
     for group in optimizer.param_groups:
-        before.append((group, group["lr"]))
-        group["lr"] = (
-            torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        )
+        options = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+        before.append((group, options))
+        for name, value in options.items():
+            group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
         for parameter in group["params"]:
             kept.append((parameter, parameter.grad))
             if parameter.requires_grad:
@@ -155,7 +156,10 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     finally:
-        for group, rate in before:
-            group["lr"] = rate
+        for group, options in before:
+            group.update(options)
         for parameter, grad in kept:
             parameter.grad = grad
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()  # else what is trained next is corrected for a step too many
