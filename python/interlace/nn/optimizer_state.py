@@ -145,7 +145,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     kept: list[tuple[torch.Tensor, Any]] = []
     for group in optimizer.param_groups:
-        options = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+        names: tuple[str, ...] = ("lr", "weight_decay")
+        options = {name: group[name] for name in names if name in group}
         before.append((group, options))
         for name, value in options.items():
             group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
