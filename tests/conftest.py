@@ -72,18 +72,25 @@ def _forked_ranks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_group_left() -> Iterator[None]:
-    """A test that leaves a group behind fails itself, and not one that comes after it."""
-    yield
+def _groups_there() -> set[str]:
     groups, dist = sys.modules.get("interlace.groups"), torch.distributed
-    left = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
+    there = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ}
     if groups is not None:
         known = {"_default": groups._default.get()}
         known |= {name: getattr(groups, name) for name in ("_of_run", "_of_process")}
-        left += [name for name, value in known.items() if value is not None]
-    left += ["torch's default group"] if dist.is_available() and dist.is_initialized() else []
-    assert not left, f"left behind: {', '.join(left)}"
+        there |= {name for name, value in known.items() if value is not None}
+    if dist.is_available() and dist.is_initialized():
+        there.add("torch's default group")
+    return there
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """A test that leaves a group behind fails itself, and not one that comes after it."""
+    before = _groups_there()
+    yield
+    left = _groups_there() - before
+    assert not left, f"left behind: {', '.join(sorted(left))}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -210,7 +210,7 @@ def beside_data_parallel(path: str, folder: str, wrap: str) -> None:
         torch.manual_seed(0)
         up, down = nn.Linear(8, 16), nn.Linear(16, 8)
         reference = nn.Sequential(nn.LayerNorm(8), up, nn.GELU(), down)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (parallel, reference)]
+        optimizers = [adam(each) for each in (parallel, reference)]
         for step in range(2):
             batches = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(step))
             mine = batches[mesh.get_local_rank("data")]
@@ -223,12 +223,20 @@ def beside_data_parallel(path: str, folder: str, wrap: str) -> None:
         found = inn.full_state_dict(model)
         for one, other in zip(found.values(), reference.state_dict().values(), strict=True):
             torch.testing.assert_close(one, other)
-        dcp.save({"model": inn.sharded_state_dict(model)}, checkpoint_id=folder)
-        other_model, _ = wrapped(1)
-        states = {"model": inn.sharded_state_dict(other_model)}
+        dcp.save(states_of(model, optimizers[0]), checkpoint_id=folder)
+        other_model, other_parallel = wrapped(1)
+        other_optimizer = adam(other_parallel)
+        states = states_of(other_model, other_optimizer)
         dcp.load(states, checkpoint_id=folder)
         other_model.load_state_dict(states["model"])
+        inn.load_optimizer_state_dict(other_model, other_optimizer, states["optimizer"])
         same(other_model, found)
+        moments = inn.sharded_optimizer_state_dict(other_model, other_optimizer)
+        expected = inn.sharded_optimizer_state_dict(model, optimizers[0])
+        assert len(expected) == 3 * len(found)
+        for key, value in expected.items():
+            assert torch.equal(whole(moments[key]), whole(value)), key
+            assert whole(value).abs().sum() > 0, key
         third, _ = wrapped(2)
         third.load_state_dict(found)  # the unsharded one
         same(third, found)
@@ -239,9 +247,42 @@ def same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, expected[key]), key
 
 
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def refused() -> str:
     try:
         inn.sharded_state_dict(inn.ColumnParallelLinear(2, 4))
     except ValueError as error:
         return str(error)
     return f"nothing on {interlace.get_rank()}"
+
+
+def refused_state(wrong: str) -> str:
+    """What every rank is told if the last has not what the optimizer has."""
+    model = inn.RMSNorm(4)
+    optimizer = adam(model)
+    state = inn.sharded_optimizer_state_dict(model, optimizer)
+    if interlace.get_rank() == 1:
+        if wrong == "missing":
+            del state["weight.exp_avg"]
+        else:
+            state["weight.exp_avg"] = torch.ones(3) if wrong == "shape" else 1.0
+    try:
+        inn.load_optimizer_state_dict(model, optimizer, state)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def steps_after(make: Any, asked: bool) -> torch.Tensor:
+    """A weight after two steps of the optimizer, of whose state a checkpoint was made before them."""
+    model = inn.RMSNorm(4)
+    optimizer = make(model.parameters())
+    if asked:
+        inn.sharded_optimizer_state_dict(model, optimizer)
+    for step in range(2):
+        model.weight.grad = torch.arange(4.0) + step
+        optimizer.step()
+    return model.weight.detach()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import interlace
 from multi import nn_checkpoint_ranks as ranks
@@ -45,3 +46,29 @@ def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
 def test_dtensors_need_torch_distributed() -> None:
     for text in on_ranks(ranks.refused, 2):
         assert "a group of the ranks [0, 1] needs torch.distributed" in text
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("missing", "has no weight.exp_avg"),
+        ("shape", "weight.exp_avg must have shape (4,), got (3,)"),
+        ("type", "weight.exp_avg is a float"),
+    ],
+)
+def test_state_that_is_not_the_optimizers(wrong: str, said: str) -> None:
+    for text in interlace.run(ranks.refused_state, 2, wrong):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.5),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5),
+    ],
+    ids=["Adam", "SGD"],
+)
+def test_a_checkpoint_before_the_first_step_changes_none(make: Any) -> None:
+    (expected,), (found,) = (interlace.run(ranks.steps_after, 1, make, x) for x in (False, True))
+    assert torch.equal(found, expected)

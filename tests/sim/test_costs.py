@@ -313,3 +313,27 @@ def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(PlainConsole(), options) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["cases"] == 28 and plan["mesh"] == [2] and plan["file"].endswith("x.json")
+
+
+def test_the_compilers_model_takes_calibrated_links(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GB/s of a whole that is gathered, of which a rank receives three quarters."""
+    from interlace.compile import CPU, calibrated
+
+    file = tmp_path / "calibration.json"
+    monkeypatch.setenv(calibration.VARIABLE, str(file))
+    with pytest.raises(
+        LookupError, match=r"no calibration of 4 ranks for cpu in .*calibrate --mesh 4"
+    ):
+        calibrated(4)
+    line = (calibration.Protocol(0, 10.0, 1.0), calibration.Protocol(65536, 50.0, 4.0))
+    links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
+    measured = calibration.Measured(
+        calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "shm", links
+    )
+    calibration.add(measured, file)
+    machine = calibrated(4)
+    assert machine.name == "cpu, calibrated 2026-11-22" and machine.latency == pytest.approx(50e-6)
+    assert machine.bandwidth == pytest.approx(3e9) and machine.flops == CPU.flops
+    assert machine.fused_bandwidth / machine.bandwidth == CPU.fused_bandwidth / CPU.bandwidth

@@ -6,7 +6,7 @@ True
 """
 
 from interlace.compile.backend import FusionPass, register
-from interlace.compile.cost import CPU, GPU, Machine
+from interlace.compile.cost import CPU, GPU, Machine, calibrated
 from interlace.compile.explain import Explanation, explain
 from interlace.compile.fusion import fuse
 from interlace.compile.report import Candidate, Report
@@ -19,6 +19,7 @@ __all__ = [
     "FusionPass",
     "Machine",
     "Report",
+    "calibrated",
     "explain",
     "fuse",
 ]

@@ -6,14 +6,18 @@
     fused   = host + max(bytes / fused bandwidth, flops / speed) + what does not overlap
 
 A prediction decides; it is no measurement. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` is
-arithmetic with round numbers: nothing was measured on one. ``FusionPass`` takes another :class:`Machine`.
+arithmetic with round numbers: nothing was measured on one. ``FusionPass`` takes another :class:`Machine`,
+such as what ``python -m interlace calibrate`` has measured here, :func:`calibrated`. That is not taken by
+itself: ranks compile alone, and those of another host have another file, or none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from interlace.runtime import calibration
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,32 @@ GPU = Machine(
 
 def machine_for(device: torch.device) -> Machine:
     return CPU if device.type == "cpu" else GPU
+
+
+def calibrated(size: int, device_type: str = "cpu") -> Machine:
+    """The machine with links as ``interlace calibrate`` has measured them among ``size`` ranks.
+
+    The same line of all_gather by which ``algorithm="auto"`` goes. Pass it on all ranks or on none. Raises
+    LookupError if there is no measurement of a mesh of ``size`` ranks here.
+    """
+    base = machine_for(torch.device(device_type))
+    found = calibration.find(calibration.read(device_type), calibration.OWN, (size,))
+    if found is None:
+        raise LookupError(
+            f"no calibration of {size} ranks for {device_type} in {calibration.path(device_type)}: run "
+            f"python -m interlace calibrate --mesh {size}"
+        )
+    link = found.link(0, "all_gather").protocols[-1]
+    bandwidth = (
+        link.gb_per_s * 1e9 * (size - 1) / size
+    )  # all of the whole but the own part is received
+    return replace(
+        base,
+        name=f"{base.name}, calibrated {found.date}",
+        latency=link.latency_us * 1e-6,
+        bandwidth=bandwidth,
+        fused_bandwidth=bandwidth * base.fused_bandwidth / base.bandwidth,
+    )
 
 
 def predict(machine: Machine, problem: Problem) -> tuple[float, float]:

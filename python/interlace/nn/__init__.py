@@ -11,7 +11,7 @@ from interlace.nn.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.nn.linear_function import column_parallel_linear, row_parallel_linear
 from interlace.nn.mlp import SequenceParallelMLP
 from interlace.nn.norm import LayerNorm, RMSNorm
-from interlace.nn.optimizer_state import sharded_optimizer_state_dict
+from interlace.nn.optimizer_state import load_optimizer_state_dict, sharded_optimizer_state_dict
 from interlace.nn.qkv import QKVParallelLinear
 from interlace.nn.regions import (
     copy_to_group,
@@ -43,6 +43,7 @@ __all__ = [
     "full_state_dict",
     "gather_from_group",
     "gather_from_sequence",
+    "load_optimizer_state_dict",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "row_parallel_linear",

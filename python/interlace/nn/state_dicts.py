@@ -81,13 +81,15 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     for key, sharding in own.items():
         value = result.get(key)
         if value is not None:
-            again = sharding.dim is not None and hasattr(value, "full_tensor")
-            result[key] = as_dtensor(value.full_tensor() if again else value, sharding)
+            result[key] = as_dtensor(value, sharding)
     return result
 
 
 def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
-    """``local``, this rank's part, as a DTensor over the same memory; the tensor itself if all have all."""
+    """``local``, this rank's part, as a DTensor over the same memory; the tensor itself if all have all.
+
+    What is a DTensor already, split over another group (as ``fully_shard`` does), is gathered over that.
+    """
     from torch.distributed.tensor import DTensor
 
     if sharding.dim is None:
@@ -95,10 +97,7 @@ def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
     if isinstance(local, DTensor):
         if sharding.group.world_size == 1:
             return local
-        raise TypeError(
-            "a tensor that is split over its group and, as a DTensor, over another (as fully_shard does) "
-            "cannot be in one DTensor without being gathered over the other"
-        )
+        local = local.full_tensor()
     if sharding.group.world_size == 1 and not dist.is_initialized():
         return local
     mesh, placements = layout(sharding, local.device.type)

@@ -1,0 +1,127 @@
+"""A small GPT over bytes, twice: in layers of torch.nn, and split over ranks in layers of interlace.nn.
+
+Both are made in the same order, so one seed gives both the same weights, and their state dicts have the
+same keys. Activations are sequence first, ``[s, b, h]``: positions, sequences of the batch, features. Of
+the sharded model each of the ``W`` ranks of a group has
+
+    between the blocks     its part of the sequence          [s / W, b, h]
+    inside of a block      its heads, its part of the MLP    [s, b, h / W], [s, b, 4 * h / W]
+    behind the head        its part of the vocabulary        [s, b, vocabulary / W]
+
+What moves between the ranks moves inside of the layers, with their matmuls. Of the code below only the
+number of heads in ``attend`` depends on there being ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from interlace import nn
+
+Tensor = torch.Tensor
+VOCABULARY = 128  # ASCII
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``length`` is that of a sequence; ``heads`` divides ``hidden``, and the ranks divide ``heads``."""
+
+    hidden: int = 128
+    heads: int = 4
+    layers: int = 2
+    length: int = 128
+
+
+@functools.cache
+def text() -> Tensor:
+    """The reference manual of Python, which help("lambda") shows and every Python has, as bytes."""
+    topics = pydoc_data.topics.topics
+    whole = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.tensor(list(whole.encode("ascii", "ignore")))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
+    """Causal attention of all heads in ``[s, b, heads * head_dim]``, which are this rank's."""
+    heads = [x.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+
+
+class GPT(torch.nn.Module):
+    """The unsharded model: tokens and targets ``[s, b]`` to the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCABULARY, shape.hidden)
+        self.positions = torch.nn.Embedding(shape.length, shape.hidden)
+        self.blocks = torch.nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = torch.nn.RMSNorm(shape.hidden)
+        self.head = torch.nn.Linear(shape.hidden, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(len(tokens)).unsqueeze(1))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Block(torch.nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.head_dim = hidden // shape.heads
+        self.before_attention = torch.nn.RMSNorm(hidden)
+        self.qkv = torch.nn.ModuleDict({name: torch.nn.Linear(hidden, hidden) for name in "qkv"})
+        self.projection = torch.nn.Linear(hidden, hidden)
+        self.before_mlp = torch.nn.LayerNorm(hidden)
+        up, down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
+        self.mlp = torch.nn.ModuleDict({"up": up, "down": down})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before_attention(x)
+        q, k, v = (self.qkv[name](y) for name in "qkv")
+        x = x + self.projection(attend(q, k, v, self.head_dim))
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.before_mlp(x))))
+
+
+class ShardedGPT(torch.nn.Module):
+    """The same on a group of ranks: all tokens and targets ``[s, b]``, on all ranks, to the mean loss."""
+
+    def __init__(self, shape: Shape, group: Any) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.tokens = nn.VocabParallelEmbedding(VOCABULARY, hidden, group=group)
+        self.positions = nn.VocabParallelEmbedding(shape.length, hidden, group=group)
+        self.blocks = torch.nn.ModuleList(ShardedBlock(shape, group) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(hidden, group=group)
+        self.head = nn.ColumnParallelLinear(hidden, VOCABULARY, bias=False, group=group)
+        self.loss = nn.VocabParallelCrossEntropy(group=group)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(len(tokens)).unsqueeze(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(self.norm(x)), targets)
+
+
+class ShardedBlock(torch.nn.Module):
+    def __init__(self, shape: Shape, group: Any) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.head_dim = hidden // shape.heads
+        self.before_attention = nn.RMSNorm(hidden, group=group)
+        self.qkv = nn.QKVParallelLinear(hidden, shape.heads, group=group)
+        self.projection = nn.RowParallelLinear(hidden, hidden, group=group)
+        self.before_mlp = nn.LayerNorm(hidden, group=group)
+        self.mlp = nn.SequenceParallelMLP(hidden, 4 * hidden, "gelu", group=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.before_attention(x))
+        x = x + self.projection(attend(q, k, v, self.head_dim))
+        return x + self.mlp(self.before_mlp(x))

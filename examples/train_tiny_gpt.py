@@ -1,0 +1,248 @@
+"""Train a small GPT with tensor and sequence parallelism beside data parallelism, and check it.
+
+    python examples/train_tiny_gpt.py                             # starts its 4 ranks itself
+    torchrun --nproc-per-node 4 examples/train_tiny_gpt.py        # or is started on them
+    python examples/train_tiny_gpt.py --data-parallel fsdp        # FSDP2 in place of DDP
+
+Needs no GPU. Ranks form a mesh of ``--dp`` times ``--tp``: each of the ``dp`` groups has the whole model,
+split over its ``tp`` ranks (tiny_gpt.py), and its part of every batch; gradients are averaged over the
+groups by DDP or FSDP2. Halfway all ranks write a checkpoint. Then
+
+  - the same model in layers of torch.nn, unsharded and in one process, is trained on the whole batches;
+  - the checkpoint is read by ``--resume-dp`` times ``--resume-tp`` ranks, which train on from there;
+  - the losses are compared, step by step. If any is off by more than 1e-5 of it, the exit status is 1.
+
+The runs differ in the order of sums alone, so float32 is enough for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from tiny_gpt import GPT, Shape, ShardedGPT, text
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import interlace
+from interlace import nn
+
+TOLERANCE = 1e-5  # of the loss
+Losses = dict[int, float]  # by step
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    if "RANK" in os.environ:  # torchrun has started this on all ranks
+        found = train(options, options.dp, options.tp)
+        if int(os.environ["RANK"]) != 0:
+            return  # rank 0 does the rest
+    else:
+        found = on_new_ranks(options, options.dp, options.tp)
+    expected = reference(options)
+    resumed = on_new_ranks(options, options.resume_dp, options.resume_tp, first=options.steps // 2)
+    plot(options.out / "loss.png", expected, found, resumed)
+    ranks = f"{options.dp * options.tp} ranks"
+    fewer = f"{options.resume_dp * options.resume_tp} ranks"
+    good = [
+        compare(f"{ranks} and one process", found, expected),
+        compare(f"{fewer} resumed and one process", resumed, expected),
+    ]
+    sys.exit(0 if all(good) else 1)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="ranks that the model is split over")
+    parser.add_argument("--dp", type=int, default=2, help="groups of them, which share the batch")
+    parser.add_argument("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--resume-tp", type=int, default=2, help="tp of the ranks that resume")
+    parser.add_argument("--resume-dp", type=int, default=1, help="dp of the ranks that resume")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, of all groups")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tiny_gpt"), help="for files that it writes"
+    )
+    for name, value in vars(Shape()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args(arguments)
+    for name, least in (("dp", 1), ("tp", 1), ("resume_dp", 1), ("resume_tp", 1), ("steps", 2)):
+        if vars(options)[name] < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if options.batch % options.dp or options.batch % options.resume_dp:
+        parser.error(f"--dp and --resume-dp must divide --batch {options.batch}")
+    started = int(os.environ.get("WORLD_SIZE", options.dp * options.tp))
+    if started != options.dp * options.tp:
+        parser.error(
+            f"--dp {options.dp} times --tp {options.tp} must be the {started} ranks started"
+        )
+    options.shape = Shape(options.hidden, options.heads, options.layers, options.length)
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def on_new_ranks(options: argparse.Namespace, dp: int, tp: int, first: int = 0) -> Losses:
+    """:func:`train` in processes of this host."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/meeting"
+        every = interlace.run(
+            train, dp * tp, options, dp, tp, first, meeting, place="shm", timeout=1000
+        )
+    return every[0]  # all ranks have the same
+
+
+def train(
+    options: argparse.Namespace, dp: int, tp: int, first: int = 0, meeting: str | None = None
+) -> Losses:
+    """What every rank does: train from step ``first``, if that is not 0 from the checkpoint."""
+    if meeting is None:  # torchrun has set who meets where
+        dist.init_process_group("interlace")
+    else:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        dist.init_process_group("interlace", meeting, rank=rank, world_size=world_size)
+    try:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("data", "tensor"))
+        torch.manual_seed(0)  # the same on all ranks, which keep their parts of the same weights
+        model = ShardedGPT(options.shape, group=(mesh, "tensor"))
+        parallel = data_parallel(model, mesh, options.data_parallel if dp > 1 else None)
+        optimizer = adam(parallel)
+        folder = options.out / "checkpoint"
+        if first:
+            load(model, optimizer, folder)
+        elif dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+
+        def step(number: int) -> float:
+            if number == options.steps // 2 and not first:
+                checkpoint.save(states(model, optimizer), checkpoint_id=folder)
+            tokens = batch(number, options).chunk(dp, 1)[mesh.get_local_rank("data")]
+            loss = update(parallel, optimizer, tokens)
+            dist.all_reduce(loss, group=mesh.get_group("data"))
+            return loss.item() / dp
+
+        name = f"{dp * tp} ranks" + (f" from step {first}" if first else "")
+        return loop(name, range(first, options.steps), step, talks=dist.get_rank() == 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def reference(options: argparse.Namespace) -> Losses:
+    """The losses of the unsharded model in this process."""
+    torch.manual_seed(0)
+    model = GPT(options.shape)
+    optimizer = adam(model)
+
+    def step(number: int) -> float:
+        return update(model, optimizer, batch(number, options)).item()
+
+    return loop("one process", range(options.steps), step)
+
+
+def data_parallel(model: torch.nn.Module, mesh: DeviceMesh, kind: str | None) -> torch.nn.Module:
+    """``model`` with gradients averaged over the groups. It shares the parameters; the layers stay."""
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group("data"))
+    if kind == "fsdp":  # splits parameters and the optimizer's state once more
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """What a checkpoint has: the same on any number of ranks."""
+    return {
+        "model": nn.sharded_state_dict(model),
+        "optimizer": nn.sharded_optimizer_state_dict(model, optimizer),
+    }
+
+
+def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Into weights and moments, in place; only what FSDP2 has split has to be copied back."""
+    found = states(model, optimizer)
+    checkpoint.load(found, checkpoint_id=folder)
+    model.load_state_dict(found["model"])
+    nn.load_optimizer_state_dict(model, optimizer, found["optimizer"])
+
+
+def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
+    """Bytes ``[length + 1, batch]`` from random places, the same on all ranks and in all runs."""
+    whole, generator = text(), torch.Generator().manual_seed(step)
+    places = torch.randint(len(whole) - options.length, (options.batch,), generator=generator)
+    return whole[places + torch.arange(options.length + 1).unsqueeze(1)]
+
+
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> torch.Tensor:
+    """One step on ``tokens``; its loss. Gradients are complete after backward, see docs/layers.md."""
+    optimizer.zero_grad()
+    loss = model(tokens[:-1], tokens[1:])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def loop(name: str, steps: range, step: Callable[[int], float], talks: bool = True) -> Losses:
+    """The losses of all ``steps``, printed now and then."""
+    torch.set_num_threads(1)  # ranks share the cores; more would only wait for each other
+    start, losses = time.monotonic(), {}
+    for number in steps:
+        losses[number] = step(number)
+        if talks and ((number + 1) % 10 == 0 or number + 1 == steps.stop):
+            seconds = time.monotonic() - start
+            print(
+                f"{name:21} step {number + 1:3} loss {losses[number]:.6f} {seconds:5.1f} s",
+                flush=True,
+            )
+    return losses
+
+
+def compare(what: str, found: Losses, expected: Losses) -> bool:
+    """Whether all losses of ``found`` are within the tolerance; says so."""
+    apart = [abs(loss - expected[step]) / expected[step] for step, loss in found.items()]
+    good, worst = all(each <= TOLERANCE for each in apart), max(apart)  # nan is not good
+    said = "the same losses" if good else "OTHER LOSSES"
+    print(f"{said}: {what}, {len(found)} steps, {worst:.1e} apart at most, {TOLERANCE:.0e} allowed")
+    return good
+
+
+def plot(path: Path, expected: Losses, found: Losses, resumed: Losses) -> None:
+    """The three curves, and under them how far they are apart."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot, which needs matplotlib: pip install 'interlace[plot]'")
+        return
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot(expected.keys(), expected.values(), "k", label="unsharded, one process")
+    for losses, mark, label in ((found, "o", "sharded"), (resumed, "x", "resumed on other ranks")):
+        above.plot(losses.keys(), losses.values(), mark, fillstyle="none", label=label)
+        apart = [abs(loss - expected[step]) / expected[step] for step, loss in losses.items()]
+        below.semilogy(losses.keys(), apart, mark, fillstyle="none")
+    below.axhline(TOLERANCE, color="k", linestyle=":")
+    above.set_ylabel("loss per byte (nats)")
+    below.set_ylabel("relative difference")
+    below.set_xlabel("step")
+    above.legend()
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}")
+
+
+if __name__ == "__main__":
+    main()
