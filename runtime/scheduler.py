@@ -390,7 +390,10 @@ class Scheduler(ProgramHooks):
                 self._current = task
                 for _ in range(100):
                     try:
-                        task.greenlet.throw(greenlet.GreenletExit)
+                        if task.program is None:
+                            torch_state.switch(task, ended_by=greenlet.GreenletExit)
+                        else:
+                            task.greenlet.throw(greenlet.GreenletExit)
                     except BaseException:
                         break
                     if task.greenlet.dead:

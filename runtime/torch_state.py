@@ -17,8 +17,11 @@ from interlace.runtime.task import Task
 _C: Any = torch._C
 
 
-def switch(task: Task) -> None:
-    """Let ``task`` go on as it was; afterwards torch is as it was before."""
+def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
+    """Let ``task`` go on as it was, or end; afterwards torch is as it was before.
+
+    Also one that ends needs its hooks: torch crashes where it takes away one that is not there.
+    """
     grad_enabled = torch.is_grad_enabled()
     hooks = _taken_hooks()
     keys, own_grad_enabled, own_hooks = task.torch_state or (_keys(), grad_enabled, hooks)
@@ -26,7 +29,10 @@ def switch(task: Task) -> None:
         _C._set_grad_enabled(own_grad_enabled)
         _put_hooks(own_hooks)
         try:
-            task.greenlet.switch()
+            if ended_by is None:
+                task.greenlet.switch()
+            else:
+                task.greenlet.throw(ended_by)
         finally:
             task.torch_state = (_keys(), torch.is_grad_enabled(), _taken_hooks())
             _put_hooks(hooks)

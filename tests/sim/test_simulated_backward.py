@@ -114,8 +114,18 @@ def test_hooks_on_saved_tensors_are_those_of_their_rank() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
 
 
-# the other rank ends within the checkpoint's forward
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_rank_that_is_ended_under_hooks_takes_its_own_away() -> None:
+    def case() -> None:
+        if interlace.get_rank() == 0:
+            raise ZeroDivisionError("broken")
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            interlace.barrier()
+
+    for seed in range(3):
+        assert isinstance(failure(case, 3, seed=seed), ZeroDivisionError)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+
+
 def test_what_cannot_wait_in_backward_says_so() -> None:
     def case() -> None:
         x = torch.ones(2, 3, requires_grad=True)
