@@ -36,6 +36,7 @@ from interlace.runtime.tune_cache import NotOursError
 FORMAT, VERSION = "interlace calibration", 1
 VARIABLE = "INTERLACE_CALIBRATION"
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+LEAST_RATE = 1e-9  # GB/s, a byte per second: times of less are no numbers
 OWN = "interlace"  # the backend's name where ranks need no process group of torch
 
 
@@ -103,7 +104,7 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
     if named is not None:
         if named.strip().lower() in tune_cache.OFF:
             return None
-        return pathlib.Path(named).expanduser()
+        return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
     digest = hashlib.sha256(device_name(device_type).encode()).hexdigest()[:8]
     return tune_cache.cache_folder() / "interlace" / f"calibration-{digest}.json"
 
@@ -156,8 +157,8 @@ def _measured(facts: dict[str, object]) -> Measured:
             for figure in (one.latency_us, one.gb_per_s):
                 if type(figure) not in (int, float) or not 0 <= figure < math.inf:
                     raise ValueError(f"a figure is {figure!r}")
-            if not one.gb_per_s:
-                raise ValueError("gb_per_s is 0")
+            if one.gb_per_s < LEAST_RATE:
+                raise ValueError(f"gb_per_s is {one.gb_per_s!r}")
     made = Measured(**{**asdict(made), "links": tuple(links)})
     for dim in range(len(made.mesh)):
         for op in OPS:

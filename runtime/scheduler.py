@@ -32,6 +32,7 @@ from interlace.runtime.errors import (
     BlockedWait,
     CollectiveTimeoutError,
     DeadlockError,
+    InterlaceError,
     PlaceUnavailableError,
 )
 from interlace.runtime.launch import KernelLaunch
@@ -194,7 +195,15 @@ class Scheduler(ProgramHooks):
         return self._current is not None
 
     def give_way(self) -> None:
-        """Let the scheduler choose who goes on."""
+        """Let the scheduler choose who goes on. InterlaceError in a thread that is not the rank's."""
+        task = self._current
+        if task is not None and greenlet.getcurrent() is not task.greenlet:
+            raise InterlaceError(
+                f"rank {task.rank}: a simulated rank cannot wait for others in thread "
+                f"{threading.current_thread().name!r}, as in hooks of tensors and in what "
+                "torch.utils.checkpoint computes again with use_reentrant=False; use_reentrant=True can, "
+                'and ranks that are processes can, place="shm"'
+            )
         # host code may be inside a kernel that the user has launched, so every task has a grid
         builder = self._builder
         grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
@@ -207,8 +216,13 @@ class Scheduler(ProgramHooks):
     def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None:
         """Suspend the current task until ``ready()``; ``waiting`` describes it in a report."""
         task = self.current
+        before = task.ready, task.waiting
         task.ready, task.waiting = ready, waiting
-        self.give_way()
+        try:
+            self.give_way()
+        except InterlaceError:  # it does not wait
+            task.ready, task.waiting = before
+            raise
 
     def digest(self) -> str:
         """A fingerprint of the schedule so far."""

@@ -85,7 +85,9 @@ def path() -> pathlib.Path | None:
     """The file; None if the user wants none."""
     named = os.environ.get(VARIABLE)
     if named is not None:
-        return None if named.strip().lower() in OFF else pathlib.Path(named).expanduser()
+        if named.strip().lower() in OFF:
+            return None
+        return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
     return cache_folder() / "interlace" / "tune.json"
 
 
@@ -93,7 +95,7 @@ def cache_folder() -> pathlib.Path:
     """The user's, by the conventions of the system."""
     if os.environ.get("XDG_CACHE_HOME"):
         return pathlib.Path(os.environ["XDG_CACHE_HOME"])
-    home = pathlib.Path("~").expanduser()
+    home = pathlib.Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         return home / "Library" / "Caches"
     if sys.platform == "win32":

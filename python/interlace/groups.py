@@ -241,7 +241,11 @@ def _from_name(name: str) -> Communicator:
 def _from_mesh(mesh: Any, dim: int | str | None) -> Communicator:
     ranks = rank_lists.of_mesh(mesh, dim, default_group().rank)
     if dist.is_initialized():
-        return resolve(mesh.get_group(dim))
+        group = None
+        with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups
+            group = mesh.get_group(dim)
+        if group is not None:
+            return resolve(group)
     whole = default_group()
     return rank_lists.group_of(whole, ranks)
 

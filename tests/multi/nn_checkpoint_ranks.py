@@ -175,6 +175,23 @@ def small(group: Any, seed: int) -> nn.Module:
     return nn.Sequential(inn.LayerNorm(8, group=group), inn.SequenceParallelMLP(8, 16, group=group))
 
 
+def load_from_rows(path: str) -> None:
+    """What lies over pairs of ranks, however these are named, loads into what lies over all."""
+    with world(path):
+        pairs = [[0, 1], [2, 3]]
+        groups = [dist.new_group(each) for each in pairs]
+        own = groups[dist.get_rank() // 2]
+        for named in (pairs, pairs[dist.get_rank() // 2], own.group_name):
+            rows, over_all = small(named, 1), small(None, 2)
+            over_all.load_state_dict(inn.sharded_state_dict(rows))
+            expected = inn.full_state_dict(rows)
+            for key, value in inn.full_state_dict(over_all).items():
+                assert torch.equal(value, expected[key]), key
+            if named == own.group_name:
+                whole = inn.sharded_state_dict(rows)["1.up.weight"].full_tensor()
+                assert torch.equal(whole, expected["1.up.weight"])
+
+
 def beside_data_parallel(path: str, folder: str, wrap: str) -> None:
     """Two steps of DDP or FSDP2 over one dimension of a mesh, the layers split over the other."""
     from torch.distributed.fsdp import fully_shard

@@ -33,6 +33,10 @@ def test_dtensors_that_lie_otherwise_are_gathered(tmp_path: Path) -> None:
     on_ranks(ranks.load_elsewhere, 2, str(tmp_path / "store"))
 
 
+def test_dtensors_over_some_ranks_load_over_all(tmp_path: Path) -> None:
+    on_ranks(ranks.load_from_rows, 4, str(tmp_path / "store"))
+
+
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
 def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
     arguments = str(tmp_path / "store"), str(tmp_path / "checkpoint"), wrap

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import interlace.tensor as tensor
 from interlace.cli.calibrate import CalibrateOptions, calibrate, mesh_of
 from interlace.cli.consoles import PlainConsole
-from interlace.runtime import calibration, tuning
+from interlace.runtime import calibration, tune_cache, tuning
 from interlace.runtime.calibration import Link, Measured, Protocol
 from interlace.runtime.cost_model import Problem
 from interlace.tensor.calibration import Request, fit, link_of, medians
@@ -32,7 +32,7 @@ from interlace.tensor.topology import GIB, MeshTopoInfo
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _fake_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
@@ -139,6 +139,7 @@ def test_who_says_what_it_costs(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert topo.source == f"measured 2026-11-22 ({file})" and topo.source in topo.explain()
     small, large = 1000 / GIB, 1e6 / GIB
     assert tensor.allgather_cost(small, topo, 1) == pytest.approx(11 + 1)
+    assert tensor.allgather_cost(small, topo, -1) == tensor.allgather_cost(small, topo, 1)
     assert tensor.reduce_scatter_cost(large, topo, 0) == pytest.approx(100 + 250)
     assert tensor.allreduce_cost(large, topo, 0) == pytest.approx(150 + 250)
     assert tensor.alltoall_cost(large, topo, 0) == pytest.approx(200 + 250)
@@ -214,7 +215,10 @@ def test_what_is_no_such_file_is_left_alone(
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize("field, value", [("latency_us", -1), ("gb_per_s", 0), ("from_bytes", 0.5)])
+@pytest.mark.parametrize(
+    "field, value",
+    [("latency_us", -1), ("gb_per_s", 0), ("gb_per_s", 1e-320), ("from_bytes", 0.5)],
+)
 def test_damaged_figures(tmp_path: pathlib.Path, field: str, value: float) -> None:
     file = tmp_path / "calibration.json"
     calibration.add(measurement((2,)), file)
@@ -233,6 +237,13 @@ def test_no_file_is_no_reason_to_warn(tmp_path: pathlib.Path) -> None:
 
 def test_the_example() -> None:
     assert doctest.testmod(calibration).failed == 0
+
+
+def test_a_home_that_is_not_there_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (calibration, tune_cache):
+        monkeypatch.setenv(module.VARIABLE, "~no-such-user/file.json")
+        assert str(module.path()) == "~no-such-user/file.json"
+    assert calibration.read() == ()
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -298,6 +309,10 @@ def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(PlainConsole(), CalibrateOptions(dry_run=True, cache="x.json")) == 0
     said = capsys.readouterr().out
     assert "would measure 28 cases" in said and "x.json" in said
+    options = CalibrateOptions(dry_run=True, json=True, cache="x.json")
+    assert calibrate(PlainConsole(), options) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["cases"] == 28 and plan["mesh"] == [2] and plan["file"].endswith("x.json")
 
 
 def test_the_compilers_model_takes_calibrated_links(

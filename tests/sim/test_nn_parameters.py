@@ -226,6 +226,64 @@ def test_indices_that_do_not_fit() -> None:
         assert "the group's size 2 must divide the length 3 of dim 0" in text
 
 
+def no_tensor(kind: str) -> str:
+    torch.manual_seed(1)
+    make: dict[str, Callable[[], nn.Module]] = {
+        "column": lambda: inn.ColumnParallelLinear(4, 4, batch_first=True),
+        "row": lambda: inn.RowParallelLinear(8, 4),
+        "mlp": lambda: inn.SequenceParallelMLP(4, 4),
+        "heads": lambda: inn.QKVParallelLinear(4, 2, 1),
+    }
+    layer = make[kind]()
+    try:
+        with torch.no_grad():
+            layer(None if interlace.get_rank() == 1 else torch.ones(2, 2, 4))
+    except TypeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "mlp", "heads"])
+def test_what_is_no_tensor_on_one_rank_all_are_told(kind: str) -> None:
+    for text in interlace.run(no_tensor, 2, kind):
+        assert "input must be a tensor, got NoneType on rank 1" in text
+
+
+def test_copies_are_of_tensors() -> None:
+    error = failure(lambda: inn.copy_to_group("weight"), 1)  # type: ignore[arg-type]
+    assert isinstance(error, TypeError)
+    assert "tensors must be tensors or None, got str on rank 0" in str(error)
+
+
+def after_steps(make: Callable[..., torch.optim.Optimizer], asked: bool) -> torch.Tensor:
+    layer = inn.LayerNorm(3)
+    optimizer = make(layer.parameters())
+    if asked:
+        inn.sharded_optimizer_state_dict(layer, optimizer)
+    for step in range(3):
+        for parameter in layer.parameters():
+            parameter.grad = torch.arange(3.0) + 1 + step
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in layer.parameters()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda own: torch.optim.AdamW(own, lr=0.1, amsgrad=True),
+        lambda own: torch.optim.Adam(own, lr=torch.tensor(0.1), weight_decay=0.1, foreach=False),
+        lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda own: torch.optim.RMSprop(own, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda own: torch.optim.Rprop(own, lr=0.1),
+        lambda own: torch.optim.NAdam(own, lr=0.1),
+    ],
+)
+def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> None:
+    (plain,) = interlace.run(after_steps, 1, make, False)
+    (asked,) = interlace.run(after_steps, 1, make, True)
+    assert torch.equal(plain, asked)
+
+
 def seeded_differently(kind: str) -> str:
     torch.manual_seed(interlace.get_rank())
     layer: Any = inn.RowParallelLinear(8, 2) if kind == "row" else inn.QKVParallelLinear(8, 4, 2)

@@ -218,7 +218,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (local(ones(2)), local(ones(2), "guess"), 'sizes must be "infer"'),
     (local(ones(2), "chunk"), local(ones(2), "chunk", shape=(3,)), "makes it (1,)"),
     (local(ones(2), {0: [2, 3]}), local(ones(2), {0: [2, 3]}), "makes it (3,)"),
-    (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got those for [1]"),
+    (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got those for [1] on rank 1"),
     (local(ones(2), {0: [2, 2]}), local(ones(2), {0: [2, 2, 2]}), "one length for each of 2 ranks"),
     (scattered(ones(3)), scattered(ones(3)), "must be None or a Placeholder"),
     (scattered(None), scattered(None), "tensor must be a tensor"),

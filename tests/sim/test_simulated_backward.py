@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 from interlace import simulated_backward
 from interlace.nn import column_parallel_linear, row_parallel_linear
-from interlace.runtime.errors import DeadlockError
+from interlace.runtime.errors import DeadlockError, InterlaceError
 from support import failure, noise, schedule_digest
 
 
@@ -85,6 +85,50 @@ def test_recomputed_activations() -> None:
         assert torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
 
     interlace.run(case, 2)
+
+
+def test_hooks_on_saved_tensors_are_those_of_their_rank() -> None:
+    def case() -> bool:
+        packed = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append(tensor)
+            return tensor
+
+        rank = interlace.get_rank()
+        x = torch.ones(2, requires_grad=True)
+        if rank == 0:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                interlace.barrier()
+                interlace.barrier()
+                y = x * x
+            assert len(packed) == 2
+        else:
+            interlace.barrier()
+            y = x * x
+            interlace.barrier()
+        y.sum().backward()
+        return len(packed) == (2 if rank == 0 else 0)
+
+    assert interlace.run(case, 3) == [True] * 3
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+
+
+# the other rank ends within the checkpoint's forward
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_cannot_wait_in_backward_says_so() -> None:
+    def case() -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        weight = torch.ones(2, 3, requires_grad=True)
+
+        def layer(given: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
+
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+
+    error = failure(case, 2)
+    assert isinstance(error, InterlaceError) and not isinstance(error, DeadlockError)
+    assert "use_reentrant=True can" in str(error) and not left_behind()
 
 
 def test_nothing_is_left_behind() -> None:

@@ -70,7 +70,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--repetitions", type=int, default=21, help="calls of each small size (default 21)"
     )
-    command.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
     command.add_argument("--dry-run", action="store_true", help="only say what would be measured")
     command.add_argument("--cache", metavar="FILE", help="write there instead")
 
@@ -219,14 +219,19 @@ def _line(console: Any, text: str, **style: Any) -> None:
 
 
 def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
+    file = _file(options, "cpu")
     cases = request.cases
     calls = sum(request.calls(size) for _, _, size in cases)
+    if options.json:
+        plan = {"file": str(file), "backend": _backend(options), **asdict(request)}
+        print(json.dumps({**plan, "cases": len(cases), "calls": calls}, indent=1))
+        return
     _line(console, f"mesh {'x'.join(map(str, request.mesh))}, backend {_backend(options)}")
     _line(console, f"would measure {len(cases)} cases, {calls} calls:")
     _line(console, f"  ops    {', '.join(calibration.OPS)}")
     _line(console, f"  small  {', '.join(map(str, request.small))} bytes")
     _line(console, f"  large  {', '.join(map(str, request.large))} bytes")
-    _line(console, f"would write {_file(options, 'cpu')}")
+    _line(console, f"would write {file}")
 
 
 def _backend(options: CalibrateOptions) -> str:

@@ -21,10 +21,15 @@ def sharded_optimizer_state_dict(
 
     What has a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`, anything else
     (step counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the
+<<<<<<< HEAD
+    optimizer in place, on any number of ranks. An optimizer that has made no step gets the state first that
+    it starts with, zeros as a rule. Learning rates and other options are not in the dictionary.
+=======
     optimizer in place, on any number of ranks. An optimizer that has made no step gets its state first, by
     a step with zero gradients and a learning rate of 0. Learning rates and other options are not in the
     dictionary. What ``fully_shard`` has split again is gathered over its own mesh, which is collective and
     copies: give what was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
+>>>>>>> main
 
     Raises ValueError for a parameter that ``module`` has not, and TypeError for state that is no tensor.
 
@@ -141,6 +146,19 @@ def _entries(
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
+<<<<<<< HEAD
+    """The state that ``optimizer`` starts with, by a step of which nothing else is left.
+
+    Its gradients are zero, and so is the weight decay, which some optimizers add to them; learning rates
+    stay, from which others make their state. The step is not counted.
+    """
+    decays: list[tuple[dict[str, Any], Any]] = []
+    kept: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            decays.append((group, group["weight_decay"]))
+            group["weight_decay"] = 0.0
+=======
     """Give the optimizer its state, as it is before a first step, by a step that changes nothing else."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     kept: list[tuple[torch.Tensor, Any]] = []
@@ -150,13 +168,26 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         before.append((group, options))
         for name, value in options.items():
             group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+>>>>>>> main
         for parameter in group["params"]:
-            kept.append((parameter, parameter.grad))
+            kept.append((parameter, parameter.grad, parameter.detach().clone()))
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
     finally:
+<<<<<<< HEAD
+        for group, decay in decays:
+            group["weight_decay"] = decay
+        with torch.no_grad():
+            for parameter, grad, value in kept:
+                parameter.copy_(value)
+                parameter.grad = grad
+    for state in optimizer.state.values():
+        for name, start in (("step", 0), ("mu_product", 1)):  # of NAdam
+            if isinstance(state.get(name), torch.Tensor):
+                state[name].fill_(start)
+=======
         for group, options in before:
             group.update(options)
         for parameter, grad in kept:
@@ -164,3 +195,4 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()  # else what is trained next is corrected for a step too many
+>>>>>>> main

@@ -19,7 +19,7 @@ shards. Ranks must agree on which tensors require gradients, which cannot be dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,6 +151,11 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     """
     there = [each for each in tensors if each is not None]
     communicator = _group(group, *there)
+    for each in there:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"tensors must be tensors or None, got {type(each).__name__} on rank {communicator.rank}"
+            )
     wanted = [each for each in there if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors
@@ -186,7 +191,9 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> 
     return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part, divides=False)
 
 
-def sequence_dim(tensor: Sequence[Any] | Tensor, batch_first: bool) -> int:
-    """Where the sequence is: dim 0 of ``[s, b, h]`` and ``[s, h]``, dim 1 of ``[b, s, h]``."""
-    dims = tensor.dim() if isinstance(tensor, Tensor) else len(tensor)
-    return 1 if batch_first and dims > 2 else 0
+def sequence_dim(tensor: Any, batch_first: bool) -> int:
+    """Where the sequence is: dim 0 of ``[s, b, h]`` and ``[s, h]``, dim 1 of ``[b, s, h]``.
+
+    0 of what is no tensor: the op that is given it says so, to all ranks.
+    """
+    return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

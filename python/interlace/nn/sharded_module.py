@@ -179,5 +179,18 @@ def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
     same = tuple(value.placements) == tuple(placements) and torch.equal(
         value.device_mesh.mesh, mesh.mesh
     )
-    local: torch.Tensor = value.to_local() if same else value.full_tensor()
+    local: torch.Tensor = value.to_local() if same else _gathered(value)
     return local
+
+
+@torch.no_grad()
+def _gathered(value: Any) -> torch.Tensor:
+    """All of a DTensor, also on a mesh that has no process groups of torch, as of a list of ranks."""
+    from interlace.tensor import from_dtensor
+
+    try:
+        value.device_mesh.get_all_groups()
+    except RuntimeError:
+        return from_dtensor(value).full_tensor()
+    whole: torch.Tensor = value.full_tensor()
+    return whole

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from interlace import rank_lists
 from interlace.nn.sharded_module import ShardedModule
 from interlace.nn.sharding import Sharding
 
@@ -136,9 +138,12 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
         return DeviceMesh(device_type, rows, _init_backend=False)
     if isinstance(named, DeviceMesh):
         return named
+    if isinstance(named, str) and named != rank_lists.DEFAULT_NAME:
+        with contextlib.suppress(RuntimeError, LookupError, ValueError):
+            named = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[attr-defined,arg-type]
     if isinstance(named, dist.ProcessGroup):
         return DeviceMesh.from_group(named, device_type)
-    if named is None and len(ranks) == dist.get_world_size():
+    if ranks == list(range(dist.get_world_size())):
         return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
     if isinstance(named, tuple) and isinstance(named[0], DeviceMesh):
         mesh, dim = named
@@ -146,4 +151,5 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
         if isinstance(dim, int) and names is None:
             return DeviceMesh.from_group(mesh.get_group(dim), device_type)
         return mesh[dim if isinstance(dim, str) else names[dim]]
+    # torch's ops on such DTensors, full_tensor() among them, need a group of torch: name one
     return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)

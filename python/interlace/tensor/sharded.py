@@ -236,7 +236,7 @@ def _said_sharding(
             raise ValueError(f"shape {tuple(whole)} for a local of shape {own} on rank {rank}")
         sharding = chunked(ranks.shape, placements, whole)
     else:
-        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes, rank), own)
+        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes, rank), own, rank)
     expected = moves.shape_of(sharding.blocks[rank])
     if expected != own:
         raise ValueError(
@@ -349,7 +349,7 @@ def _cut(ranks: _Ranks, placements: Placements, offer: _Offer, root: int) -> Sha
     placements = for_dims(placements, len(offer.shape), root)
     if offer.sizes is None:
         return chunked(ranks.shape, placements, offer.shape)
-    sharding = with_sizes(ranks.shape, placements, offer.sizes, offer.shape)
+    sharding = with_sizes(ranks.shape, placements, offer.sizes, offer.shape, root)
     if sharding.shape != offer.shape:
         raise ValueError(
             f"sizes={offer.sizes} add up to shape {sharding.shape}, tensor has {offer.shape} on rank {root}"

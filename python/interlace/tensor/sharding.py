@@ -150,14 +150,18 @@ def _chunk(mesh_shape: Shape, placements: Placements, shape: Sequence[int], plac
 
 
 def with_sizes(
-    mesh_shape: Shape, placements: Placements, sizes: dict[int, Sequence[int]], shape: Sequence[int]
+    mesh_shape: Shape,
+    placements: Placements,
+    sizes: dict[int, Sequence[int]],
+    shape: Sequence[int],
+    rank: int,
 ) -> Sharding:
     """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
     expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
     if set(sizes) != expected:
         raise ValueError(
             f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got those for "
-            f"{sorted(sizes)}"
+            f"{sorted(sizes)} on rank {rank}"
         )
     for mesh_dim, lengths in sizes.items():
         count, placement = mesh_shape[mesh_dim], placements[mesh_dim]
@@ -165,12 +169,12 @@ def with_sizes(
         if len(_sharding(placements, placement.dim)) > 1:
             raise ValueError(
                 f"sizes: several mesh dims shard dim {placement.dim}, whose lengths differ between rows of "
-                'the mesh; use sizes="infer"'
+                f'the mesh; use sizes="infer", on rank {rank}'
             )
         if len(lengths) != count or min(lengths) < 0:
             raise ValueError(
                 f"sizes[{mesh_dim}] must be one length for each of {count} ranks, none of them negative, "
-                f"got {list(lengths)}"
+                f"got {list(lengths)} on rank {rank}"
             )
     shapes = []
     for place in coordinates(mesh_shape):

@@ -111,7 +111,7 @@ class MeshTopoInfo:
 
     def us(self, op: str, gib: float, mesh_dim: int) -> float | None:
         """The measured time of ``op`` on ``gib`` GiB; None if nothing was measured."""
-        link = self.links.get((mesh_dim, op))
+        link = self.links.get((range(len(self.mesh_dim_devices))[mesh_dim], op))
         return None if link is None else link.us(gib * GIB)
 
     def explain(self) -> str:
