@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from interlace.runtime import interpreter_shortcuts
+from interlace.runtime import interpreter_calls, interpreter_shortcuts
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.exact import exact_arithmetic
 from interlace.runtime.hooks import Atomic, Hooks
@@ -113,6 +113,8 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                 stack.enter_context(_attribute(kind, "run", _launched(hooks)))
                 for name, replacement in _hooked(builder, hooks).items():
                     stack.enter_context(_attribute(builder, name, replacement))
+                if shortcuts and not builder.options.debug:
+                    stack.enter_context(interpreter_calls.shortcuts(builder))
                 yield builder
         finally:
             _open_sessions -= 1

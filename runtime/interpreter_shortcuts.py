@@ -9,10 +9,15 @@ Inside :func:`shortcuts` the operators of ``tl.tensor`` do the following themsel
 before for all else::
 
     both int32 or int64; or the right one a Python        + - * // % & | ^   the wider one's type
-    number or constexpr within int32                      < <= > >= == !=    int1
+    number or constexpr within int32                      << >>, by a number the left one's type
+                                                          within 0..31
+                                                          < <= > >= == !=    int1
     both int1                                             & | ^              int1
     a pointer and such an integer                         +                  the pointer's type
-    int32                                                 .to(int64)         int64
+    int32 or int64                                        .to(int32, int64)  that
+    a pointer; int64                                      .to(int64); of a   int64; the pointer's type
+                                                          pointer's type
+    anything                                              .to(its type)      itself
 
 Shapes are equal, or one of the two is a scalar: then numpy broadcasts as Triton does. What comes out has
 the type, the shape and the bits that the front end would have given it; test_interpreter_shortcuts.py
@@ -34,6 +39,7 @@ Method = Callable[..., Any]
 _SCALAR = (1,)  # the shape of a scalar's data
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+_widths: dict[str, Any] = {}
 _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
@@ -52,6 +58,7 @@ _COMPARISONS: dict[str, Any] = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
+_SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
 _LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
@@ -65,29 +72,36 @@ def _made(model: Any, data: Any, dtype: Any, kind: Any) -> Any:
     return made
 
 
+def lengths(kind: Any) -> tuple[int, ...]:
+    """Of a block type: numbers, which a dictionary is asked for without Triton's own comparisons."""
+    shape = kind.shape
+    return tuple(shape.values if shape.__class__ is tl.tuple else shape)
+
+
 def _shaped(dtype: Any, model: Any) -> Any:
     """The type of elements of ``dtype`` in the shape of ``model``."""
-    if not model.shape:
+    kind = model.type
+    if kind.__class__ is not tl.block_type:
         return dtype
     if model.dtype is dtype:
-        return model.type
-    key = dtype.name, model.type.shape
+        return kind
+    key = dtype.name, lengths(kind)
     found = _blocks.get(key)
     if found is None:
-        found = _blocks[key] = tl.block_type(dtype, model.type.shape)
+        found = _blocks[key] = tl.block_type(dtype, kind.shape)
     return found
 
 
 def _model(left: Any, right: Any) -> Any:
     """Which of two tensors has the shape of the result; None if neither has, or scalars are odd."""
     mine, theirs = left.handle.data.shape, right.handle.data.shape
-    if left.shape:
-        if right.shape:
+    if left.type.__class__ is tl.block_type:
+        if right.type.__class__ is tl.block_type:
             return left if mine == theirs else None
         return left if theirs == _SCALAR else None
     if mine != _SCALAR:
         return None
-    return right if right.shape or theirs == _SCALAR else None
+    return right if right.type.__class__ is tl.block_type or theirs == _SCALAR else None
 
 
 def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
@@ -99,7 +113,8 @@ def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
     if right.__class__ is tl.constexpr:
         right = right.value
     if right.__class__ is int:
-        if _LEAST <= right <= _MOST and (left.shape or data.shape == _SCALAR):
+        whole = left.type.__class__ is tl.block_type or data.shape == _SCALAR
+        if whole and _LEAST <= right <= _MOST:
             return left, dtype, data, numpy_type(right)
         return None
     if right.__class__ is tl.tensor:
@@ -134,6 +149,20 @@ def _division(stock: Method, op: Any) -> Method:
     return method
 
 
+def _shift(stock: Method, op: Any) -> Method:
+    """By a number that every type has the bits for: others bring a warning."""
+
+    def method(self: Any, other: Any) -> Any:
+        number = other.value if other.__class__ is tl.constexpr else other
+        case = _integers(self, number) if number.__class__ is int and 0 <= number < 32 else None
+        if case is None:
+            return stock(self, other)
+        model, dtype, mine, theirs = case
+        return _made(model, op(mine, theirs), dtype, model.type)
+
+    return method
+
+
 def _comparison(stock: Method, op: Any) -> Method:
     def method(self: Any, other: Any) -> Any:
         case = _integers(self, other)
@@ -161,12 +190,23 @@ def _logic(stock: Method, op: Any) -> Method:
     return method
 
 
+def _width(pointer: Any) -> Any:
+    """Bytes of an element."""
+    element = pointer.dtype.element_ty
+    if element.__class__ is not tl.dtype:
+        element = pointer.handle.get_element_ty()
+    found = _widths.get(element.name)
+    if found is None:
+        found = _widths[element.name] = np.uint64(max(1, element.primitive_bitwidth // 8))
+    return found
+
+
 def _addition(stock: Method) -> Method:
     """Of integers, or of a pointer on the left and elements."""
     integers = _of_integers(stock, np.add)
 
     def method(self: Any, other: Any) -> Any:
-        if not self.dtype.is_ptr():
+        if self.dtype.__class__ is not tl.pointer_type:
             return integers(self, other)
         offset = other.value if other.__class__ is tl.constexpr else other
         if offset.__class__ is int and _LEAST <= offset <= _MOST:
@@ -177,8 +217,7 @@ def _addition(stock: Method) -> Method:
             return stock(self, other)
         if model is None:
             return stock(self, other)
-        width = np.uint64(max(1, self.handle.get_element_ty().primitive_bitwidth // 8))
-        data = self.handle.data + width * number
+        data = self.handle.data + _width(self) * number
         return _made(model, data, self.dtype, _shaped(self.dtype, model))
 
     return method
@@ -189,9 +228,18 @@ def _conversion(stock: Method) -> Method:
         target = dtype.value if dtype.__class__ is tl.constexpr else dtype
         if not options and not named and target.__class__ is tl.dtype:
             name = self.dtype.name
-            if target.name == "int64" and name == "int32":
-                data = self.handle.data.astype(np.int64)
+            if target.name == name:
+                return self
+            numpy_type = _INTEGERS.get(target.name)
+            if numpy_type is not None and name in _INTEGERS:
+                data = self.handle.data.astype(numpy_type)
                 return _made(self, data, target, _shaped(target, self))
+            if target.name == "int64" and self.dtype.__class__ is tl.pointer_type:
+                return _made(self, self.handle.data.view(np.int64), target, _shaped(target, self))
+        of_pointers = target.__class__ is tl.pointer_type and target.address_space == 1
+        if of_pointers and self.dtype.name == "int64" and not options and not named:
+            data = self.handle.data.view(np.uint64)
+            return _made(self, data, target, _shaped(target, self))
         return stock(self, dtype, *options, **named)
 
     return method
@@ -206,6 +254,8 @@ def _methods() -> dict[str, Method]:
         found[f"__r{name}__"] = _of_integers(stock[f"__r{name}__"], op, reverse=True)
     for name, op in _DIVISIONS.items():
         found[f"__{name}__"] = _division(stock[f"__{name}__"], op)
+    for name, op in _SHIFTS.items():
+        found[f"__{name}__"] = _shift(stock[f"__{name}__"], op)
     for name, op in _COMPARISONS.items():
         found[f"__{name}__"] = _comparison(stock[f"__{name}__"], op)
     for name, op in _LOGIC.items():

@@ -24,7 +24,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +50,13 @@ class _Pending:
     scalar: bool
     ordered: bool = False
     rank_only: bool = False
+    low: int = field(init=False)
+    high: int = field(init=False)  # the byte after the last
+
+    def __post_init__(self) -> None:
+        """Asked for at every load that comes while the store is pending."""
+        self.low = int(self.addresses.min())
+        self.high = int(self.addresses.max()) + self.values.dtype.itemsize
 
     def perform(self) -> None:
         size = self.values.dtype.itemsize
@@ -62,10 +69,7 @@ class _Pending:
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
     def overlaps(self, low: int, high: int) -> bool:
-        return bool(
-            int(self.addresses.min()) < high
-            and low < int(self.addresses.max()) + self.values.dtype.itemsize
-        )
+        return self.low < high and low < self.high
 
 
 class StoreBuffers:

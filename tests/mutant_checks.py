@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from first_fault import first_fault
 from interlace.runtime.build import build
 from interlace.runtime.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
@@ -23,7 +24,7 @@ BATCH = 4  # schedules, before it is looked whether one has failed
 
 
 def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> list[str]:
-    """What ``check`` finds in the mutant: texts, none if it finds nothing."""
+    """What ``check`` finds in the mutant: texts, none if it finds nothing. "first race" stops at one."""
     if check == "lint":
         return _lint(case, folder) if case.mutant.of_kernels else _lint_launched(case, folder)
     if not case.mutant.of_kernels:
@@ -36,6 +37,9 @@ def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> 
 
 
 def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> list[str]:
+    if check == "first race":
+        found = first_fault(fn, world_size, range(10 * effort))
+        return [found] if found else []
     if check == "races":
         for seed in range(10 * effort):
             report = races(fn, world_size, seeds=[seed])
@@ -46,9 +50,9 @@ def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> lis
     late = check == "late stores"
     for first in range(0, 20 * effort, BATCH):
         seeds = range(first, first + BATCH)
-        found = schedules(fn, world_size, seeds=seeds, store_buffers=late, workers=1, shrink=False)
-        if not found.clean:
-            return [str(found)]
+        report = schedules(fn, world_size, seeds=seeds, store_buffers=late, workers=1, shrink=False)
+        if not report.clean:
+            return [str(report)]
     return []
 
 

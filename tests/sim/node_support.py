@@ -5,7 +5,6 @@ from __future__ import annotations
 from interlace.groups import default_group
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.hierarchical_emulation import separate_nodes
-from interlace.verify import RaceReport
 
 SMALL = {"block_elements": 16, "programs": 2, "chunks": 2, "copiers": 2}
 TILES = {**SMALL, "block_m": 16, "block_n": 16, "block_k": 16}
@@ -17,7 +16,3 @@ def on_nodes(nodes: tuple[int, ...], put: str = "stores") -> Communicator:
     ranks = tuple(range(len(nodes)))
     place = default_group().place.subgroup(ranks, 99)
     return Communicator(separate_nodes(place, nodes, put), ranks)
-
-
-def found_in(report: RaceReport) -> list[str]:
-    return [str(finding) for finding in report.findings] + [text for _, text in report.errors]

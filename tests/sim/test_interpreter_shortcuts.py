@@ -18,7 +18,8 @@ from interlace.runtime.interpreter import session
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name)
     for name in (
-        "add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor"
+        "add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor",
+        "lshift", "rshift",
     )
 }  # fmt: skip
 NUMBERS = {
@@ -71,6 +72,8 @@ def told(function: Callable[[], Any]) -> Any:
         return type(error).__name__
     if not isinstance(made, tl.tensor):
         return made
+    if made.handle is None:  # of a store
+        return str(made.type), str(made.dtype), list(made.shape), int(made.numel.value)
     data = made.handle.data
     return (
         data.shape, data.dtype, data.tobytes(), str(made.handle.dtype), str(made.type),
@@ -105,15 +108,17 @@ def test_operators(name: str) -> None:
 
 
 def test_conversions() -> None:
-    targets = [tl.int64, tl.int32, tl.int8, tl.float32, tl.constexpr(tl.int64)]
+    to_pointers = [tl.pointer_type(tl.float32), tl.pointer_type(tl.int64, 3)]
+    plain = [tl.int64, tl.int32, tl.int8, tl.float32, tl.constexpr(tl.int64)]
+    targets = [*plain, *to_pointers]
     cases: dict[str, Callable[[], Any]] = {
         f"{name} to {target}": lambda x=x, target=target: x.to(target)
-        for name, x in TENSORS.items()
+        for name, x in (TENSORS | POINTERS).items()
         for target in targets
     }
     cases["bits"] = lambda: TENSORS["fp32 (4,)"].to(tl.int32, bitcast=True)
     cases["by name"] = lambda: TENSORS["int32 (4,)"].to(dtype=tl.int64)
-    assert compare(cases) > 50
+    assert compare(cases) > 100
 
 
 def test_integers_do_not_go_through_the_front_end() -> None:

@@ -1,0 +1,38 @@
+"""Whether a run is faulty, and no more: a mutant's schedule ends where the first race is found.
+
+``interlace.verify.races`` goes on to the end and then runs the schedule again to say the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from interlace import launcher
+from interlace.verify.happens_before import Detector
+from interlace.verify.race_check import _observed
+
+
+class FoundError(Exception):
+    """Ends the run in which it is raised."""
+
+
+class Stopping(Detector):
+    """Looks for the same as any detector."""
+
+    def _report(self, *what: Any) -> None:
+        super()._report(*what)
+        raise FoundError(self.findings[0])
+
+
+def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) -> str:
+    """The first race of ``fn`` in these schedules, or the error that ended one; "" if there is none."""
+    host = launcher.host_function(fn, (), {})
+    for seed in seeds:
+        detector = Stopping(seed)
+        error = _observed(host, world_size, seed, detector, False, timeout=300.0)
+        if detector.findings:
+            return str(detector.findings[0])
+        if error is not None:
+            return error
+    return ""
