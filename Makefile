@@ -17,8 +17,8 @@ PY := .venv/bin/python
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "The first of these makes .venv. On Linux pip's default torch brings several GB of CUDA packages;"
-	@echo "without a GPU, point PIP_FLAGS at PyTorch's CPU wheels first (--index-url or --find-links)."
+	@echo "The first of these makes .venv. pip's default torch brings several GB of CUDA packages; without a"
+	@echo "GPU, let PIP_FLAGS name PyTorch's CPU wheels too (--extra-index-url or --find-links)."
 
 demo: .venv/stamp  ## run the demonstration; needs no GPU
 	$(PY) -m interlace demo

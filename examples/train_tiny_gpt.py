@@ -76,9 +76,20 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, value in vars(Shape()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
-    for name, least in (("dp", 1), ("tp", 1), ("resume_dp", 1), ("resume_tp", 1), ("steps", 2)):
-        if vars(options)[name] < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    least = {name: 1 for name in ("dp", "tp", "resume_dp", "resume_tp", "batch", *vars(Shape()))}
+    for name, number in {**least, "steps": 2}.items():
+        if vars(options)[name] < number:
+            parser.error(f"--{name.replace('_', '-')} must be at least {number}")
+    if options.hidden % options.heads:
+        parser.error(f"--heads {options.heads} must divide --hidden {options.hidden}")
+    for split in ("tp", "resume_tp"):
+        for name in ("heads", "hidden", "length"):
+            if (number := vars(options)[name]) % vars(options)[split]:
+                parser.error(f"--{split.replace('_', '-')} must divide --{name} {number}")
+    if options.length >= len(text()):
+        parser.error(f"--length must be below the {len(text())} bytes of the text")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is no folder")
     if options.batch % options.dp or options.batch % options.resume_dp:
         parser.error(f"--dp and --resume-dp must divide --batch {options.batch}")
     started = int(os.environ.get("WORLD_SIZE", options.dp * options.tp))

@@ -56,6 +56,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
+    for file in ("Makefile", "docs/layers.md", "examples/tiny_gpt.py", "tests/support.py"):
+        assert (source / file).is_file(), f"the sdist has no {file}"
     return backend("build_wheel", source=source, out=folder)
 
 
