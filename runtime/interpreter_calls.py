@@ -41,8 +41,8 @@ def _is_zero(other: Any) -> bool:
 
 def _numbers(pointer: Any) -> Any:
     """The type of what a pointer, or a block of pointers, points to, if this is a case for a shortcut."""
-    kind = pointer.dtype if pointer.__class__ is tl.tensor else None
-    element = kind.element_ty if kind.__class__ is tl.pointer_type else None
+    kind: Any = pointer.dtype if pointer.__class__ is tl.tensor else None
+    element: Any = kind.element_ty if kind.__class__ is tl.pointer_type else None
     return element if element.__class__ is tl.dtype and element.name != "int1" else None
 
 
