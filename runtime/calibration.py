@@ -114,16 +114,7 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
 
 def parse(text: str, file: object) -> tuple[str, list[Measured]]:
     """The machine's name, and its meshes. Raises NotOursError."""
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NotOursError(f"{file}: is no JSON: {error}") from None
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise NotOursError(f"{file}: is no file of interlace calibrate")
-    if whole.get("version") != VERSION:
-        raise NotOursError(
-            f"{file}: has version {whole.get('version')!r} of the format, this interlace has {VERSION}"
-        )
+    whole = tune_cache.opened(text, file, "calibrate", FORMAT, VERSION)
     try:
         meshes = [_measured(each) for each in whole["meshes"]]
         device = whole["device"]

@@ -132,18 +132,24 @@ class NotOursError(ValueError):
     """A file that this version of interlace has not written. The message says why, and names it."""
 
 
-def parse(text: str, file: object) -> dict[Machine, list[Row]]:
-    """All rows, by machine. Raises NotOursError."""
+def opened(text: str, file: object, command: str, form: str, version: int) -> dict[str, Any]:
+    """What a file that ``interlace command`` writes has, in this form and version. Raises NotOursError."""
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise NotOursError(f"{file}: is no JSON: {error}") from None
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise NotOursError(f"{file}: is no file of interlace tune")
-    if whole.get("version") != VERSION:
+    if not isinstance(whole, dict) or whole.get("format") != form:
+        raise NotOursError(f"{file}: is no file of interlace {command}")
+    if whole.get("version") != version:
         raise NotOursError(
-            f"{file}: has version {whole.get('version')!r} of the format, this interlace has {VERSION}"
+            f"{file}: has version {whole.get('version')!r} of the format, this interlace has {version}"
         )
+    return whole
+
+
+def parse(text: str, file: object) -> dict[Machine, list[Row]]:
+    """All rows, by machine. Raises NotOursError."""
+    whole = opened(text, file, "tune", FORMAT, VERSION)
     found: dict[Machine, list[Row]] = {}
     try:
         for each in whole["machines"]:

@@ -16,6 +16,8 @@ Tensor = torch.Tensor
 
 
 class _Norm(ShardedModule):
+    eps: float | None
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -49,6 +51,9 @@ class _Norm(ShardedModule):
         if not self.sequence_parallel:
             return weight, bias
         return copy_to_group(weight, bias, group=self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, world_size={self.group.world_size}"
 
 
 class LayerNorm(_Norm):
@@ -88,14 +93,11 @@ class LayerNorm(_Norm):
             device=device,
             dtype=dtype,
         )
-        self.eps = eps
+        self.eps: float = eps
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._shared()
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, world_size={self.group.world_size}"
 
 
 class RMSNorm(_Norm):
@@ -132,6 +134,3 @@ class RMSNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.rms_norm(input, self.normalized_shape, self._shared()[0], self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, world_size={self.group.world_size}"

@@ -7,6 +7,7 @@ number of ranks, and so is what is drawn next. At most one unsharded layer is in
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -59,9 +60,9 @@ class ShardedModule(torch.nn.Module):
             if parameter is not None:
                 parameter.sharding = sharding
 
+    @abc.abstractmethod
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
         """Name and whole value of each parameter, in the order in which the unsharded layer draws."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

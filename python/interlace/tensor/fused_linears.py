@@ -8,6 +8,7 @@ gradient is the sum over ranks where each has seen its part of the sequence.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +101,9 @@ class FusedLinear(nn.Linear):
         )
         return made
 
+    @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
         """The local output and where it lies. Raises _Unfused before anything has run."""
-        raise NotImplementedError
 
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
         """The local input, and where it lies."""

@@ -41,13 +41,18 @@ def _traced(tensor: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
-def _source(group_src: Any, communicator: Communicator) -> int:
+def _source(op: str, group_src: Any, communicator: Communicator) -> int:
     size, rank = communicator.world_size, communicator.rank
+    error: Exception
     if isinstance(group_src, bool) or not isinstance(group_src, int):
-        raise TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
-    if not 0 <= group_src < size:
-        raise ValueError(f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}")
-    return group_src
+        error = TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
+    elif not 0 <= group_src < size:
+        text = f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}"
+        error = ValueError(text)
+    else:
+        return group_src
+    with communicator.accepting(op):
+        raise error
 
 
 def mesh_broadcast(
@@ -83,11 +88,7 @@ def mesh_broadcast(
         functional.broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
     communicator = bound(group).on(tensor)
-    try:
-        root = _source(group_src, communicator)
-    except Exception:
-        with communicator.accepting("broadcast"):
-            raise
+    root = _source("broadcast", group_src, communicator)
     return _broadcast(communicator, tensor, root, async_op)
 
 
@@ -130,11 +131,7 @@ def mesh_scatter(
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
     communicator = bound(group).on(output)
-    try:
-        root = _source(group_src, communicator)
-    except Exception:
-        with communicator.accepting("scatter"):
-            raise
+    root = _source("scatter", group_src, communicator)
     mine = scatter_list if communicator.rank == root else None
     return _scatter(communicator, output, mine, root, async_op)
 
