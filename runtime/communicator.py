@@ -42,7 +42,17 @@ modes_active = torch._C._len_torch_dispatch_stack
 class Communicator:
     """One rank's view of a group.
 
-    ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads.
+    ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads. Made by
+    :func:`interlace.new_group`, :meth:`split` and so on; every op takes it as ``group``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     group = interlace.new_group()
+    ...     half = group.split([0])
+    ...     group.barrier()
+    ...     return (group.rank, group.world_size, half and half.ranks)
+    >>> interlace.run(on_rank, 2)
+    [(0, 2, (0,)), (1, 2, None)]
     """
 
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
@@ -171,7 +181,8 @@ class Communicator:
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator over some of this group's ranks; None on the others.
 
-        Collective over this group, so that every rank counts the same generations.
+        Collective over this group, so that every rank counts the same generations. Raises ValueError on
+        every rank if they ask for different ``ranks``.
         """
         answers = self.agree("new_group", tuple(ranks))
         for rank, theirs in enumerate(answers):
@@ -408,6 +419,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._closed
 
     def close(self) -> None:

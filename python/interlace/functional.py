@@ -382,7 +382,7 @@ def permute(
 ) -> torch.Tensor:
     """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal.
 
-    ``src_dst``: each rank of the group once.
+    ``input``: any shape. ``src_dst``: each rank of the group once.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed._functional_collectives.permute_tensor``.

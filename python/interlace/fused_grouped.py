@@ -117,6 +117,7 @@ def all_to_all_grouped_matmul(
 
     ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
     Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
+    Raises what that does.
 
     The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
     ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.

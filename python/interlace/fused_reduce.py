@@ -310,9 +310,13 @@ def matmul_all_reduce(
 ) -> Any:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
-    Arguments as for :func:`matmul_reduce_scatter`, but ``bias`` must be the same on all ranks, of which
-    each adds it to a part of the rows. Small outputs go one-shot, in one kernel that sends
-    every tile to every rank; larger ones as matmul + reduce-scatter and an all-gather of the parts.
+    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
+    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
+    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
+    an all-gather of the parts.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
+    ``torch.matmul``, then ``torch.distributed.all_reduce``.
 
     >>> import interlace, torch
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
