@@ -28,10 +28,11 @@ class VocabParallelEmbedding(ShardedModule):
     batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
     init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
 
-    Forward: int indices of the whole sequence, the same on all ranks, ``[s, b] -> [s / world size, b, h]``.
-    The weight's gradient is this rank's alone, and complete. Semantics: ``torch.nn.functional.embedding``,
-    Megatron-core's ``VocabParallelEmbedding``. Indices outside the vocabulary raise IndexError on the CPU;
-    on a GPU they are not looked for, and give zeros.
+    Forward: ``input``, int indices of the whole sequence, the same on all ranks, ``[s, b] -> [s / world
+    size, b, h]``. The weight's gradient is this rank's alone, and complete. Semantics:
+    ``torch.nn.functional.embedding``, Megatron-core's ``VocabParallelEmbedding``. Raises ValueError or
+    TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
+    for, and give zeros.
 
     >>> import interlace, torch
     >>> from interlace.nn import VocabParallelEmbedding

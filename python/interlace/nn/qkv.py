@@ -29,10 +29,11 @@ class QKVParallelLinear(torch.nn.Module):
     other parameters : as for :class:`ColumnParallelLinear`. Where heads are replicated,
         ``gradient_accumulation_fusion`` and ``deferred`` are refused, which would leave that sum out.
 
-    Forward: ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads * head_dim]`` each.
-    This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads that these look
-    at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a module that has
-    ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are initialised.
+    Forward: ``input`` ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads *
+    head_dim]`` each. This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads
+    that these look at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a
+    module that has ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are
+    initialised.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 

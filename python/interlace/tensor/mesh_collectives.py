@@ -187,12 +187,12 @@ def shard_dim_alltoall(
 ) -> torch.Tensor:
     """From shards along ``gather_dim`` to shards along ``shard_dim``, by an all-to-all.
 
-    What the ranks of the caller's row of ``mesh`` have, one behind the other along ``gather_dim``, then the
-    caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are those of
-    ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
-    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when
-    it is first used; the input must not change before. With a gradient, and in a graph, it is complete, or
-    waits where the compiler has put that. A meta tensor gives one of the right shape.
+    The ``input`` of the ranks of the caller's row of ``mesh``, one behind the other along ``gather_dim``,
+    then the caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are
+    those of ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
+    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when it is first used;
+    the input must not change before. With a gradient, and in a graph, it is complete, or waits where the
+    compiler has put that. A meta tensor gives one of the right shape.
 
     Raises ValueError or TypeError on every rank of the row before any data moves. Semantics:
     ``torch.distributed.tensor._collective_utils.shard_dim_alltoall``.
