@@ -28,8 +28,8 @@ class VocabParallelEmbedding(ShardedModule):
     batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
     init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
 
-    Forward: ``input``, int indices of the whole sequence, the same on all ranks, ``[s, b] -> [s / world
-    size, b, h]``. The weight's gradient is this rank's alone, and complete. Semantics:
+    Forward: ``[s, b] -> [s / world size, b, h]``; ``input`` are int indices of the whole sequence, the same
+    on all ranks. The weight's gradient is this rank's alone, and complete. Semantics:
     ``torch.nn.functional.embedding``, Megatron-core's ``VocabParallelEmbedding``. Raises ValueError or
     TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
     for, and give zeros.

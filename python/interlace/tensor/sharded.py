@@ -67,8 +67,8 @@ class ShardedTensor:
     placements : one per mesh dim, ``Shard`` or ``Replicate``.
     sizes : by mesh dim that shards, the lengths of the parts in this rank's row of the mesh.
 
-    ``local``, this rank's part, may have any length along the dims that are sharded. Raises nothing by
-    itself: what makes one has checked it. The semantics are those of ``DTensor``.
+    ``local``, this rank's part, may have any length along the dims that are sharded. Raises ValueError or
+    TypeError on every rank where it is made or gathered, not here. The semantics are those of ``DTensor``.
 
     >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
