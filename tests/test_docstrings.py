@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import doctest
 import functools
 import importlib
 import inspect
@@ -223,6 +224,19 @@ def test_the_rules_are_for_what_there_is() -> None:
         assert any(calls.search(block.text) for block in blocks if block.language == "python"), name
     for name in FOREIGN:
         assert of(name).__module__.startswith("torch"), name
+
+
+def test_doctest_finds_every_example() -> None:
+    """In the module that has it: what it does not find there would never be run."""
+    shown = [each for each in ALL if ">>> " in each.text]
+    modules = {inspect.getmodule(each.function) for each in shown}
+    finder = doctest.DocTestFinder()
+    found = {
+        inspect.cleandoc(test.docstring or "")
+        for module in modules
+        for test in finder.find(module, module.__name__)  # type: ignore[union-attr]
+    }
+    assert not [each.name for each in shown if each.text not in found]
 
 
 def good(input: torch.Tensor, timeout: float, group: Any = None) -> torch.Tensor:
