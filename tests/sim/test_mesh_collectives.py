@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-import pkgutil
 import re
 from typing import Any
 
@@ -25,14 +22,6 @@ from support import failure, payload
 def mesh_of(rows: Any) -> DeviceMesh:
     """On the calling rank."""
     return DeviceMesh("cpu", rows, _init_backend=False, _rank=interlace.get_rank())
-
-
-@pytest.mark.parametrize(
-    "name", [each.name for each in pkgutil.iter_modules(tensor.__path__) if not each.ispkg]
-)
-def test_examples(name: str) -> None:
-    module = importlib.import_module(f"interlace.tensor.{name}")
-    assert doctest.testmod(module).failed == 0
 
 
 # -- broadcast and scatter -----------------------------------------------------------------------------

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import pickle
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +16,6 @@ from interlace import nn as inn
 from support import failure
 
 WORLDS = [1, 2, 3, 4]
-MODULES = [module.name for module in pkgutil.iter_modules(inn.__path__)]
 
 
 def layers() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]]:
@@ -314,10 +310,3 @@ def uneven() -> str:
 def test_sequences_that_do_not_divide() -> None:
     for text in interlace.run(uneven, 2):
         assert "3" in text and "2" in text and text != "nothing"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples(module: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(f"interlace.nn.{module}"))
-    assert not failed
-    assert tried or module in ("linear_arguments", "linear_gradients", "sharded_module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +13,6 @@ import torch
 import interlace
 from interlace.tensor import Placeholder, PlaceholderError, gather_v
 from support import failure
-
-
-@pytest.mark.parametrize("name", ["blocks", "indexed", "placeholder", "sharded", "uneven"])
-def test_examples(name: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(f"interlace.tensor.{name}"))
-    assert tried and not failed
 
 
 def there(*shape: int, **options: Any) -> Placeholder:
