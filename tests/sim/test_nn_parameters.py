@@ -284,6 +284,24 @@ def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> N
     assert torch.equal(plain, asked)
 
 
+def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
+    """torch takes its first gradient undamped: no tensor that could be there before does that."""
+
+    def case() -> None:
+        layer = inn.LayerNorm(3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):
+            inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert not optimizer.state
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+        state = inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert state["weight.momentum_buffer"].tolist() == [1.0] * 3
+
+    interlace.run(case, 1)
+
+
 def seeded_differently(kind: str) -> str:
     torch.manual_seed(interlace.get_rank())
     layer: Any = inn.RowParallelLinear(8, 2) if kind == "row" else inn.QKVParallelLinear(8, 4, 2)
