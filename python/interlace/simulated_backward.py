@@ -11,11 +11,11 @@ Python back to the rank, which alone can wait in the simulation::
     gives its result ......................> goes on
     returns <............................... has finished
 
-The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is the
-one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes again
-what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the engine's.
-Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the ops of
-``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
+The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is
+the one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes
+again what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the
+engine's. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the
+ops of ``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
 """
 
 from __future__ import annotations

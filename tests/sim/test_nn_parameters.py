@@ -7,6 +7,7 @@ import doctest
 import importlib
 import pickle
 import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,36 @@ def test_indices_that_do_not_fit() -> None:
         assert "input must be an int32 or int64 tensor, got torch.float32 on rank 1" in text
     for text in interlace.run(indices, 2, "length"):
         assert "the group's size 2 must divide the length 3 of dim 0" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda wrong: inn.ColumnParallelLinear(4, 5 if wrong else 4), "out_features .* got 5"),
+        (lambda wrong: inn.RowParallelLinear(5 if wrong else 4, 4), "in_features .* got 5"),
+        (lambda wrong: inn.SequenceParallelMLP(4, 5 if wrong else 4), "got 5"),
+        (
+            lambda wrong: inn.SequenceParallelMLP(4, 4, "tanh" if wrong else None),
+            "activation .*tanh",
+        ),
+        (lambda wrong: inn.QKVParallelLinear(8, 4, 3 if wrong else 2), "num_kv_heads .* got 3"),
+        (lambda wrong: inn.VocabParallelEmbedding(4, 2, 4 if wrong else 3), "padding_idx .* got 4"),
+    ],
+)
+def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], text: str) -> None:
+    """The others have made theirs, and hear of it when they first communicate."""
+
+    def case() -> str:
+        try:
+            make(interlace.get_rank() == 1)
+            interlace.barrier()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    first, second = interlace.run(case, 2)
+    assert re.search(text + r".* on rank 1", second)
+    assert "rank 1 cannot take part: " in first and second in first
 
 
 def no_tensor(kind: str) -> str:
