@@ -26,8 +26,8 @@ def sharded_optimizer_state_dict(
     ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: give what
     was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
 
-    Raises ValueError for a parameter that ``module`` has not, and for momentum with dampening before the
-    first step, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
+    Raises ValueError for a parameter that ``module`` has not, and before the first step for momentum with
+    dampening, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
 
     >>> import interlace, torch
     >>> from interlace import nn
