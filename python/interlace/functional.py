@@ -31,7 +31,7 @@ from interlace import ops as ops
 from interlace import reduce_ops
 from interlace.async_tensor import AsyncTensor, wait, wrapped, wrapped_together
 from interlace.group_specs import GroupSpec, bound, describe
-from interlace.ops import plain
+from interlace.ops import plain, undispatched
 from interlace.ops.pending import Started
 from interlace.process_group_rules import PLAIN_TYPES, modes_active
 
@@ -64,10 +64,9 @@ _allow_in_graph(wait)
 
 def _traceable(name: str) -> Callable[..., Any]:
     """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
-    op = getattr(torch.ops.interlace, name).default
 
     def start(*args: Any) -> Any:
-        result = op(*args)
+        result = undispatched.call(name, *args)
         if isinstance(result, torch.Tensor):
             return wrapped(result)
         return wrapped_together(result)
@@ -78,11 +77,10 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 def _traceable_out(name: str) -> Callable[..., Any]:
-    op = getattr(torch.ops.interlace, f"{name}_out").default
 
     def start(*args: Any) -> Any:
         *own, out = args
-        op(*own, out=out)
+        undispatched.call_out(name, *own, out=out)
         return out
 
     start.__name__ = start.__qualname__ = f"{name}_out"

@@ -155,7 +155,7 @@ def _public(
     asked = Asked(
         op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
     )
-    if recorded.wanted(group, input, weight, bias):
+    if recorded.wanted(input, weight, bias):
         communicator = resolve(group).on(input)
         call = checked(communicator, input, weight, bias, asked)
         first = f"{op} of tensors that require gradients"  # on all ranks, then

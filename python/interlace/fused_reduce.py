@@ -72,7 +72,7 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     if (
-        recorded.wanted(group, input, weight, bias)
+        recorded.wanted(input, weight, bias)
         and _are_matrices(input, weight)
         and recorded.equal_parts(group, input, weight, scatter_dim)
     ):
@@ -322,7 +322,7 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
+    if recorded.wanted(input, weight, bias) and _are_matrices(input, weight):
         name = activations.checked("activation", activation, resolve(group).rank)
         return recorded.run(
             "matmul_all_reduce",

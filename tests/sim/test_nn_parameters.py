@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +223,36 @@ def test_indices_that_do_not_fit() -> None:
         assert "the group's size 2 must divide the length 3 of dim 0" in text
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda wrong: inn.ColumnParallelLinear(4, 5 if wrong else 4), "out_features .* got 5"),
+        (lambda wrong: inn.RowParallelLinear(5 if wrong else 4, 4), "in_features .* got 5"),
+        (lambda wrong: inn.SequenceParallelMLP(4, 5 if wrong else 4), "got 5"),
+        (
+            lambda wrong: inn.SequenceParallelMLP(4, 4, "tanh" if wrong else None),
+            "activation .*tanh",
+        ),
+        (lambda wrong: inn.QKVParallelLinear(8, 4, 3 if wrong else 2), "num_kv_heads .* got 3"),
+        (lambda wrong: inn.VocabParallelEmbedding(4, 2, 4 if wrong else 3), "padding_idx .* got 4"),
+    ],
+)
+def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], text: str) -> None:
+    """The others have made theirs, and hear of it when they first communicate."""
+
+    def case() -> str:
+        try:
+            make(interlace.get_rank() == 1)
+            interlace.barrier()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    first, second = interlace.run(case, 2)
+    assert re.search(text + r".* on rank 1", second)
+    assert "rank 1 cannot take part: " in first and second in first
+
+
 def no_tensor(kind: str) -> str:
     torch.manual_seed(1)
     make: dict[str, Callable[[], nn.Module]] = {
@@ -278,6 +309,24 @@ def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> N
     (plain,) = interlace.run(after_steps, 1, make, False)
     (asked,) = interlace.run(after_steps, 1, make, True)
     assert torch.equal(plain, asked)
+
+
+def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
+    """torch takes its first gradient undamped: no tensor that could be there before does that."""
+
+    def case() -> None:
+        layer = inn.LayerNorm(3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):
+            inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert not optimizer.state
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+        state = inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert state["weight.momentum_buffer"].tolist() == [1.0] * 3
+
+    interlace.run(case, 1)
 
 
 def seeded_differently(kind: str) -> str:

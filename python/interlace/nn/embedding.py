@@ -63,12 +63,12 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__(group)
         if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(
-                    f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
-                    f"{padding_idx} on "
-                    f"rank {self.group.rank}"
-                )
+            with self.group.accepting(type(self).__name__):
+                if not -num_embeddings <= padding_idx < num_embeddings:
+                    raise ValueError(
+                        f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
+                        f"{padding_idx} on rank {self.group.rank}"
+                    )
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.init_method = padding_idx, init_method

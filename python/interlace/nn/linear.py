@@ -56,7 +56,8 @@ class LinearParameters(ShardedModule):
         super().__init__(group)
         if copies == 1:
             name, size = (("out_features", out_features), ("in_features", in_features))[dim]
-            divisible(name, size, self.group)
+            with self.group.accepting(type(self).__name__):
+                divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
         self.init_method = init_method
         made: Any = {"copies": copies, "device": device, "dtype": dtype}

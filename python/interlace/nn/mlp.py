@@ -69,7 +69,8 @@ class SequenceParallelMLP(torch.nn.Module):
         held = HeldGroup(group)
         self._held = held
         if not callable(activation):
-            activation = activations.checked("activation", activation, held.communicator.rank)
+            with held.communicator.accepting("SequenceParallelMLP"):
+                activation = activations.checked("activation", activation, held.communicator.rank)
         self.activation = activation
         self.save_gathered = save_gathered
         options: dict[str, Any] = {

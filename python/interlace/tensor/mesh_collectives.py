@@ -55,6 +55,20 @@ def _source(op: str, group_src: Any, communicator: Communicator) -> int:
         raise error
 
 
+def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
+    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``.
+
+    With several dimensions nobody can say which row waits for this rank.
+    """
+    try:
+        return bound((mesh, mesh_dim))
+    except (TypeError, ValueError):
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+            with bound((mesh, 0)).accepting(op):
+                raise
+        raise
+
+
 def mesh_broadcast(
     tensor: torch.Tensor,
     mesh: DeviceMesh,
@@ -87,7 +101,7 @@ def mesh_broadcast(
     if isinstance(tensor, torch.Tensor) and _traced(tensor):
         functional.broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
-    communicator = bound(group).on(tensor)
+    communicator = _row("broadcast", *group).on(tensor)
     root = _source("broadcast", group_src, communicator)
     return _broadcast(communicator, tensor, root, async_op)
 
@@ -130,7 +144,7 @@ def mesh_scatter(
         rows = _stacked(output, scatter_list, mesh, mesh_dim)
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
-    communicator = bound(group).on(output)
+    communicator = _row("scatter", *group).on(output)
     root = _source("scatter", group_src, communicator)
     mine = scatter_list if communicator.rank == root else None
     return _scatter(communicator, output, mine, root, async_op)
@@ -211,7 +225,7 @@ def shard_dim_alltoall(
     if not direct:
         made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
         return wrapped(made) if async_op and not made.is_meta else made
-    communicator = bound(group).on(input)
+    communicator = _row("all_to_all", *group).on(input)
     try:
         if not isinstance(input, torch.Tensor):
             raise TypeError(

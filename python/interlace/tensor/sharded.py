@@ -144,6 +144,10 @@ class ShardedTensor:
             ("group_dst", root),
             ("shape", tuple(self.shape)),
             ("dtype", self.dtype),
+            (
+                "where parts lie",
+                self._sharding.blocks,
+            ),  # which some ranks may have been told otherwise
             gradient_mode(),
         )
         wanted = exchange(communicator, op, terms, needs)
@@ -199,7 +203,8 @@ def from_local(
     shape : of the whole tensor, for "chunk"; by default that of parts which are all like ``local``.
 
     Raises ValueError or TypeError, on every rank, if parts do not fit together, or ``local`` is not as long
-    as ``sizes`` says. Semantics: ``DTensor.from_local``, of any lengths.
+    as ``sizes`` says. Sizes that were given, but not the same on all ranks, are found by what communicates
+    next. Semantics: ``DTensor.from_local``, of any lengths.
 
     >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
