@@ -16,7 +16,11 @@ from model_tables import Table
 
 Progress = Callable[[str], None]
 CHUNKS = (1, 2, 4, 8)
-TABLES = {"rows": "one-node", "chunks": "recommended", "timeline": "orders"}  # that a plot is beside
+TABLES = {
+    "rows": "one-node",
+    "chunks": "recommended",
+    "timeline": "orders",
+}  # that a plot is beside
 
 
 def require_matplotlib() -> Any:

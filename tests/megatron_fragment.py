@@ -13,11 +13,11 @@ import tempfile
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 import interlace
 import pages
 from interlace.integrations import megatron
-from megatron.core import parallel_state
 
 
 def gpt() -> dict[str, Any]:

@@ -21,12 +21,12 @@ NEEDS = {
 KINDS = ("needs", "tests add", "run by", "within")
 MARK = re.compile(rf"({'|'.join(KINDS)}): (.*?)(?:; in: (.*))?")
 COMMENT = re.compile(r"(.*?)(\s+#.*)?", re.DOTALL)
-OWN = re.compile(r"python -m (interlace) |python (benchmarks/\w+\.py)(?: |$)")
+OWN = re.compile(r"python (-m (interlace|pytest)|benchmarks/\w+\.py) ")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A comment before a block: ``kind`` is one of KINDS. ``selects``: a text in the lines that it is for."""
+    """A comment before a block: ``kind``: of KINDS. ``selects``: a text in the lines that it is for."""
 
     kind: str
     value: str
@@ -108,7 +108,7 @@ def faults(block_lines: list[Line], marks: list[Mark]) -> list[str]:
 
 
 def own_command(text: str) -> list[str] | None:
-    """What a line gives to Python, if it runs interlace's command line or a benchmark and nothing else."""
+    """What a line gives to Python, if it is interlace's command line, pytest or a benchmark alone."""
     found = OWN.match(text + " ")
     if found is None or re.search(r"[|;&<>$`*]", text):
         return None

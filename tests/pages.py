@@ -8,14 +8,15 @@ folders, so that commands which name files below them work. What a page says is 
   the page names it.
 * ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
 * ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by what it prints.
-  bash runs a line; ``python -m interlace`` and benchmarks run in a fork of a process that has imported torch.
+  ``python -m interlace``, pytest and benchmarks run in a fork of a process that has imported torch,
+  other lines in bash.
 * ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
   "s" are not.
 * ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
 
 A comment in the source, in a line of its own before a block, changes that::
 
-    <!-- needs: gpu -->           not run where there is not what page_lines.NEEDS lists; its form is checked
+    <!-- needs: gpu -->           not run where there is not what NEEDS lists; its form is checked
     <!-- tests add: --quick -->   every line is run with these words behind it
     <!-- run by: FILE -->         not run here: FILE does, a page, a test or a script; that is checked
     <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that it takes for granted
@@ -262,7 +263,7 @@ def save(block: Block, folder: pathlib.Path) -> None:
 
 
 def run_python(arguments: list[str], folder: pathlib.Path) -> str:
-    """What ``python *arguments`` prints; AssertionError if it fails. Forked, so torch is imported already."""
+    """What ``python *arguments`` prints; AssertionError if it fails. Forked, so torch is imported."""
     output, errors = folder / ".output", folder / ".errors"
     file = " ".join(arguments)
     process = multiprocessing.get_context("forkserver").Process(
@@ -346,7 +347,12 @@ def worked_through(document: str, folder: pathlib.Path) -> Iterator[tuple[Block,
         elif block.language == "python":
             named = any(block.file in words for later in shells for words in commands(later))
             script = [within] if (within := block.said("within")) else []
-            yield block, None if named else run_python([*script, block.file], folder)
+            if named:
+                yield block, None
+            elif block.said("needs") in ("gpu", "gpus"):  # a fork may not begin with CUDA
+                yield block, run_bash(f"python {block.file}", folder)
+            else:
+                yield block, run_python([*script, block.file], folder)
         elif block.language == "console":
             yield block, run_console(block.text, folder)
         else:

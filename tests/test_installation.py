@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,11 +53,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """From the repository to an sdist, which is unpacked."""
     folder = tmp_path_factory.mktemp("distributions")
     shutil.copytree(ROOT, folder / "repository", symlinks=True, ignore=LEFT_OUT)
+    shutil.copytree(ROOT / ".ci", folder / "repository/.ci")
     sdist = backend("build_sdist", source=folder / "repository", out=folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
-    for file in ("Makefile", ".ci/run", "docs/layers.md", "examples/tiny_gpt.py", "tests/support.py"):
+    for file in (
+        "Makefile",
+        ".ci/run",
+        "docs/layers.md",
+        "examples/tiny_gpt.py",
+        "tests/support.py",
+    ):
         assert (source / file).is_file(), f"the sdist has no {file}"
     return source
 
@@ -95,7 +103,7 @@ def test_it_installs_and_works_in_a_new_environment(
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     # A line of a .pth file adds a folder, but not what that folder's own .pth files add.
     pathlib.Path(inside.strip(), "lent.pth").write_text("\n".join(lent) + "\n")
-    pip, *install = "pip install .".split()
+    pip, *install = shlex.split("pip install .")
     offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
     call(sys.executable, "-m", pip, "--python", python, *install, *offline, cwd=source)
     assert call(python, "-c", SMOKE, cwd=tmp_path).split() == ["True", "True", "[128.0,", "128.0]"]

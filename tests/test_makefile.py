@@ -1,8 +1,9 @@
-"""Targets of the Makefile that no other part of continuous integration runs, in the environment of the tests."""
+"""Targets of the Makefile that nothing else in continuous integration runs, with the tests' Python."""
 
 from __future__ import annotations
 
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,11 @@ def test_format_mends_what_lint_refuses(tmp_path: pathlib.Path) -> None:
     (tmp_path / "code.py").write_text("import sys\nimport os\nprint( os.name,sys.path )\n")
     here = ("-o", ".venv/stamp", f"PY={sys.executable}")  # and no .venv
     done = subprocess.run(
-        [*"make format".split(), *here], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*shlex.split("make format"), *here],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     mended = "import os\nimport sys\n\nprint(os.name, sys.path)\n"

@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -58,7 +59,7 @@ def offline(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     here = ("-o", ".venv/stamp", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
-    done = offline(*"make docs".split(), *here)
+    done = offline(*shlex.split("make docs"), *here)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.html")}
     for page in (ROOT / "docs").rglob("*.md"):
