@@ -38,11 +38,11 @@ def build(
     wanted = [entry for arch in arches for entry in entries(arch)]
     wanted += [entry for arch in arches for entry in _linked(arch, nvshmem)]
     if kernels is not None:
-        known = list(dict.fromkeys(entry.kernel for entry in wanted))
+        known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
         for name in kernels:
             if name not in known:
                 raise ValueError(f"--kernel {name}: is none of {', '.join(known)}")
-        wanted = [entry for entry in wanted if entry.kernel in kernels]
+        wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with compiling(len(wanted)) as on_report:
         reports = build_entries(wanted, on_report=on_report)
     show(console, reports, as_json)

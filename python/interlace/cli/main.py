@@ -57,7 +57,10 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
     build.add_argument("--json", action="store_true")
     build.add_argument(
-        "--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated"
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only this one, by the name that is printed; may be repeated",
     )
     build.add_argument("--nvshmem", metavar="FOLDER", help="where libnvshmem_device.bc is")
     bundle.add_options(build)
@@ -180,8 +183,13 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         from interlace.cli.build import build
 
         bundle.refuse_without_op(options)
-        chosen = {"nvshmem": options.nvshmem, "kernels": options.kernel}
-        return build(console, options.arch, as_json=options.json, **chosen)
+        return build(
+            console,
+            options.arch,
+            as_json=options.json,
+            nvshmem=options.nvshmem,
+            kernels=options.kernel,
+        )
     if options.command == "verify":
         from interlace.cli.verify import VerifyOptions, verify
 
