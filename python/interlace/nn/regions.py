@@ -87,19 +87,18 @@ class _Region(torch.autograd.Function):
 
 
 def _pass(
-    op: str, tensor: Tensor, dim: int, group: Any, there: _Way, back: _Way, *, divides: bool
+    op: str, tensor: Tensor, dim: int | None, group: Any, there: _Way, back: _Way, *, divides: bool
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
         rank, size = communicator.rank, communicator.world_size
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__} on rank {rank}")
-        dim = checks.dimension("dim", dim, tensor.dim(), rank)
+        dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim(), rank)
         if divides and tensor.shape[dim] % size:
             raise ValueError(
                 f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}, "
-                f"on "
-                f"rank {rank}"
+                f"on rank {rank}"
             )
     if communicator.world_size == 1:
         return tensor
@@ -172,15 +171,15 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
 def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
     """The sum of ``tensor`` over ranks, on all ranks, which go on alike: the gradient is not summed again.
 
-    ``tensor``: 1-D or more, equal shapes on all ranks. Raises ValueError or TypeError on every rank, before
-    any data moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
+    ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
+    moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
 
     >>> import interlace, torch
     >>> from interlace import nn
     >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    return _pass("reduce_from_group", tensor, 0, group, _reduced, _as_it_is, divides=False)
+    return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is, divides=False)
 
 
 def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
