@@ -31,8 +31,11 @@ from interlace.runtime.host_rounds import (
     Rounds,
     Target,
 )
+from interlace.runtime.host_steps import HostSteps, sums, verify
 from interlace.runtime.reductions import fold
+from interlace.runtime.steps import available
 from interlace.runtime.stream import Event, Outcome
+from interlace.runtime.words import ORDERED
 
 _memmove = ctypes.memmove
 
@@ -56,6 +59,12 @@ class _Places:
         return parts
 
 
+def adjacent(parts: Sequence[Part]) -> bool:
+    """Whether the parts are equal in size and one behind the other."""
+    first, nbytes = parts[0]
+    return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
+
+
 class HostEngine(Engine):
     """The engine of one rank of a :class:`HostGroup`. One op at a time; the group's lock sees to it."""
 
@@ -69,11 +78,16 @@ class HostEngine(Engine):
         self._rounds = Rounds(group)
         self._direct = Direct(group)
         self._mail = Mail(group)
+        with_steps = group.world_size > 1 and ORDERED and available()
+        self._steps = HostSteps(group, self._rounds) if with_steps else None
 
     # -- agreement -----------------------------------------------------------------------------
 
     def _met(self, call: Call, control: Control, sequence: int) -> None:
         """Send the message, wait for everyone's, and compare them."""
+        if self._steps is not None and call.equal_fits:
+            self._steps.meet(call, control, sequence)
+            return
         control.send(sequence)
         self._group.await_message(sequence, call.op)
         message = call.message
@@ -83,13 +97,7 @@ class HostEngine(Engine):
                     break
             else:
                 return
-        call.verify(self._messages(call, control, sequence))
-
-    def _messages(self, call: Call, control: Control, sequence: int) -> list[bytes]:
-        return [
-            call.message if rank == self.rank else control.message(rank, sequence)
-            for rank in range(self.world_size)
-        ]
+        verify(call, control, sequence, self.rank)
 
     def barrier(self, call: Call) -> Event | None:
         if self.world_size > 1:
@@ -121,6 +129,13 @@ class HostEngine(Engine):
         else:
             at, count = self._rounds.tensor, MEDIUM_PLACES
         return _Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+
+    def _stepwise(self, call: Call, nbytes: int) -> HostSteps | None:
+        """The steps of an op whose data of ``nbytes`` goes with its message, if there are any."""
+        if self._steps is None or not call.equal_fits:
+            return None
+        fits = nbytes <= SMALL_DATA or (nbytes <= MEDIUM_DATA and self._rounds.opened)
+        return self._steps if fits else None
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -187,8 +202,15 @@ class HostEngine(Engine):
         if self.world_size == 1:
             _memmove(base, input.data_ptr(), nbytes)
             return None
+        where = self._direct.find(input)
+        with self._group.collective_lock:
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and not where[0]:
+                control, sequence = self._group.begin(call.message, nbytes)
+                steps.all_gather(call, control, sequence, base, input.data_ptr(), nbytes)
+                return None
         targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
-        self._share(call, input.data_ptr(), nbytes, targets, self._direct.find(input))
+        self._share(call, input.data_ptr(), nbytes, targets, where)
         return None
 
     def gather(
@@ -203,8 +225,16 @@ class HostEngine(Engine):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        targets: list[Target] = [None] * self.world_size
         where = self._direct.find(tensor)
+        if self.world_size > 1 and not where[0]:
+            with self._group.collective_lock:
+                steps = self._stepwise(call, nbytes)
+                if steps is not None:
+                    extent = nbytes if root == self.rank else 0
+                    control, sequence = self._group.begin(call.message, extent)
+                    steps.broadcast(call, control, sequence, address, nbytes, root)
+                    return None
+        targets: list[Target] = [None] * self.world_size
         if root == self.rank:
             self._share(call, address, nbytes, targets, where)
         else:
@@ -278,11 +308,16 @@ class HostEngine(Engine):
         if world_size == 1:
             _memmove(target, source, nbytes)
             return None
-        self._trade(
-            call,
-            [(source + rank * nbytes, nbytes) for rank in range(world_size)],
-            [(target + rank * nbytes, nbytes) for rank in range(world_size)],
-        )
+        parts = [(source + rank * nbytes, nbytes) for rank in range(world_size)]
+        targets = [(target + rank * nbytes, nbytes) for rank in range(world_size)]
+        with self._group.collective_lock:
+            stride = self._stride(nbytes)
+            steps = self._stepwise(call, stride * world_size) if stride else None
+            if steps is not None and not self._direct.find_adjacent(parts, targets)[0]:
+                control, sequence = self._group.begin(call.message, nbytes)
+                steps.all_to_all(call, control, sequence, target, source, nbytes, stride)
+                return None
+        self._trade(call, parts, targets)
         return None
 
     def scatter(
@@ -315,6 +350,10 @@ class HostEngine(Engine):
                 self._reduce_large(call, tensor, op, root)
                 return
             control, sequence = group.begin(call.message, nbytes)
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and root in (None, self.rank) and sums(op, tensor.dtype):
+                steps.all_reduce(call, control, sequence, tensor, op == "avg")
+                return
             places = call.prepared
             if places is None:
                 places = call.prepared = self._places(control, tensor, 0, nbytes)
@@ -402,6 +441,12 @@ class HostEngine(Engine):
                 return
             control, sequence = self._group.begin(call.message, extent)
             nbytes = stride * self.world_size
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and sums(op, output.dtype) and adjacent(parts):
+                steps.reduce_scatter(
+                    call, control, sequence, output, parts[0][0], stride, op == "avg"
+                )
+                return
             places = call.prepared
             if places is None:
                 places = call.prepared = self._places(control, output, rank * stride, nbytes)

@@ -1,0 +1,254 @@
+"""Collectives of processes on one host as steps of machine code: what ``host_engine.py`` does in Python.
+
+Both follow the same protocol, so that ranks may differ in which of them they use. Here are ops that move
+equal parts in one message, or sum them; everything else, and every wait that takes long, is Python's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interlace.runtime.call import Call
+from interlace.runtime.control import (
+    AREA,
+    PLACES,
+    SEQUENCE,
+    SMALL_DATA,
+    TEXT,
+    Control,
+)
+from interlace.runtime.host_group import LOOK, HostGroup
+from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds
+from interlace.runtime.reductions import divide
+from interlace.runtime.steps import RING, SUMS, WAIT, Steps
+
+_NUMBER, _AREA, _LENGTH, _INPUT, _OUTPUT, _PLACE, _COUNT = range(1, 8)
+"""Registers: of the message, of its area, its bytes, two addresses, the place of the data, elements."""
+
+KEPT = 256  # lists of steps; each is made in some 50 us
+
+Key = tuple[Any, ...]
+
+
+class HostSteps:
+    """The steps of one rank of a group that has joined. Under the group's ``collective_lock``."""
+
+    def __init__(self, group: HostGroup, rounds: Rounds) -> None:
+        self._group, self._rounds = group, rounds
+        self._rank, self._world_size = group.rank, group.world_size
+        self._kept: dict[Key, Steps] = {}
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def meet(self, call: Call, control: Control, sequence: int) -> None:
+        """Send the message, wait for everyone's, and compare them."""
+        steps = self._kept.get(())
+        if steps is None:
+            steps = self._keep((), control, lambda steps: None, lambda steps: None)
+        self._run(steps, call, control, sequence)
+
+    def all_reduce(
+        self, call: Call, control: Control, sequence: int, tensor: torch.Tensor, average: bool
+    ) -> None:
+        """``tensor`` = the sum of everyone's, of at most ``MEDIUM_DATA`` bytes, or their average."""
+        nbytes = tensor.nbytes
+        medium = nbytes > SMALL_DATA
+        key = "all_reduce", tensor.dtype, nbytes, medium
+        steps = self._kept.get(key)
+        if steps is None:
+            places = self._places(control, medium)
+
+            def before(steps: Steps) -> None:
+                steps.copy((places[self._rank], _PLACE), (0, _INPUT), nbytes)
+
+            def after(steps: Steps) -> None:
+                sources = [(place, _PLACE) for place in places]
+                steps.sum(tensor.dtype, (0, _INPUT), sources, tensor.numel())
+
+            steps = self._keep(key, control, before, after)
+        steps.registers[_INPUT] = tensor.data_ptr()
+        self._run(steps, call, control, sequence, medium)
+        if average:
+            divide(tensor, self._world_size)
+
+    def reduce_scatter(
+        self, call: Call, control: Control, sequence: int, output: torch.Tensor, address: int,
+        stride: int, average: bool,
+    ) -> None:  # fmt: skip
+        """``output`` = the sum of everyone's part for this rank, of parts behind each other at ``address``."""
+        nbytes, rank = output.nbytes, self._rank
+        medium = stride * self._world_size > SMALL_DATA
+        key = "reduce_scatter", output.dtype, nbytes, medium
+        steps = self._kept.get(key)
+        if steps is None:
+            places = self._places(control, medium)
+
+            def before(steps: Steps) -> None:
+                for owner in range(self._world_size):
+                    target = places[rank] + owner * stride, _PLACE
+                    steps.copy(target, (owner * nbytes, _INPUT), nbytes)
+
+            def after(steps: Steps) -> None:
+                sources = [(place + rank * stride, _PLACE) for place in places]
+                steps.sum(output.dtype, (0, _OUTPUT), sources, output.numel())
+
+            steps = self._keep(key, control, before, after)
+        steps.registers[_INPUT], steps.registers[_OUTPUT] = address, output.data_ptr()
+        self._run(steps, call, control, sequence, medium)
+        if average:
+            divide(output, self._world_size)
+
+    def all_gather(
+        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int
+    ) -> None:
+        """Everyone's ``nbytes`` at ``source``, behind each other at ``target``."""
+        medium = nbytes > SMALL_DATA
+        key = "all_gather", nbytes, medium
+        steps = self._kept.get(key)
+        if steps is None:
+            places = self._places(control, medium)
+
+            def before(steps: Steps) -> None:
+                steps.copy((places[self._rank], _PLACE), (0, _INPUT), nbytes)
+
+            def after(steps: Steps) -> None:
+                for peer in control.peers:
+                    steps.copy((peer * nbytes, _OUTPUT), (places[peer], _PLACE), nbytes)
+                steps.copy((self._rank * nbytes, _OUTPUT), (0, _INPUT), nbytes)
+
+            steps = self._keep(key, control, before, after)
+        steps.registers[_INPUT], steps.registers[_OUTPUT] = source, target
+        self._run(steps, call, control, sequence, medium)
+
+    def all_to_all(
+        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int,
+        stride: int,
+    ) -> None:  # fmt: skip
+        """Everyone's part for this rank, of ``nbytes``, from parts at ``source`` to ``target``."""
+        medium = stride * self._world_size > SMALL_DATA
+        key = "all_to_all", nbytes, medium
+        steps = self._kept.get(key)
+        if steps is None:
+            places, rank = self._places(control, medium), self._rank
+
+            def before(steps: Steps) -> None:
+                for peer in control.peers:
+                    to = places[rank] + peer * stride, _PLACE
+                    steps.copy(to, (peer * nbytes, _INPUT), nbytes)
+
+            def after(steps: Steps) -> None:
+                steps.copy((rank * nbytes, _OUTPUT), (rank * nbytes, _INPUT), nbytes)
+                for peer in control.peers:
+                    part = places[peer] + rank * stride, _PLACE
+                    steps.copy((peer * nbytes, _OUTPUT), part, nbytes)
+
+            steps = self._keep(key, control, before, after)
+        steps.registers[_INPUT], steps.registers[_OUTPUT] = source, target
+        self._run(steps, call, control, sequence, medium)
+
+    def broadcast(
+        self, call: Call, control: Control, sequence: int, address: int, nbytes: int, root: int
+    ) -> None:
+        """The ``nbytes`` at ``root``'s ``address`` to everyone's."""
+        medium = nbytes > SMALL_DATA
+        key = "broadcast", nbytes, root, medium
+        steps = self._kept.get(key)
+        if steps is None:
+            place = self._places(control, medium)[root]
+
+            def before(steps: Steps) -> None:
+                if root == self._rank:
+                    steps.copy((place, _PLACE), (0, _INPUT), nbytes)
+
+            def after(steps: Steps) -> None:
+                if root != self._rank:
+                    steps.copy((0, _INPUT), (place, _PLACE), nbytes)
+
+            steps = self._keep(key, control, before, after)
+        steps.registers[_INPUT] = address
+        self._run(steps, call, control, sequence, medium)
+
+    # -- how -----------------------------------------------------------------------------------
+
+    def _places(self, control: Control, medium: bool) -> list[int]:
+        """The address of every rank's place 0 for data that goes with a message."""
+        data = self._rounds.data if medium else control.data
+        return [data(rank, 0) for rank in range(self._world_size)]
+
+    def _keep(
+        self,
+        key: Key,
+        control: Control,
+        before: Callable[[Steps], None],
+        after: Callable[[Steps], None],
+    ) -> Steps:
+        """What is done before the message is sent, the meeting, and what is done after it."""
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        steps = Steps()
+        before(steps)
+        meeting(steps, control, self._rank)
+        after(steps)
+        self._kept[key] = steps.complete(spin=self._group.spins)
+        return steps
+
+    def _run(
+        self, steps: Steps, call: Call, control: Control, sequence: int, medium: bool = False
+    ) -> None:
+        registers = steps.registers
+        registers[_NUMBER] = sequence
+        registers[_AREA] = (sequence & 1) * AREA
+        registers[_LENGTH] = len(call.message)
+        if medium:
+            registers[_PLACE] = sequence % MEDIUM_PLACES * MEDIUM_DATA
+        else:
+            registers[_PLACE] = sequence % PLACES * SMALL_DATA
+        stopped = steps.run()
+        while stopped >= 0:
+            stopped = self._go_on(steps, stopped, call, control, sequence)
+        if not sequence % LOOK:
+            control.spread.look()
+
+    def _go_on(
+        self, steps: Steps, stopped: int, call: Call, control: Control, sequence: int
+    ) -> int:
+        """Do what a step of the meeting stopped for; where the steps then stop, or -1."""
+        kind = steps.kinds[stopped]
+        if kind == WAIT:
+            self._group.await_word(control.peers, SEQUENCE, sequence, call.op)
+            return steps.run(stopped)
+        if kind == RING:
+            control.bell.ring()
+        else:
+            verify(call, control, sequence, self._rank)
+        return steps.run(stopped + 1)
+
+
+def sums(op: str, dtype: torch.dtype) -> bool:
+    """Whether steps compute this: sums, and averages where dividing the rounded sum is the average."""
+    return dtype in SUMS and (
+        op == "sum" or (op == "avg" and dtype in (torch.float32, torch.float64))
+    )
+
+
+def meeting(steps: Steps, control: Control, rank: int) -> None:
+    """Send the message, wait for everyone's, and compare them with one's own."""
+    steps.release(control.bases[rank] + 8 * SEQUENCE, (0, _NUMBER))
+    steps.ring(control.asleep)
+    steps.wait(control.sequences, (0, _NUMBER))
+    own, others = control.area(rank), [control.area(peer) for peer in control.peers]
+    steps.compare((own, _AREA), others, (0, _AREA), 8)
+    texts = [other + TEXT for other in others]
+    steps.compare((own + TEXT, _AREA), texts, (0, _AREA), (0, _LENGTH))
+
+
+def verify(call: Call, control: Control, sequence: int, rank: int) -> None:
+    """Raise what the difference between the messages is; return if they fit together all the same."""
+    messages = [
+        call.message if other == rank else control.message(other, sequence)
+        for other in range(len(control.bases))
+    ]
+    call.verify(messages)
