@@ -47,7 +47,7 @@ def supported() -> bool:
     """Whether code for this processor can be made, as far as is known before trying."""
     if os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return False
-    return platform.machine() == "x86_64" and _NEEDED <= _flags()
+    return platform.machine() == "x86_64" and _flags() >= _NEEDED
 
 
 def _flags() -> set[str]:
@@ -91,7 +91,7 @@ def load(made: bytes, names: Sequence[str]) -> list[int] | None:
     for number, place in places.items():
         _, kind, _, _, start, length, *_ = sections[number]
         if kind == _PROGBITS:
-            image[place : place + length] = made[start : start + length]
+            ctypes.memmove(base + place, made[start : start + length], length)
     symbols = _symbols(made, sections)
     for _, kind, _, _, start, length, link, target, _, _ in sections:
         if kind == _RELA and target in places:

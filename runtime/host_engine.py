@@ -369,6 +369,9 @@ class HostEngine(Engine):
         own_slots = rounds.slots(call.op, tensor.nbytes)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
         if rounds.opened and not where[0]:
+            if self._steps is not None and self._steps.rounds(call, tensor, op, root):
+                self._steps.reduce_in_rounds(call, control, sequence, tensor, own_slots)
+                return
             slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:

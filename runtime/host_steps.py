@@ -6,7 +6,8 @@ equal parts in one message, or sum them; everything else, and every wait that ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import (
     AREA,
+    DONE,
     PLACES,
+    REDUCED,
     SEQUENCE,
     SMALL_DATA,
+    STAGED,
     TEXT,
     Control,
 )
 from interlace.runtime.host_group import LOOK, HostGroup
-from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds
+from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds, around, cuts, place
 from interlace.runtime.reductions import divide
-from interlace.runtime.steps import RING, SUMS, WAIT, Steps
+from interlace.runtime.steps import RING, SUMS, WAIT, Operand, Steps
 
 _NUMBER, _AREA, _LENGTH, _INPUT, _OUTPUT, _PLACE, _COUNT = range(1, 8)
-"""Registers: of the message, of its area, its bytes, two addresses, the place of the data, elements."""
+"""Registers: of the message, of its area, its bytes, two addresses, the place of the data, rounds."""
 
+MOST_ROUNDS = 64
 KEPT = 256  # lists of steps; each is made in some 50 us
 
 Key = tuple[Any, ...]
@@ -78,7 +83,7 @@ class HostSteps:
         self, call: Call, control: Control, sequence: int, output: torch.Tensor, address: int,
         stride: int, average: bool,
     ) -> None:  # fmt: skip
-        """``output`` = the sum of everyone's part for this rank, of parts behind each other at ``address``."""
+        """``output`` = the sum of everyone's part for this rank; the own parts begin at ``address``."""
         nbytes, rank = output.nbytes, self._rank
         medium = stride * self._world_size > SMALL_DATA
         key = "reduce_scatter", output.dtype, nbytes, medium
@@ -171,6 +176,122 @@ class HostSteps:
         steps.registers[_INPUT] = address
         self._run(steps, call, control, sequence, medium)
 
+    def rounds(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> bool:
+        """Whether :meth:`reduce_in_rounds` takes this op: sums for all ranks, in few rounds."""
+        if root is not None or op != "sum" or tensor.dtype not in SUMS or not call.equal_fits:
+            return False
+        return tensor.nbytes <= MOST_ROUNDS * self._rounds.section * self._world_size
+
+    def reduce_in_rounds(
+        self,
+        call: Call,
+        control: Control,
+        sequence: int,
+        tensor: torch.Tensor,
+        own_slots: int,
+    ) -> None:
+        """``tensor`` = the sum of everyone's, through the rings, which are there; ``Rounds.reduce``."""
+        rounds, rank, kept = self._rounds, self._rank, self._kept
+        nbytes, dtype = tensor.nbytes, tensor.dtype
+        spans = Spans(tensor, self._world_size)
+        count = spans.rounds(rounds.section)
+        prior, before = rounds.begin(count)
+        first = place(own_slots, before, 0)
+        key: Key = "staging", nbytes, dtype, first
+        steps = kept.get(key)
+        if steps is None:
+            steps = Steps()
+            self._wait(steps, control, DONE, control.peers, 0)
+            self._stage(steps, spans, first, 0)
+            meeting(steps, control, rank)
+            self._kept_as(key, steps)
+        self._prepare(steps, call, sequence)
+        steps.registers[_INPUT], steps.registers[_COUNT] = tensor.data_ptr(), prior
+        self._to_the_end(steps, call, control, sequence)
+
+        started = time.perf_counter()
+        slots = rounds.all_slots(own_slots, control, sequence)
+        late = tuple(peer for peer in control.peers if control.where(peer, sequence)[0])
+        at = tuple(tuple(place(n, before, c) for n in slots) for c in range(count))
+        key = "rounds", nbytes, dtype, at, late, own_slots
+        steps = kept.get(key)
+        if steps is None:
+            steps = self._kept_as(key, self._in_rounds(control, spans, at, late, own_slots))
+        self._prepare(steps, call, sequence)
+        steps.registers[_INPUT], steps.registers[_COUNT] = tensor.data_ptr(), before
+        self._to_the_end(steps, call, control, sequence)
+        if not sequence % LOOK:
+            control.spread.look()
+        rounds.ran(call.op, count, own_slots, started)
+
+    def _in_rounds(
+        self,
+        control: Control,
+        spans: Spans,
+        at: Sequence[Sequence[int]],
+        late: Sequence[int],
+        own_slots: int,
+    ) -> Steps:
+        """All rounds but the staging of the first: staging runs ahead of summing, summing of gathering.
+
+        ``at[c][r]``: the slot of rank r in round c. ``late``: who staged its first round after the meeting.
+        """
+        steps, rank, count, peers = Steps(), self._rank, len(at), control.peers
+        self._release(steps, control, STAGED, 1)
+        for step in range(count + 2):
+            if 1 <= step < count:
+                if step >= own_slots:
+                    self._wait(steps, control, DONE, peers, step - own_slots + 1)
+                self._stage(steps, spans, at[step][rank], step)
+                self._release(steps, control, STAGED, step + 1)
+            c = step - 1
+            if 0 <= c < count:
+                self._wait(steps, control, STAGED, peers if c else late, c + 1)
+                self._sum(steps, control, spans, at[c], c)
+            c = step - 2
+            if c >= 0:
+                self._wait(steps, control, REDUCED, peers, c + 1)
+                for peer in around(rank, self._world_size):
+                    offset, size = spans.piece(peer, c, self._rounds.section)
+                    source = self._rounds.slot(peer, at[c][peer]) + peer * self._rounds.section
+                    if size:
+                        steps.copy((offset, _INPUT), source, size)
+                self._release(steps, control, DONE, c + 1)
+        return steps
+
+    def _stage(self, steps: Steps, spans: Spans, slot: int, c: int) -> None:
+        section = self._rounds.section
+        address = self._rounds.slot(self._rank, slot)
+        for peer in around(self._rank, self._world_size):
+            offset, size = spans.piece(peer, c, section)
+            if size:
+                steps.copy(address + peer * section, (offset, _INPUT), size)
+
+    def _sum(self, steps: Steps, control: Control, spans: Spans, at: Sequence[int], c: int) -> None:
+        """The own piece of everyone's into the own slot, where the peers find it, and to its place."""
+        section, rank = self._rounds.section, self._rank
+        offset, size = spans.piece(rank, c, section)
+        sources: list[Operand] = [
+            self._rounds.slot(peer, slot) + rank * section for peer, slot in enumerate(at)
+        ]
+        own = sources[rank]
+        sources[rank] = offset, _INPUT
+        if size:
+            steps.sum(spans.dtype, own, sources, size // spans.dtype.itemsize)
+        self._release(steps, control, REDUCED, c + 1)
+        if size:
+            steps.copy((offset, _INPUT), own, size)
+
+    def _wait(
+        self, steps: Steps, control: Control, index: int, peers: Sequence[int], further: int
+    ) -> None:
+        addresses = [control.bases[peer] + 8 * index for peer in peers]
+        steps.wait(addresses, (further, _COUNT), (peers, index, _COUNT, further))
+
+    def _release(self, steps: Steps, control: Control, index: int, further: int) -> None:
+        steps.release(control.bases[self._rank] + 8 * index, (further, _COUNT))
+        steps.ring(control.asleep)
+
     # -- how -----------------------------------------------------------------------------------
 
     def _places(self, control: Control, medium: bool) -> list[int]:
@@ -186,31 +307,41 @@ class HostSteps:
         after: Callable[[Steps], None],
     ) -> Steps:
         """What is done before the message is sent, the meeting, and what is done after it."""
-        if len(self._kept) >= KEPT:
-            self._kept.clear()
         steps = Steps()
         before(steps)
         meeting(steps, control, self._rank)
         after(steps)
+        return self._kept_as(key, steps)
+
+    def _kept_as(self, key: Key, steps: Steps) -> Steps:
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
         self._kept[key] = steps.complete(spin=self._group.spins)
         return steps
 
     def _run(
         self, steps: Steps, call: Call, control: Control, sequence: int, medium: bool = False
     ) -> None:
+        self._prepare(steps, call, sequence)
         registers = steps.registers
-        registers[_NUMBER] = sequence
-        registers[_AREA] = (sequence & 1) * AREA
-        registers[_LENGTH] = len(call.message)
         if medium:
             registers[_PLACE] = sequence % MEDIUM_PLACES * MEDIUM_DATA
         else:
             registers[_PLACE] = sequence % PLACES * SMALL_DATA
+        self._to_the_end(steps, call, control, sequence)
+        if not sequence % LOOK:
+            control.spread.look()
+
+    def _prepare(self, steps: Steps, call: Call, sequence: int) -> None:
+        registers = steps.registers
+        registers[_NUMBER] = sequence
+        registers[_AREA] = (sequence & 1) * AREA
+        registers[_LENGTH] = len(call.message)
+
+    def _to_the_end(self, steps: Steps, call: Call, control: Control, sequence: int) -> None:
         stopped = steps.run()
         while stopped >= 0:
             stopped = self._go_on(steps, stopped, call, control, sequence)
-        if not sequence % LOOK:
-            control.spread.look()
 
     def _go_on(
         self, steps: Steps, stopped: int, call: Call, control: Control, sequence: int
@@ -218,13 +349,32 @@ class HostSteps:
         """Do what a step of the meeting stopped for; where the steps then stop, or -1."""
         kind = steps.kinds[stopped]
         if kind == WAIT:
-            self._group.await_word(control.peers, SEQUENCE, sequence, call.op)
+            peers, index, register, further = steps.notes[stopped]
+            self._group.await_word(peers, index, steps.registers[register] + further, call.op)
             return steps.run(stopped)
         if kind == RING:
             control.bell.ring()
         else:
             verify(call, control, sequence, self._rank)
         return steps.run(stopped + 1)
+
+
+class Spans:
+    """How a tensor is cut into one part per rank, in bytes, as ``Rounds.reduce`` cuts it."""
+
+    def __init__(self, tensor: torch.Tensor, world_size: int) -> None:
+        self.dtype = tensor.dtype
+        firsts = cuts(tensor.numel(), world_size)
+        self._bytes = [first * tensor.dtype.itemsize for first in firsts]
+
+    def rounds(self, section: int) -> int:
+        """How many pieces of at most ``section`` bytes the largest part has."""
+        return -(-self._bytes[1] // section)
+
+    def piece(self, rank: int, c: int, section: int) -> tuple[int, int]:
+        """Where piece ``c`` of a rank's part begins, and its bytes, which may be none."""
+        first, end = self._bytes[rank], self._bytes[rank + 1]
+        return first + c * section, max(0, min(section, end - first - c * section))
 
 
 def sums(op: str, dtype: torch.dtype) -> bool:
@@ -238,7 +388,7 @@ def meeting(steps: Steps, control: Control, rank: int) -> None:
     """Send the message, wait for everyone's, and compare them with one's own."""
     steps.release(control.bases[rank] + 8 * SEQUENCE, (0, _NUMBER))
     steps.ring(control.asleep)
-    steps.wait(control.sequences, (0, _NUMBER))
+    steps.wait(control.sequences, (0, _NUMBER), (control.peers, SEQUENCE, _NUMBER, 0))
     own, others = control.area(rank), [control.area(peer) for peer in control.peers]
     steps.compare((own, _AREA), others, (0, _AREA), 8)
     texts = [other + TEXT for other in others]

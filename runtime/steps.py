@@ -13,9 +13,11 @@ Numbers that differ from run to run are in registers. Not for several threads at
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -80,11 +82,12 @@ class Steps:
     Addresses must stay mapped, and lists and their order stay as they were when added.
     """
 
-    __slots__ = ("_address", "_code", "_end", "_rows", "_words", "kinds", "registers")
+    __slots__ = ("_address", "_code", "_rows", "_words", "kinds", "notes", "registers")
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, Sequence[int], int, tuple[Operand, ...]]] = []
         self.kinds: list[int] = []
+        self.notes: dict[int, Any] = {}
         self._words: ctypes.Array[ctypes.c_int64] | None = None
         code = _run()
         if code is None:
@@ -108,8 +111,12 @@ class Steps:
         """Stop if one of these words is not 0."""
         self._add(RING, asleep, len(asleep))
 
-    def wait(self, addresses: Sequence[int], value: Operand) -> None:
-        """Until each of these words is at least ``value``; stop if that takes long."""
+    def wait(self, addresses: Sequence[int], value: Operand, note: Any = None) -> None:
+        """Until each of these words is at least ``value``; stop if that takes long.
+
+        ``note`` is in ``notes`` under the number of the step, for whoever goes on waiting.
+        """
+        self.notes[len(self.kinds)] = note
         self._add(WAIT, addresses, len(addresses), 0, value)
 
     def compare(
@@ -131,7 +138,7 @@ class Steps:
         lists = steps_ir.FIRST + steps_ir.STEP * len(self._rows)
         words = [*_fixed(), PAUSES if spin else 1, YIELDS]
         words += [0] * (lists - len(words))
-        memory = (ctypes.c_int64 * (lists + sum(len(listed) for _, listed, *_ in self._rows)))()
+        memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)
         for number, (kind, listed, count, operands) in enumerate(self._rows):
             at = steps_ir.FIRST + steps_ir.STEP * number
@@ -139,9 +146,9 @@ class Steps:
             for operand, place in zip(operands, (3, 5, 7), strict=False):
                 words[at + place : at + place + 2] = _pair(operand)
             words += listed
-        memory[:] = words
-        self._words, self._address = memory, address
         view = memoryview(memory).cast("B").cast("q")
+        view[:] = memoryview(array.array("q", words))
+        self._words, self._address = memory, address
         self.registers = view[steps_ir.REGISTERS : steps_ir.FIRST]
         self._rows = []
         return self
