@@ -21,17 +21,20 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import PLACES, SMALL_DATA, Control
 from interlace.runtime.engine import Engine
-from interlace.runtime.host_direct import Direct
+from interlace.runtime.host_direct import Direct, adjacent
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
+from interlace.runtime.host_round_steps import RoundSteps
+from interlace.runtime.host_round_steps import sums as sums_in_rounds
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
     MEDIUM_PLACES,
+    SLOT_BYTES,
     Part,
     Rounds,
     Target,
 )
-from interlace.runtime.host_steps import HostSteps, sums, verify
+from interlace.runtime.host_steps import sums, verify
 from interlace.runtime.reductions import fold
 from interlace.runtime.steps import available
 from interlace.runtime.stream import Event, Outcome
@@ -59,12 +62,6 @@ class _Places:
         return parts
 
 
-def adjacent(parts: Sequence[Part]) -> bool:
-    """Whether the parts are equal in size and one behind the other."""
-    first, nbytes = parts[0]
-    return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
-
-
 class HostEngine(Engine):
     """The engine of one rank of a :class:`HostGroup`. One op at a time; the group's lock sees to it."""
 
@@ -79,7 +76,7 @@ class HostEngine(Engine):
         self._direct = Direct(group)
         self._mail = Mail(group)
         with_steps = group.world_size > 1 and ORDERED and available()
-        self._steps = HostSteps(group, self._rounds) if with_steps else None
+        self._steps = RoundSteps(group, self._rounds) if with_steps else None
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -112,9 +109,8 @@ class HostEngine(Engine):
 
     def _data(self, control: Control, peer: int, sequence: int, nbytes: int) -> int:
         """The address of the data of ``peer``, of ``nbytes`` in all, that goes with a message."""
-        if nbytes <= SMALL_DATA:
-            return control.data(peer, sequence)
-        return self._rounds.data(peer, sequence)
+        holder = control if nbytes <= SMALL_DATA else self._rounds
+        return holder.data(peer, sequence)
 
     def _stride(self, extent: int) -> int:
         """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
@@ -130,12 +126,27 @@ class HostEngine(Engine):
             at, count = self._rounds.tensor, MEDIUM_PLACES
         return _Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
 
-    def _stepwise(self, call: Call, nbytes: int) -> HostSteps | None:
+    def _stepwise(self, call: Call, nbytes: int) -> RoundSteps | None:
         """The steps of an op whose data of ``nbytes`` goes with its message, if there are any."""
         if self._steps is None or not call.equal_fits:
             return None
         fits = nbytes <= SMALL_DATA or (nbytes <= MEDIUM_DATA and self._rounds.opened)
         return self._steps if fits else None
+
+    def _met_for_rounds(self, call: Call, extent: int) -> tuple[list[int], Control, int]:
+        """Meet for an op through the rings: how many slots each rank uses, and the message's number."""
+        own = self._rounds.slots(call.op, extent) if extent else 1
+        control, sequence = self._group.begin(call.message, extent, slots=own)
+        self._met(call, control, sequence)
+        slots = self._rounds.all_slots(own, control, sequence)
+        self._rounds.open(call.op)  # which sends messages
+        return slots, control, sequence
+
+    def _in_rounds(self, call: Call, nbytes: int, piece: int) -> RoundSteps | None:
+        """The steps of an op through the rings, in pieces of ``piece``, if there are any."""
+        if self._steps is None or not self._steps.takes(call, nbytes, piece):
+            return None
+        return self._steps
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -209,6 +220,11 @@ class HostEngine(Engine):
                 control, sequence = self._group.begin(call.message, nbytes)
                 steps.all_gather(call, control, sequence, base, input.data_ptr(), nbytes)
                 return None
+            steps = self._in_rounds(call, nbytes, SLOT_BYTES)
+            if steps is not None and not where[0]:
+                slots, control, sequence = self._met_for_rounds(call, nbytes)
+                steps.share(call, control, sequence, base, input.data_ptr(), nbytes, slots)
+                return None
         targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
         self._share(call, input.data_ptr(), nbytes, targets, where)
         return None
@@ -233,6 +249,12 @@ class HostEngine(Engine):
                     extent = nbytes if root == self.rank else 0
                     control, sequence = self._group.begin(call.message, extent)
                     steps.broadcast(call, control, sequence, address, nbytes, root)
+                    return None
+                steps = self._in_rounds(call, nbytes, SLOT_BYTES)
+                if steps is not None:
+                    extent = nbytes if root == self.rank else 0
+                    slots, control, sequence = self._met_for_rounds(call, extent)
+                    steps.send_all(call, control, sequence, address, nbytes, root, slots)
                     return None
         targets: list[Target] = [None] * self.world_size
         if root == self.rank:
@@ -312,10 +334,16 @@ class HostEngine(Engine):
         targets = [(target + rank * nbytes, nbytes) for rank in range(world_size)]
         with self._group.collective_lock:
             stride = self._stride(nbytes)
+            where = self._direct.find_adjacent(parts, targets)
             steps = self._stepwise(call, stride * world_size) if stride else None
-            if steps is not None and not self._direct.find_adjacent(parts, targets)[0]:
+            if steps is not None and not where[0]:
                 control, sequence = self._group.begin(call.message, nbytes)
                 steps.all_to_all(call, control, sequence, target, source, nbytes, stride)
+                return None
+            steps = None if stride else self._in_rounds(call, nbytes, self._rounds.section)
+            if steps is not None and not where[0]:
+                slots, control, sequence = self._met_for_rounds(call, nbytes)
+                steps.trade(call, control, sequence, target, source, nbytes, slots)
                 return None
         self._trade(call, parts, targets)
         return None
@@ -369,9 +397,12 @@ class HostEngine(Engine):
         own_slots = rounds.slots(call.op, tensor.nbytes)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
         if rounds.opened and not where[0]:
-            if self._steps is not None and self._steps.rounds(call, tensor, op, root):
-                self._steps.reduce_in_rounds(call, control, sequence, tensor, own_slots)
-                return
+            part = tensor.nbytes // self.world_size
+            if root is None and sums_in_rounds(tensor.dtype, op):
+                steps = self._in_rounds(call, part, rounds.section)
+                if steps is not None:
+                    steps.reduce(call, control, sequence, tensor, own_slots)
+                    return
             slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:
@@ -438,8 +469,13 @@ class HostEngine(Engine):
                     own = own.narrow(0, rank * n, n)
                 if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
+                    return
+                all_slots = self._rounds.all_slots(slots, control, sequence)
+                self._rounds.open(call.op)
+                steps = self._in_rounds(call, extent, self._rounds.section)
+                if steps is not None and sums_in_rounds(output.dtype, op) and adjacent(parts):
+                    steps.scatter_sums(call, control, sequence, output, parts[0][0], all_slots)
                 else:
-                    all_slots = self._rounds.all_slots(slots, control, sequence)
                     self._rounds.reduce_scatter(call.op, parts, own, output, op, all_slots)
                 return
             control, sequence = self._group.begin(call.message, extent)

@@ -64,7 +64,7 @@ class Rounds:
         self._depths: dict[tuple[str, int], Depth] = {}
         self._depth: Depth | None = None  # of the op that runs
 
-    def _open(self, op: str) -> None:
+    def open(self, op: str) -> None:
         if not self._rings:
             nbytes = FEW * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
             mappings = self._group.allocate(nbytes, op)
@@ -222,7 +222,7 @@ class Rounds:
 
         ``targets[own rank]`` may be the data itself. ``slots``: how many each rank uses, here and below.
         """
-        self._open(op)
+        self.open(op)
         rank = self._rank
         own_target = targets[rank]
         own = address if own_target is None else own_target[0]
@@ -247,7 +247,7 @@ class Rounds:
         slots: list[int],
     ) -> None:
         """Part [own rank] of rank r's to ``targets[r]``, for every r whose largest part is large."""
-        self._open(op)
+        self.open(op)
         rank, section = self._rank, self.section
         stage = self._staging(parts) if large[rank] else None
         self._move(op, stage, targets, large, slots, section, rank * section)
@@ -347,7 +347,7 @@ class Rounds:
         slots: list[int],
     ) -> None:
         """``output`` = the reduction of everyone's ``own``, which is what ``parts[own rank]`` is."""
-        self._open(op)
+        self.open(op)
         self._run(
             op,
             -(-max(nbytes for _, nbytes in parts) // self.section),
@@ -370,7 +370,7 @@ class Rounds:
 
         ``meet`` as for :meth:`_run`; only once the ring is there.
         """
-        self._open(op)
+        self.open(op)
         rank, world_size, section, addresses = (
             self._rank, self._world_size, self.section, self._slots,
         )  # fmt: skip

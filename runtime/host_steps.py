@@ -6,8 +6,7 @@ equal parts in one message, or sum them; everything else, and every wait that ta
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +14,18 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import (
     AREA,
-    DONE,
     PLACES,
-    REDUCED,
     SEQUENCE,
     SMALL_DATA,
-    STAGED,
     TEXT,
     Control,
 )
 from interlace.runtime.host_group import LOOK, HostGroup
-from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds, around, cuts, place
+from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds
 from interlace.runtime.reductions import divide
-from interlace.runtime.steps import RING, SUMS, WAIT, Operand, Steps
+from interlace.runtime.steps import RING, SUMS, WAIT, Steps
 
-_NUMBER, _AREA, _LENGTH, _INPUT, _OUTPUT, _PLACE, _COUNT = range(1, 8)
+_NUMBER, _AREA, _LENGTH, INPUT, OUTPUT, _PLACE, BEFORE = range(1, 8)
 """Registers: of the message, of its area, its bytes, two addresses, the place of the data, rounds."""
 
 MOST_ROUNDS = 64
@@ -53,7 +49,7 @@ class HostSteps:
         steps = self._kept.get(())
         if steps is None:
             steps = self._keep((), control, lambda steps: None, lambda steps: None)
-        self._run(steps, call, control, sequence)
+        self._with_data(steps, call, control, sequence)
 
     def all_reduce(
         self, call: Call, control: Control, sequence: int, tensor: torch.Tensor, average: bool
@@ -67,15 +63,15 @@ class HostSteps:
             places = self._places(control, medium)
 
             def before(steps: Steps) -> None:
-                steps.copy((places[self._rank], _PLACE), (0, _INPUT), nbytes)
+                steps.copy((places[self._rank], _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 sources = [(place, _PLACE) for place in places]
-                steps.sum(tensor.dtype, (0, _INPUT), sources, tensor.numel())
+                steps.sum(tensor.dtype, (0, INPUT), sources, tensor.numel())
 
             steps = self._keep(key, control, before, after)
-        steps.registers[_INPUT] = tensor.data_ptr()
-        self._run(steps, call, control, sequence, medium)
+        steps.registers[INPUT] = tensor.data_ptr()
+        self._with_data(steps, call, control, sequence, medium)
         if average:
             divide(tensor, self._world_size)
 
@@ -94,15 +90,15 @@ class HostSteps:
             def before(steps: Steps) -> None:
                 for owner in range(self._world_size):
                     target = places[rank] + owner * stride, _PLACE
-                    steps.copy(target, (owner * nbytes, _INPUT), nbytes)
+                    steps.copy(target, (owner * nbytes, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 sources = [(place + rank * stride, _PLACE) for place in places]
-                steps.sum(output.dtype, (0, _OUTPUT), sources, output.numel())
+                steps.sum(output.dtype, (0, OUTPUT), sources, output.numel())
 
             steps = self._keep(key, control, before, after)
-        steps.registers[_INPUT], steps.registers[_OUTPUT] = address, output.data_ptr()
-        self._run(steps, call, control, sequence, medium)
+        steps.registers[INPUT], steps.registers[OUTPUT] = address, output.data_ptr()
+        self._with_data(steps, call, control, sequence, medium)
         if average:
             divide(output, self._world_size)
 
@@ -117,16 +113,16 @@ class HostSteps:
             places = self._places(control, medium)
 
             def before(steps: Steps) -> None:
-                steps.copy((places[self._rank], _PLACE), (0, _INPUT), nbytes)
+                steps.copy((places[self._rank], _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 for peer in control.peers:
-                    steps.copy((peer * nbytes, _OUTPUT), (places[peer], _PLACE), nbytes)
-                steps.copy((self._rank * nbytes, _OUTPUT), (0, _INPUT), nbytes)
+                    steps.copy((peer * nbytes, OUTPUT), (places[peer], _PLACE), nbytes)
+                steps.copy((self._rank * nbytes, OUTPUT), (0, INPUT), nbytes)
 
             steps = self._keep(key, control, before, after)
-        steps.registers[_INPUT], steps.registers[_OUTPUT] = source, target
-        self._run(steps, call, control, sequence, medium)
+        steps.registers[INPUT], steps.registers[OUTPUT] = source, target
+        self._with_data(steps, call, control, sequence, medium)
 
     def all_to_all(
         self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int,
@@ -142,17 +138,17 @@ class HostSteps:
             def before(steps: Steps) -> None:
                 for peer in control.peers:
                     to = places[rank] + peer * stride, _PLACE
-                    steps.copy(to, (peer * nbytes, _INPUT), nbytes)
+                    steps.copy(to, (peer * nbytes, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
-                steps.copy((rank * nbytes, _OUTPUT), (rank * nbytes, _INPUT), nbytes)
+                steps.copy((rank * nbytes, OUTPUT), (rank * nbytes, INPUT), nbytes)
                 for peer in control.peers:
                     part = places[peer] + rank * stride, _PLACE
-                    steps.copy((peer * nbytes, _OUTPUT), part, nbytes)
+                    steps.copy((peer * nbytes, OUTPUT), part, nbytes)
 
             steps = self._keep(key, control, before, after)
-        steps.registers[_INPUT], steps.registers[_OUTPUT] = source, target
-        self._run(steps, call, control, sequence, medium)
+        steps.registers[INPUT], steps.registers[OUTPUT] = source, target
+        self._with_data(steps, call, control, sequence, medium)
 
     def broadcast(
         self, call: Call, control: Control, sequence: int, address: int, nbytes: int, root: int
@@ -166,131 +162,15 @@ class HostSteps:
 
             def before(steps: Steps) -> None:
                 if root == self._rank:
-                    steps.copy((place, _PLACE), (0, _INPUT), nbytes)
+                    steps.copy((place, _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 if root != self._rank:
-                    steps.copy((0, _INPUT), (place, _PLACE), nbytes)
+                    steps.copy((0, INPUT), (place, _PLACE), nbytes)
 
             steps = self._keep(key, control, before, after)
-        steps.registers[_INPUT] = address
-        self._run(steps, call, control, sequence, medium)
-
-    def rounds(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> bool:
-        """Whether :meth:`reduce_in_rounds` takes this op: sums for all ranks, in few rounds."""
-        if root is not None or op != "sum" or tensor.dtype not in SUMS or not call.equal_fits:
-            return False
-        return tensor.nbytes <= MOST_ROUNDS * self._rounds.section * self._world_size
-
-    def reduce_in_rounds(
-        self,
-        call: Call,
-        control: Control,
-        sequence: int,
-        tensor: torch.Tensor,
-        own_slots: int,
-    ) -> None:
-        """``tensor`` = the sum of everyone's, through the rings, which are there; ``Rounds.reduce``."""
-        rounds, rank, kept = self._rounds, self._rank, self._kept
-        nbytes, dtype = tensor.nbytes, tensor.dtype
-        spans = Spans(tensor, self._world_size)
-        count = spans.rounds(rounds.section)
-        prior, before = rounds.begin(count)
-        first = place(own_slots, before, 0)
-        key: Key = "staging", nbytes, dtype, first
-        steps = kept.get(key)
-        if steps is None:
-            steps = Steps()
-            self._wait(steps, control, DONE, control.peers, 0)
-            self._stage(steps, spans, first, 0)
-            meeting(steps, control, rank)
-            self._kept_as(key, steps)
-        self._prepare(steps, call, sequence)
-        steps.registers[_INPUT], steps.registers[_COUNT] = tensor.data_ptr(), prior
-        self._to_the_end(steps, call, control, sequence)
-
-        started = time.perf_counter()
-        slots = rounds.all_slots(own_slots, control, sequence)
-        late = tuple(peer for peer in control.peers if control.where(peer, sequence)[0])
-        at = tuple(tuple(place(n, before, c) for n in slots) for c in range(count))
-        key = "rounds", nbytes, dtype, at, late, own_slots
-        steps = kept.get(key)
-        if steps is None:
-            steps = self._kept_as(key, self._in_rounds(control, spans, at, late, own_slots))
-        self._prepare(steps, call, sequence)
-        steps.registers[_INPUT], steps.registers[_COUNT] = tensor.data_ptr(), before
-        self._to_the_end(steps, call, control, sequence)
-        if not sequence % LOOK:
-            control.spread.look()
-        rounds.ran(call.op, count, own_slots, started)
-
-    def _in_rounds(
-        self,
-        control: Control,
-        spans: Spans,
-        at: Sequence[Sequence[int]],
-        late: Sequence[int],
-        own_slots: int,
-    ) -> Steps:
-        """All rounds but the staging of the first: staging runs ahead of summing, summing of gathering.
-
-        ``at[c][r]``: the slot of rank r in round c. ``late``: who staged its first round after the meeting.
-        """
-        steps, rank, count, peers = Steps(), self._rank, len(at), control.peers
-        self._release(steps, control, STAGED, 1)
-        for step in range(count + 2):
-            if 1 <= step < count:
-                if step >= own_slots:
-                    self._wait(steps, control, DONE, peers, step - own_slots + 1)
-                self._stage(steps, spans, at[step][rank], step)
-                self._release(steps, control, STAGED, step + 1)
-            c = step - 1
-            if 0 <= c < count:
-                self._wait(steps, control, STAGED, peers if c else late, c + 1)
-                self._sum(steps, control, spans, at[c], c)
-            c = step - 2
-            if c >= 0:
-                self._wait(steps, control, REDUCED, peers, c + 1)
-                for peer in around(rank, self._world_size):
-                    offset, size = spans.piece(peer, c, self._rounds.section)
-                    source = self._rounds.slot(peer, at[c][peer]) + peer * self._rounds.section
-                    if size:
-                        steps.copy((offset, _INPUT), source, size)
-                self._release(steps, control, DONE, c + 1)
-        return steps
-
-    def _stage(self, steps: Steps, spans: Spans, slot: int, c: int) -> None:
-        section = self._rounds.section
-        address = self._rounds.slot(self._rank, slot)
-        for peer in around(self._rank, self._world_size):
-            offset, size = spans.piece(peer, c, section)
-            if size:
-                steps.copy(address + peer * section, (offset, _INPUT), size)
-
-    def _sum(self, steps: Steps, control: Control, spans: Spans, at: Sequence[int], c: int) -> None:
-        """The own piece of everyone's into the own slot, where the peers find it, and to its place."""
-        section, rank = self._rounds.section, self._rank
-        offset, size = spans.piece(rank, c, section)
-        sources: list[Operand] = [
-            self._rounds.slot(peer, slot) + rank * section for peer, slot in enumerate(at)
-        ]
-        own = sources[rank]
-        sources[rank] = offset, _INPUT
-        if size:
-            steps.sum(spans.dtype, own, sources, size // spans.dtype.itemsize)
-        self._release(steps, control, REDUCED, c + 1)
-        if size:
-            steps.copy((offset, _INPUT), own, size)
-
-    def _wait(
-        self, steps: Steps, control: Control, index: int, peers: Sequence[int], further: int
-    ) -> None:
-        addresses = [control.bases[peer] + 8 * index for peer in peers]
-        steps.wait(addresses, (further, _COUNT), (peers, index, _COUNT, further))
-
-    def _release(self, steps: Steps, control: Control, index: int, further: int) -> None:
-        steps.release(control.bases[self._rank] + 8 * index, (further, _COUNT))
-        steps.ring(control.asleep)
+        steps.registers[INPUT] = address
+        self._with_data(steps, call, control, sequence, medium)
 
     # -- how -----------------------------------------------------------------------------------
 
@@ -311,34 +191,31 @@ class HostSteps:
         before(steps)
         meeting(steps, control, self._rank)
         after(steps)
-        return self._kept_as(key, steps)
+        return self._keep_as(key, steps)
 
-    def _kept_as(self, key: Key, steps: Steps) -> Steps:
+    def _keep_as(self, key: Key, steps: Steps) -> Steps:
         if len(self._kept) >= KEPT:
             self._kept.clear()
         self._kept[key] = steps.complete(spin=self._group.spins)
         return steps
 
-    def _run(
+    def _with_data(
         self, steps: Steps, call: Call, control: Control, sequence: int, medium: bool = False
     ) -> None:
-        self._prepare(steps, call, sequence)
-        registers = steps.registers
+        """Run steps of which the data goes with the message."""
         if medium:
-            registers[_PLACE] = sequence % MEDIUM_PLACES * MEDIUM_DATA
+            steps.registers[_PLACE] = sequence % MEDIUM_PLACES * MEDIUM_DATA
         else:
-            registers[_PLACE] = sequence % PLACES * SMALL_DATA
-        self._to_the_end(steps, call, control, sequence)
+            steps.registers[_PLACE] = sequence % PLACES * SMALL_DATA
+        self._run(steps, call, control, sequence)
         if not sequence % LOOK:
             control.spread.look()
 
-    def _prepare(self, steps: Steps, call: Call, sequence: int) -> None:
+    def _run(self, steps: Steps, call: Call, control: Control, sequence: int) -> None:
         registers = steps.registers
         registers[_NUMBER] = sequence
         registers[_AREA] = (sequence & 1) * AREA
         registers[_LENGTH] = len(call.message)
-
-    def _to_the_end(self, steps: Steps, call: Call, control: Control, sequence: int) -> None:
         stopped = steps.run()
         while stopped >= 0:
             stopped = self._go_on(steps, stopped, call, control, sequence)
@@ -357,24 +234,6 @@ class HostSteps:
         else:
             verify(call, control, sequence, self._rank)
         return steps.run(stopped + 1)
-
-
-class Spans:
-    """How a tensor is cut into one part per rank, in bytes, as ``Rounds.reduce`` cuts it."""
-
-    def __init__(self, tensor: torch.Tensor, world_size: int) -> None:
-        self.dtype = tensor.dtype
-        firsts = cuts(tensor.numel(), world_size)
-        self._bytes = [first * tensor.dtype.itemsize for first in firsts]
-
-    def rounds(self, section: int) -> int:
-        """How many pieces of at most ``section`` bytes the largest part has."""
-        return -(-self._bytes[1] // section)
-
-    def piece(self, rank: int, c: int, section: int) -> tuple[int, int]:
-        """Where piece ``c`` of a rank's part begins, and its bytes, which may be none."""
-        first, end = self._bytes[rank], self._bytes[rank + 1]
-        return first + c * section, max(0, min(section, end - first - c * section))
 
 
 def sums(op: str, dtype: torch.dtype) -> bool:
