@@ -87,13 +87,10 @@ class HostEngine(Engine):
             return
         control.send(sequence)
         self._group.await_message(sequence, call.op)
-        message = call.message
-        if call.equal_fits:
-            for peer in control.peers:
-                if not control.says(peer, sequence, message):
-                    break
-            else:
-                return
+        if call.equal_fits and all(
+            control.says(peer, sequence, call.message) for peer in control.peers
+        ):
+            return
         verify(call, control, sequence, self.rank)
 
     def barrier(self, call: Call) -> Event | None:

@@ -212,7 +212,8 @@ class RoundSteps(HostSteps):
     ) -> None:
         """Run all rounds of an op whose ranks have met; the first is staged already if ``late`` is given.
 
-        ``slots``: how many each rank uses. ``sources``: from whom is collected. ``late``: who had not staged the first round when we met.
+        ``slots``: how many each rank uses. ``sources``: from whom is collected. ``late``: who had not
+        staged the first round when we met.
         """
         started = time.perf_counter()
         own_slots = slots[self._rank]
