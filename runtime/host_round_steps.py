@@ -233,7 +233,7 @@ class RoundSteps(HostSteps):
         self._run(steps, call, control, sequence)
         if not sequence % LOOK:
             control.spread.look()
-        self._rounds.ran(call.op, count, own_slots if stage is not None else 0, started)
+        self._rounds.ran(call.op, before + count, own_slots if stage is not None else 0, started)
 
     def _write(
         self,

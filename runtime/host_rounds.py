@@ -181,22 +181,21 @@ class Rounds:
                 group.release(DONE, before + c + 1)
                 if not c % LOOK:
                     spread.look()
-        self.ran(op, count, own if stage is not None else 0, started)
+        self.ran(op, before + count, own if stage is not None else 0, started)
 
     def begin(self, count: int) -> tuple[int, int]:
         """The number of rounds before an op of ``count``, and the number of its first round.
 
         An op of more than ALIGNED rounds begins with slot 0 of whatever ring, so that it comes with the
-        same slots each time; the rounds between are nobody's.
+        same slots each time; the rounds between are nobody's. Nothing is changed: an op that the ranks do
+        not agree on has no rounds, and how many it would have had differs between them.
         """
         prior = self.count
-        if count > ALIGNED:
-            self.count = -(-prior // MANY) * MANY
-        return prior, self.count
+        return prior, prior if count <= ALIGNED else -(-prior // MANY) * MANY
 
-    def ran(self, op: str, count: int, own: int, started: float) -> None:
-        """The end of an op of ``count`` rounds; ``own``: the slots that were used, 0 if none was."""
-        self.count += count
+    def ran(self, op: str, end: int, own: int, started: float) -> None:
+        """After an op whose last round is the one before ``end``; ``own``: the slots it used, maybe none."""
+        self.count = end
         depth, self._depth = self._depth, None
         if depth is not None and own:
             depth.took(own, time.perf_counter() - started)
