@@ -315,6 +315,6 @@ class Spans:
         return first + c * section, max(0, min(section, end - first - c * section))
 
 
-def sums(dtype: torch.dtype, op: str) -> bool:
+def sums_in_rounds(dtype: torch.dtype, op: str) -> bool:
     """Whether rounds of steps compute this."""
     return op == "sum" and dtype in SUMS
