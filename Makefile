@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made from pyproject.toml on first use and again when that changes.
 # Another Python:   make test PYTHON=python3.12
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
+# The site elsewhere: make docs SITE=folder
 
 # The first Python on PATH that the project supports; python3 if it is one.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
@@ -10,6 +11,7 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 endif
 PIP_FLAGS ?=
 PY := .venv/bin/python
+SITE ?= build/site
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -46,7 +48,7 @@ format: .venv/stamp  ## apply ruff's fixes and formatting
 	$(PY) -m ruff format .
 
 docs: .venv/stamp  ## build the documentation site into build/site; needs no network
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
 
 bench: .venv/stamp  ## run the benchmarks
 	$(PY) benchmarks/run.py

@@ -12,6 +12,7 @@ unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device, 
 --fit           fit the fitted parameters again, print them, and nothing else
 --docs          put the tables and plots into docs/model.md and docs/images
 --nodes N       at most so many nodes; 128 take half of the time
+--table NAME    only this table and its plot, by its name in docs/model.md; may be repeated
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -56,31 +57,48 @@ def report(name: str) -> Progress:
 
 
 def all_tables(
-    machine: Machine, progress: Progress, most_nodes: int = tables.NODES[-1]
+    machine: Machine,
+    progress: Progress,
+    most_nodes: int = tables.NODES[-1],
+    only: Sequence[str] | None = None,
 ) -> tuple[list[Table], list[Compared], list[Recommendation]]:
-    """Everything for one machine, the published figures for all."""
-    found = compare_all(progress)
-    made = [
-        tables.parameters(machine),
-        tables.published(found),
-        tables.summary(found),
-        tables.outside(found),
-        tables.not_modelled(),
-    ]
+    """Everything for one machine, the published figures for all; or ``only`` the tables of these names.
+
+    ValueError for a name that the machine has no table of.
+    """
+    found: list[Compared] = []
     recommendations: list[Recommendation] = []
+    if only is None or {"published", "summary", "outside"} & set(only):
+        found = compare_all(progress)
+
+    def chunks() -> Table:
+        table, recommended = tables.recommendation(machine, progress)
+        recommendations.extend(recommended)
+        return table
+
+    makers: dict[str, Callable[[], Table | None]] = {
+        "parameters": lambda: tables.parameters(machine),
+        "published": lambda: tables.published(found),
+        "summary": lambda: tables.summary(found),
+        "outside": lambda: tables.outside(found),
+        "not-modelled": tables.not_modelled,
+    }
     if machine.name in ("h200x1", "h200-pcie"):
-        made.append(tables.one_gpu(machine, progress))
+        makers["one-gpu"] = lambda: tables.one_gpu(machine, progress)
     else:
-        chunks, recommendations = tables.recommendation(machine, progress)
-        made += [
-            tables.one_node(machine, progress),
-            chunks,
-            tables.orders_of(machine, progress),
-            tables.several_nodes(machine, progress, most_nodes),
-            tables.sensitivity(machine, progress),
-        ]
-    measured = tables.measured(machine)
-    return [*made, *([measured] if measured else [])], found, recommendations
+        makers |= {
+            "one-node": lambda: tables.one_node(machine, progress),
+            "recommended": chunks,
+            "orders": lambda: tables.orders_of(machine, progress),
+            "nodes": lambda: tables.several_nodes(machine, progress, most_nodes),
+            "sensitivity": lambda: tables.sensitivity(machine, progress),
+        }
+    makers["measured"] = lambda: tables.measured(machine)
+    for name in only or ():
+        if name not in makers:
+            raise ValueError(f"{machine.name} has no table {name!r}; it has {', '.join(makers)}")
+    made = [make() for name, make in makers.items() if only is None or name in only]
+    return [table for table in made if table is not None], found, recommendations
 
 
 def page_with(text: str, made: Sequence[Table]) -> str:
@@ -126,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--nodes", type=int, default=tables.NODES[-1], metavar="N")
+    parser.add_argument("--table", action="append", metavar="NAME")
     options = parser.parse_args(arguments)
     if options.nodes < 1:
         parser.error(f"--nodes must be at least 1, got {options.nodes}")
@@ -143,7 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot or options.docs:
         require_matplotlib()
     machine = calibrated(machine_named(options.machine))
-    made, found, recommended = all_tables(machine, progress, options.nodes)
+    try:
+        made, found, recommended = all_tables(machine, progress, options.nodes, options.table)
+    except ValueError as error:
+        parser.error(str(error))
     progress("done\n")
     for table in made:
         print(table.text())
@@ -154,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders.append(IMAGES)
     several = next((table for table in made if table.name == "nodes"), None)
     for folder in folders:
-        for path in draw_all(machine, found, several, folder, progress):
+        for path in draw_all(machine, found, several, folder, progress, options.table):
             print(f"written to {path}")
     if options.json:
         options.json.write_text(document(machine, made, recommended) + "\n")

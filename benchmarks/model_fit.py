@@ -20,12 +20,17 @@ from model_published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER,
 def least(loss: Callable[[float], float], low: float, high: float, steps: int = 24) -> float:
     """Where ``loss`` is least between two positive numbers, by golden section on a logarithmic scale."""
     low, high = math.log(low), math.log(high)
-    for _ in range(steps):
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if loss(math.exp(left)) < loss(math.exp(right)):
-            high = right
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = loss(math.exp(left)), loss(math.exp(right))
+    for _ in range(steps):  # of the two inner points one is an inner point of what remains
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = loss(math.exp(left))
         else:
-            low = left
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = loss(math.exp(right))
     return math.exp((low + high) / 2)
 
 

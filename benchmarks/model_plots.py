@@ -16,6 +16,11 @@ from model_tables import Table
 
 Progress = Callable[[str], None]
 CHUNKS = (1, 2, 4, 8)
+TABLES = {
+    "rows": "one-node",
+    "chunks": "recommended",
+    "timeline": "orders",
+}  # that a plot is beside
 
 
 def require_matplotlib() -> Any:
@@ -38,8 +43,9 @@ def draw_all(
     nodes: Table | None,
     folder: Path,
     progress: Progress,
+    only: Sequence[str] | None = None,
 ) -> list[Path]:
-    """Every plot into ``folder``; the files."""
+    """Every plot into ``folder``, or those that belong to ``only`` these tables; the files."""
     pyplot = require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -52,6 +58,8 @@ def draw_all(
     if nodes is not None:
         plots.append(("nodes", lambda axes: _nodes(axes, nodes), (6.4, 4.2)))
     for name, draw, size in plots:
+        if only is not None and TABLES.get(name, name) not in only:
+            continue
         progress(f"plot: {name}")
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         draw(axes)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from interlace.runtime.errors import DifferentOpsError
+
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
 
 Terms = tuple[tuple[str, Any], ...]
@@ -92,7 +94,7 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
     op, terms, _ = answers[0]
     for rank, (other_op, other_terms, _) in enumerate(answers):
         if other_op != op:
-            raise ValueError(
+            raise DifferentOpsError(
                 f"ranks call different ops at the same time: rank 0 calls {op}, "
                 f"rank {rank} calls {other_op}"
             )

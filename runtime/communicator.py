@@ -24,7 +24,7 @@ import torch
 
 from interlace.runtime.call import Call, Refusal, compare
 from interlace.runtime.engine import Engine
-from interlace.runtime.errors import InterlaceError
+from interlace.runtime.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.memory import Arena, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
 from interlace.runtime.stream import Event, Outcome
@@ -42,7 +42,17 @@ modes_active = torch._C._len_torch_dispatch_stack
 class Communicator:
     """One rank's view of a group.
 
-    ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads.
+    ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads. Made by
+    :func:`interlace.new_group`, :meth:`split` and so on; every op takes it as ``group``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     group = interlace.new_group()
+    ...     half = group.split([0])
+    ...     group.barrier()
+    ...     return (group.rank, group.world_size, half and half.ranks)
+    >>> interlace.run(on_rank, 2)
+    [(0, 2, (0,)), (1, 2, None)]
     """
 
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
@@ -67,6 +77,7 @@ class Communicator:
         self.calls: dict[Any, Call] = {}  # that come again and again; the API's
         self._generation = 0
         self._closed = False
+        self._out_of_step = ""  # since which call, once ranks have called different ops
         self.elsewhere: Callable[[], Communicator] | None = None
         self.also: list[
             Communicator
@@ -99,6 +110,8 @@ class Communicator:
             raise
 
     def _number(self, error: Exception) -> None:
+        if isinstance(error, DifferentOpsError):
+            self._out_of_step = self._out_of_step or str(error)
         note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
         own_count = self.ranks != tuple(range(self.world_size))
         if own_count and error.args and not str(error.args[0]).endswith(note):
@@ -110,8 +123,8 @@ class Communicator:
             return self._agree(op, mine)
 
     def _agree(self, op: str, mine: Any) -> list[Any]:
-        if self._closed:
-            raise self._was_closed(op)
+        if self._closed or self._out_of_step:
+            raise self._over(op)
         if self.world_size == 1:
             return [mine]
         return compare(self.messages(Call(op, part=mine)))
@@ -148,7 +161,7 @@ class Communicator:
             raise
         except Exception as error:
             self.place.watcher = None  # what follows is another call
-            if self.world_size > 1 and not self._closed:
+            if self.world_size > 1 and not self._closed and not self._out_of_step:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 text = str(error)
                 if not isinstance(error, (TypeError, ValueError)):
@@ -171,7 +184,8 @@ class Communicator:
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator over some of this group's ranks; None on the others.
 
-        Collective over this group, so that every rank counts the same generations.
+        Collective over this group, so that every rank counts the same generations. Raises ValueError on
+        every rank if they ask for different ``ranks``.
         """
         answers = self.agree("new_group", tuple(ranks))
         for rank, theirs in enumerate(answers):
@@ -293,9 +307,13 @@ class Communicator:
         """Run the host part of an op. A :class:`Work` if ``async_op``, else what it waits for."""
 
         def numbered() -> Outcome:
+            if self._out_of_step:  # since an op that was queued before this one
+                raise self._over(op)
             with self._numbered():
                 return function()
 
+        if self._out_of_step:
+            raise self._over(op)
         if modes_active():
             _refuse_other_tensors(op)
         self.place.check()
@@ -331,8 +349,8 @@ class Communicator:
         """
 
         place = self.place
-        if self._closed:
-            raise self._was_closed(call.op)
+        if self._closed or self._out_of_step:
+            raise self._over(call.op)
         if modes_active():
             _refuse_other_tensors(call.op)
         place.check()
@@ -350,6 +368,8 @@ class Communicator:
             return Work(call.op, place, None, outputs) if async_op else None
 
         def numbered() -> Outcome:
+            if self._out_of_step:  # since an op that was queued before this one
+                raise self._over(call.op)
             try:
                 return Outcome(None, start(self.engine))
             except BaseException as error:
@@ -384,15 +404,20 @@ class Communicator:
         elif self.world_size > 1:
             self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 
-    def _was_closed(self, op: str) -> InterlaceError:
-        return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
+    def _over(self, op: str) -> InterlaceError:
+        if self._closed:
+            return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
+        return InterlaceError(
+            f"rank {self.rank}: {op}: the ranks of this group are out of step, make another group; it "
+            f"began with: {self._out_of_step}"
+        )
 
     def transfer(
         self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor
     ) -> Work:
         """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls."""
-        if self._closed:
-            raise self._was_closed(call.op)
+        if self._closed or self._out_of_step:
+            raise self._over(call.op)
         self.place.check()
         return Work(call.op, self.place, start(self.engine), [tensor])
 
@@ -408,6 +433,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._closed
 
     def close(self) -> None:

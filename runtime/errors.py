@@ -23,6 +23,13 @@ class AbortedError(InterlaceError):
     """This rank was told to stop because another rank failed or the group was shut down."""
 
 
+class DifferentOpsError(ValueError):
+    """Ranks called different ops at the same time, so one of them may be a call ahead of another.
+
+    It ends the group: every later call on it is an InterlaceError at once that names this one.
+    """
+
+
 class PeerDiedError(InterlaceError):
     """A peer process ended while this rank depended on it."""
 

@@ -24,8 +24,7 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.host_direct import Direct, adjacent
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
-from interlace.runtime.host_round_steps import RoundSteps
-from interlace.runtime.host_round_steps import sums as sums_in_rounds
+from interlace.runtime.host_round_steps import RoundSteps, sums_in_rounds
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
     MEDIUM_PLACES,

@@ -19,6 +19,7 @@ from interlace.runtime.host_rounds import SLOT_BYTES, around, cuts, place
 from interlace.runtime.host_steps import BEFORE, INPUT, OUTPUT, HostSteps, Key, meeting
 from interlace.runtime.steps import SUMS, Operand, Steps
 
+STREAMED = 8 << 20  # bytes of an output that are written past the caches: they would not stay there
 MOST = 64  # rounds of an op in steps: beside more the time of Python is small
 
 Stage = Callable[[Steps, int, int], None]
@@ -115,6 +116,7 @@ class RoundSteps(HostSteps):
     ) -> None:  # fmt: skip
         """all_gather: everyone's ``nbytes`` at ``source``, behind each other at ``target``."""
         rank = self._rank
+        total = nbytes * self._world_size
         in_place = source == target + rank * nbytes
 
         def stage(steps: Steps, c: int, slot: int) -> None:
@@ -122,14 +124,14 @@ class RoundSteps(HostSteps):
             size = min(SLOT_BYTES, nbytes - start)
             steps.copy(slot, (start, INPUT), size)
             if not in_place:
-                steps.copy((rank * nbytes + start, OUTPUT), (start, INPUT), size)
+                _output(steps, total)((rank * nbytes + start, OUTPUT), (start, INPUT), size)
 
         def collect(steps: Steps, c: int, at: Sequence[int]) -> None:
             start = c * SLOT_BYTES
             size = min(SLOT_BYTES, nbytes - start)
             for peer in around(rank, self._world_size):
                 slot = self._rounds.slot(peer, at[peer])
-                steps.copy((peer * nbytes + start, OUTPUT), slot, size)
+                _output(steps, total)((peer * nbytes + start, OUTPUT), slot, size)
 
         count = -(-nbytes // SLOT_BYTES)
         _, before = self._rounds.begin(count)
@@ -169,6 +171,7 @@ class RoundSteps(HostSteps):
     ) -> None:  # fmt: skip
         """all_to_all: everyone's part for this rank, of ``nbytes``, from ``source`` to ``target``."""
         rank, section = self._rank, self._rounds.section
+        total = nbytes * self._world_size
 
         def stage(steps: Steps, c: int, slot: int) -> None:
             size = min(section, nbytes - c * section)
@@ -179,9 +182,9 @@ class RoundSteps(HostSteps):
             size = min(section, nbytes - c * section)
             for peer in around(rank, self._world_size):
                 part = self._rounds.slot(peer, at[peer]) + rank * section
-                steps.copy((peer * nbytes + c * section, OUTPUT), part, size)
+                _output(steps, total)((peer * nbytes + c * section, OUTPUT), part, size)
             own = rank * nbytes + c * section
-            steps.copy((own, OUTPUT), (own, INPUT), size)
+            _output(steps, total)((own, OUTPUT), (own, INPUT), size)
 
         count = -(-nbytes // section)
         _, before = self._rounds.begin(count)
@@ -293,6 +296,11 @@ class RoundSteps(HostSteps):
         steps.ring(control.asleep)
 
 
+def _output(steps: Steps, nbytes: int) -> Callable[[Operand, Operand, Operand], None]:
+    """How to write into an output of ``nbytes`` in all."""
+    return steps.stream if nbytes >= STREAMED else steps.copy
+
+
 class Spans:
     """How a tensor is cut into one part per rank, in bytes, as ``Rounds.reduce`` cuts it."""
 
@@ -307,6 +315,6 @@ class Spans:
         return first + c * section, max(0, min(section, end - first - c * section))
 
 
-def sums(dtype: torch.dtype, op: str) -> bool:
+def sums_in_rounds(dtype: torch.dtype, op: str) -> bool:
     """Whether rounds of steps compute this."""
     return op == "sum" and dtype in SUMS

@@ -200,9 +200,8 @@ class Scheduler(ProgramHooks):
         if task is not None and greenlet.getcurrent() is not task.greenlet:
             raise InterlaceError(
                 f"rank {task.rank}: a simulated rank cannot wait for others in thread "
-                f"{threading.current_thread().name!r}, as in hooks of tensors and in what "
-                "torch.utils.checkpoint computes again with use_reentrant=False; use_reentrant=True can, "
-                'and ranks that are processes can, place="shm"'
+                f"{threading.current_thread().name!r}, as in hooks of tensors; ranks that are processes "
+                'can, place="shm"'
             )
         # host code may be inside a kernel that the user has launched, so every task has a grid
         builder = self._builder

@@ -103,6 +103,10 @@ class Steps:
         """``nbytes`` from ``source`` to ``target``, which may overlap."""
         self._add(steps_ir.COPY, (), 0, target, source, nbytes)
 
+    def stream(self, target: Operand, source: Operand, nbytes: Operand) -> None:
+        """A copy past the caches, for what will not be read soon; they must not overlap."""
+        self._add(steps_ir.STREAM, (), 0, target, source, nbytes)
+
     def release(self, address: int, value: Operand) -> None:
         """Store a word; what was written before comes before it."""
         self._add(steps_ir.RELEASE, (), 0, address, value)

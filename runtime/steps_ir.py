@@ -16,7 +16,7 @@ YIELD, MOVE, COMPARE_BYTES, SPINS, YIELDS = range(5)  # what does not change
 REGISTERS = 8  # the word of register 0, which is 0 always
 FIRST = 16  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
-END, COPY, RELEASE, RING, WAIT, COMPARE, SUM = range(7)
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, SUM = range(8)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ _UNROLLED = 4
 
 _RUN = """
 declare void @llvm.x86.sse2.pause()
+declare void @llvm.x86.sse.sfence()
 
 define i64 @run(ptr %words, i64 %first) nounwind {{
 entry:
@@ -83,6 +84,7 @@ next:
     i64 {RING}, label %ring
     i64 {WAIT}, label %wait
     i64 {COMPARE}, label %compare
+    i64 {STREAM}, label %stream
 {sums}
   ]
 advance:
@@ -159,9 +161,51 @@ compare.one:
   %compare.k1 = add i64 %compare.k, 1
   %compare.is = icmp eq i32 %compare.same, 0
   br i1 %compare.is, label %compare.each, label %stop
+stream:
+  %stream.before = sub i64 0, %x
+  %stream.odd = and i64 %stream.before, 31
+  %stream.short = icmp ult i64 %z, %stream.odd
+  %stream.head = select i1 %stream.short, i64 %z, i64 %stream.odd
+  %stream.to = inttoptr i64 %x to ptr
+  %stream.from = inttoptr i64 %y to ptr
+  call ptr %env.move(ptr %stream.to, ptr %stream.from, i64 %stream.head)
+  %stream.rest = sub i64 %z, %stream.head
+  %stream.whole = and i64 %stream.rest, -128
+  %stream.end = add i64 %stream.head, %stream.whole
+  br label %stream.next
+stream.next:
+  %stream.j = phi i64 [%stream.head, %stream], [%stream.j1, %stream.block]
+  %stream.more = icmp ult i64 %stream.j, %stream.end
+  br i1 %stream.more, label %stream.block, label %stream.tail
+stream.block:
+  %stream.source = getelementptr i8, ptr %stream.from, i64 %stream.j
+  %stream.target = getelementptr i8, ptr %stream.to, i64 %stream.j
+{streams}
+  %stream.j1 = add i64 %stream.j, 128
+  br label %stream.next
+stream.tail:
+  %stream.last = sub i64 %z, %stream.end
+  %stream.source.last = getelementptr i8, ptr %stream.from, i64 %stream.end
+  %stream.target.last = getelementptr i8, ptr %stream.to, i64 %stream.end
+  call ptr %env.move(ptr %stream.target.last, ptr %stream.source.last, i64 %stream.last)
+  call void @llvm.x86.sse.sfence()
+  br label %advance
 {blocks}
 }}
+!0 = !{{i32 1}}
 """
+
+
+def _streams() -> str:
+    """128 bytes from %stream.source to %stream.target, past the caches."""
+    loads, stores = [], []
+    for at in range(0, 128, 32):
+        v = f"%stream.{at}"
+        loads.append(f"  {v}.from = getelementptr i8, ptr %stream.source, i64 {at}")
+        loads.append(f"  {v} = load <4 x i64>, ptr {v}.from, align 1")
+        stores.append(f"  {v}.to = getelementptr i8, ptr %stream.target, i64 {at}")
+        stores.append(f"  store <4 x i64> {v}, ptr {v}.to, align 32, !nontemporal !0")
+    return "\n".join(loads + stores)
 
 
 def _operand(name: str, word: int) -> str:
@@ -327,5 +371,6 @@ def ir() -> str:
         sums="\n".join(
             f"    i64 {SUM + number}, label %sum.{e.name}" for number, e in enumerate(ELEMENTS)
         ),
+        streams=_streams(),
         blocks="\n".join(_sum(e) for e in ELEMENTS),
     )

@@ -52,6 +52,24 @@ class SymmetricMemory:
     offset : bytes from the base to the start of the tensor's storage. Always 0, as one allocation
         holds one storage; where in the storage a view starts is its ``storage_offset()``.
     multicast_ptr : 0, there is no multicast on a CPU.
+
+    Raises CollectiveTimeoutError or PeerDiedError in what waits, naming whom it waited for. Semantics:
+    ``torch.distributed._symmetric_memory``'s handle of that name.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = interlace.symmetric_memory.empty(4)
+    ...     handle = interlace.symmetric_memory.rendezvous(tensor)
+    ...     tensor.fill_(handle.rank)
+    ...     handle.barrier(timeout_ms=60_000)
+    ...     peer = 1 - handle.rank
+    ...     whole = handle.get_remote_tensor(peer, (4,), tensor.dtype)
+    ...     assert torch.equal(whole[2:], handle.get_buffer(peer, (2,), tensor.dtype, 2))
+    ...     handle.put_signal(1) if handle.rank == 0 else handle.wait_signal(0)
+    ...     assert not handle.has_multicast_support("cpu")
+    ...     return whole[0].item(), handle.get_signal_pad(peer, (8,)).shape
+    >>> interlace.run(on_rank, 2)
+    [(1.0, torch.Size([8])), (0.0, torch.Size([8]))]
     """
 
     offset = 0
@@ -79,10 +97,12 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
+        """Address of an int64 table of the ranks' buffers, for kernels."""
         return self._buffer_table.data_ptr()
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
+        """Address of an int64 table of the ranks' signal pads, for kernels."""
         return self._pad_table.data_ptr()
 
     @staticmethod
@@ -219,16 +239,27 @@ class SymmetricMemory:
 
     @staticmethod
     def memset32(tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-        """Set ``count`` elements of a flat uint32 tensor from element ``offset`` on; the tensor."""
+        """Set ``count`` elements of ``tensor``, 1-D and uint32, from element ``offset`` on; the tensor.
+
+        Raises ValueError for another tensor, or an element or value out of range.
+
+        >>> words = torch.zeros(3, dtype=torch.uint32)
+        >>> SymmetricMemory.memset32(words, 1, 7, count=2).tolist()
+        [0, 7, 7]
+        """
         _check_words(tensor, offset, val, count)
         tensor[offset : offset + count].fill_(val)
         return tensor
 
     @staticmethod
     def stream_write_value32(tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        """Set an element of a flat uint32 tensor, after all that precedes it; the tensor.
+        """Set an element of ``tensor``, 1-D and uint32, after all that precedes it; the tensor.
 
-        Whoever sees the value with acquire, on any rank, sees what was written before.
+        Whoever sees the value with acquire, on any rank, sees what was written before. Raises ValueError as
+        :meth:`memset32`.
+
+        >>> SymmetricMemory.stream_write_value32(torch.zeros(2, dtype=torch.uint32), 0, 3).tolist()
+        [3, 0]
         """
         _check_words(tensor, offset, val, 1)
         write_value_kernel[(1,)](tensor[offset:], val)

@@ -1,9 +1,10 @@
 """What torch keeps per thread, kept per task: ranks of a simulation share a thread, but not its modes.
 
-A rank that gives way inside ``torch.no_grad()``, or while an AsyncTensor waits within torch's dispatcher,
-would leave its grad mode and its excluded dispatch keys to the rank that goes on, and in the end to the
-caller, whose tensors would have no gradients any more. So would one that gives way under hooks on saved
-tensors, as torch.utils.checkpoint sets them: others would save their tensors in its checkpoint.
+A rank that gives way inside ``torch.no_grad()`` or ``torch.inference_mode()``, or while an AsyncTensor
+waits within torch's dispatcher, would leave its modes and its excluded dispatch keys to the rank that
+goes on, and in the end to the caller, whose tensors would have no gradients any more. So would one that
+gives way under hooks on saved tensors, as torch.utils.checkpoint sets them: others would save their tensors
+in its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
     """
     grad_enabled = torch.is_grad_enabled()
     hooks = _taken_hooks()
-    keys, own_grad_enabled, own_hooks = task.torch_state or (_keys(), grad_enabled, hooks)
-    with _C._ForceDispatchKeyGuard(*keys):
+    inference = torch.is_inference_mode_enabled()
+    keys, own_grad_enabled, own_hooks, own_inference = task.torch_state or (
+        _keys(), grad_enabled, hooks, inference,
+    )  # fmt: skip
+    with _C._InferenceMode(own_inference), _C._ForceDispatchKeyGuard(*keys):
         _C._set_grad_enabled(own_grad_enabled)
         _put_hooks(own_hooks)
         try:
@@ -34,7 +38,12 @@ def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
             else:
                 task.greenlet.throw(ended_by)
         finally:
-            task.torch_state = (_keys(), torch.is_grad_enabled(), _taken_hooks())
+            task.torch_state = (
+                _keys(),
+                torch.is_grad_enabled(),
+                _taken_hooks(),
+                torch.is_inference_mode_enabled(),
+            )
             _put_hooks(hooks)
             _C._set_grad_enabled(grad_enabled)
 

@@ -23,7 +23,17 @@ _making = threading.Lock()  # of torch's futures, which few ask for
 class Work(TorchWork):
     """The handle that ``async_op=True`` returns: a ``torch.distributed.Work``, whole.
 
-    The inputs of the op must not change before it has completed.
+    The inputs of the op must not change before it has completed. ``outputs`` are the tensors it fills, of
+    any shape. Raises what the op failed with in :meth:`wait` and what waits, not before.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.ones(2)
+    ...     work = interlace.all_reduce(tensor, async_op=True)
+    ...     work.wait(timeout=60)  # seconds
+    ...     return work.is_completed(), work.exception(), work.result()[0] is tensor
+    >>> interlace.run(on_rank, 2)
+    [(True, None, True), (True, None, True)]
     """
 
     def __init__(
@@ -126,7 +136,10 @@ class Work(TorchWork):
         return self._outputs if value is True else value
 
     def source_rank(self) -> int:
-        """The rank, within the group, that a receive received from; waits for the receive."""
+        """The rank, within the group, that a receive received from; waits for the receive.
+
+        Raises ValueError for an op that receives from nobody.
+        """
         self.wait()
         source = None if self._outcome is None else self._outcome.result().source
         if source is None:

@@ -7,23 +7,30 @@ folders, so that commands which name files below them work. What a page says is 
   or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of
   the page names it.
 * ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
-* ``bash`` is run by bash; of ``console`` the lines after ``$``, each followed by what it prints.
+* ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by what it prints.
+  ``python -m interlace``, pytest and benchmarks run in a fork of a process that has imported torch,
+  other lines in bash.
 * ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
   "s" are not.
 * ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
 
 A comment in the source, in a line of its own before a block, changes that::
 
-    <!-- needs: gpu -->    not run where there is not what NEEDS lists; its syntax is checked all the same
-    <!-- continues -->     goes on in the file of the Python block before it
-    <!-- varies -->        before a ``text`` block: an example of what is printed, not compared
+    <!-- needs: gpu -->           not run where there is not what NEEDS lists; its form is checked
+    <!-- tests add: --quick -->   every line is run with these words behind it
+    <!-- run by: FILE -->         not run here: FILE does, a page, a test or a script; that is checked
+    <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that it takes for granted
+    <!-- continues -->            goes on in the file of the Python block before it
+    <!-- varies -->               before a ``text`` block: an example of what is printed, not compared
+
+The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for those that have
+TEXT; of several marks of one kind the last counts.
 
 ``python tests/pages.py docs/verify.md`` writes what is printed now into a page.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -35,25 +42,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from markdown_it import MarkdownIt
 
 import page_child
+import page_lines
+from page_lines import NEEDS, ROOT, Line, Mark
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-NEEDS = {
-    "gpu": "a CUDA device",
-    "gpus": "several CUDA devices",
-    "hosts": "several hosts",
-    "megatron": "a model in layers of Megatron-core's",
-    "megatron-core": "the package, which is among the test requirements where it has wheels",
-    "torchtitan": "torchtitan, which is not among the test requirements",
-    "minutes": "more time than a test has",
-    "install": "the network, or a change of the environment",
-}
-INSTALLED = {"megatron-core": "megatron"}  # needs that a module may meet
-LINKED = ("docs", "examples", "benchmarks", "tests", "kernels", "runtime", "python")
+LINKED = ("examples", "benchmarks", "tests", "kernels", "runtime", "python")
+COPIED = "docs"  # which a command of a page writes to
+SHELLS = ("bash", "console")
 SECONDS = 200.0
 INLINE = re.compile(
     r"([A-Z]+=\S+ )?(make \w|torchrun |pytest |python [\w/]+\.py|python -m (pytest|interlace \w+) )"
@@ -69,15 +68,20 @@ class Block:
     text: str
     line: int
     file: str = ""
-    needs: str = ""
+    marks: list[Mark] = field(default_factory=list)
     output: str | None = None
     varies: bool = False
 
+    def said(self, kind: str) -> str:
+        """What the mark of that kind says, of the whole block."""
+        return next((m.value for m in self.marks if m.kind == kind and not m.selects), "")
 
-def runs(block: Block) -> bool:
-    """Whether there is here what the block needs."""
-    module = INSTALLED.get(block.needs)
-    return not block.needs or (module is not None and importlib.util.find_spec(module) is not None)
+    @property
+    def lines(self) -> list[Line]:
+        """The lines of a block of bash; any other block is one line."""
+        if self.language == "bash":
+            return page_lines.lines(self.text, self.marks)
+        return [Line(self.text, self.said("needs"), self.said("run by"))]
 
 
 def pages() -> list[pathlib.Path]:
@@ -99,7 +103,7 @@ def blocks(document: str) -> list[Block]:
         elif token.type == "fence":
             assert token.map is not None
             block = Block(token.info.strip(), token.content, token.map[0] + 1)
-            block.needs = next((m[6:].strip() for m in marks if m.startswith("needs:")), "")
+            block.marks = [one for comment in marks if (one := page_lines.mark(comment))]
             if block.language == "text" and directly and found:
                 found[-1].output = (found[-1].output or "") + block.text
                 found[-1].varies |= "varies" in marks
@@ -155,7 +159,10 @@ def commands(block: Block) -> list[list[str]]:
 
 def faults(block: Block, here: pathlib.Path) -> list[str]:
     """What is wrong with the form of a block, found without running it; ``here`` has the page's files."""
-    found = [f"unknown need {block.needs!r}"] if block.needs and block.needs not in NEEDS else []
+    needs = [m.value for m in block.marks if m.kind == "needs"]
+    found = [f"unknown need {need!r}" for need in needs if need not in NEEDS]
+    if block.language != "bash" and any(m.selects or m.kind == "tests add" for m in block.marks):
+        found.append("such a mark is for lines of bash")
     if block.language == "python":
         try:
             compile(block.text, block.file, "exec")
@@ -169,6 +176,10 @@ def faults(block: Block, here: pathlib.Path) -> list[str]:
     elif block.language in ("bash", "console"):
         every = commands(block)
         found += [] if every else ["no command"]
+        if block.language == "bash":
+            found += page_lines.faults(block.lines, block.marks)
+            tested = "\n".join(line.tested for line in block.lines if line.adds)
+            every += commands(Block("bash", tested, block.line))
         found += [fault for words in every if (fault := _command_fault(words, here))]
     elif block.language not in ("diff", "text", ""):
         found.append(f"language {block.language!r}")
@@ -218,6 +229,7 @@ def prepared(folder: pathlib.Path, document: str) -> None:
     for name in LINKED:
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / COPIED, folder / COPIED)
     for name in re.findall(r"\bcopy of\s+`([\w/]+\.py)`", document):
         shutil.copy(ROOT / name, folder)
     programs = folder / ".bin"
@@ -250,11 +262,13 @@ def save(block: Block, folder: pathlib.Path) -> None:
         (folder / block.file).write_text(patched((folder / old).read_text(), block.text))
 
 
-def run_python(file: str, folder: pathlib.Path) -> str:
-    """What ``python file`` prints; AssertionError if it fails. Forked, so torch is imported already."""
+def run_python(arguments: list[str], folder: pathlib.Path) -> str:
+    """What ``python *arguments`` prints; AssertionError if it fails. Forked, so torch is imported."""
     output, errors = folder / ".output", folder / ".errors"
+    file = " ".join(arguments)
     process = multiprocessing.get_context("forkserver").Process(
-        target=page_child.run_file, args=(str(folder), file, str(output), str(errors))
+        target=page_child.run_python,
+        args=(str(folder), arguments, environment(folder), str(output), str(errors)),
     )
     process.start()
     process.join(SECONDS)
@@ -268,22 +282,33 @@ def run_python(file: str, folder: pathlib.Path) -> str:
     return printed
 
 
-def run_bash(text: str, folder: pathlib.Path) -> str:
-    """What bash prints on its standard output; AssertionError if a command fails."""
-    environment = {
-        **os.environ,
+def environment(folder: pathlib.Path) -> dict[str, str]:
+    """The variables that a page's commands run under, beside those that are there."""
+    return {
         "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "python"),
         "PYTHONIOENCODING": "ascii:replace",
         "COLUMNS": "110",
         "OMP_NUM_THREADS": "1",
         "INTERLACE_TUNE_CACHE": "off",
+        "INTERLACE_CALIBRATION": "off",
     }
-    environment.pop("TRITON_INTERPRET", None)
+
+
+def run_line(line: Line, folder: pathlib.Path) -> str:
+    """What a line of bash prints."""
+    own = page_lines.own_command(line.tested)
+    return run_bash(line.tested, folder) if own is None else run_python(own, folder)
+
+
+def run_bash(text: str, folder: pathlib.Path) -> str:
+    """What bash prints on its standard output; AssertionError if a command fails."""
+    variables = {**os.environ, **environment(folder)}
+    variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
-        env=environment,
+        env=variables,
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -315,16 +340,36 @@ def worked_through(document: str, folder: pathlib.Path) -> Iterator[tuple[Block,
     every = blocks(document)
     for number, block in enumerate(every):
         save(block, folder)
-        shells = [later for later in every[number + 1 :] if later.language in ("bash", "console")]
-        if not runs(block) or block.language in ("diff", "text", "json", ""):
+        shells = [later for later in every[number + 1 :] if later.language in SHELLS]
+        there = [line for line in block.lines if line.runs]
+        if not there or block.language in ("diff", "text", "json", ""):
             yield block, None
         elif block.language == "python":
             named = any(block.file in words for later in shells for words in commands(later))
-            yield block, None if named else run_python(block.file, folder)
+            script = [within] if (within := block.said("within")) else []
+            if named:
+                yield block, None
+            elif block.said("needs") in ("gpu", "gpus"):  # a fork may not begin with CUDA
+                yield block, run_bash(f"python {block.file}", folder)
+            else:
+                yield block, run_python([*script, block.file], folder)
         elif block.language == "console":
             yield block, run_console(block.text, folder)
         else:
-            yield block, run_bash(block.text, folder)
+            yield block, "".join(run_line(line, folder) for line in there)
+
+
+def not_there(line: Line, page: str) -> str:
+    """Why what ``line`` of ``page`` names cannot be what runs it; empty if it may be.
+
+    A page has the same command and runs it. A test that runs a block of Python names its page.
+    """
+    if line.run_by.endswith(".md") and (ROOT / line.run_by).is_file():
+        theirs = [one for block in blocks((ROOT / line.run_by).read_text()) for one in block.lines]
+        same = [one for one in theirs if one.command == line.command]
+        there = any(not one.run_by and one.needs == line.needs for one in same)
+        return "" if there else f"{line.run_by} does not run {line.command!r}"
+    return page_lines.not_there(page if "\n" in line.command else line.command, line.run_by)
 
 
 def renewed(document: str, folder: pathlib.Path) -> str:

@@ -1,9 +1,10 @@
-"""The sdist makes a wheel, the wheel is whole, and works in a new environment, away from the repository."""
+"""The sdist makes a whole wheel, and installs and works in a new environment, away from the repository."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,20 +49,30 @@ def backend(step: str, *, source: pathlib.Path, out: pathlib.Path) -> pathlib.Pa
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """From the repository to an sdist, from that to a wheel."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """From the repository to an sdist, which is unpacked."""
     folder = tmp_path_factory.mktemp("distributions")
     shutil.copytree(ROOT, folder / "repository", symlinks=True, ignore=LEFT_OUT)
+    shutil.copytree(ROOT / ".ci", folder / "repository/.ci")
     sdist = backend("build_sdist", source=folder / "repository", out=folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
-    for file in ("Makefile", "docs/layers.md", "examples/tiny_gpt.py", "tests/support.py"):
+    for file in (
+        "Makefile",
+        ".ci/run",
+        "docs/layers.md",
+        "examples/tiny_gpt.py",
+        "tests/support.py",
+    ):
         assert (source / file).is_file(), f"the sdist has no {file}"
-    return backend("build_wheel", source=source, out=folder)
+    return source
 
 
-def test_the_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
+def test_the_wheel_has_every_file_and_no_other(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    wheel = backend("build_wheel", source=source, out=tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
@@ -80,7 +91,9 @@ def test_the_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
     assert "Requires-Python: <3.14,>=3.10" in metadata and "Requires-Dist: torch" in metadata
 
 
-def test_the_wheel_works_in_a_new_environment(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_it_installs_and_works_in_a_new_environment(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """torch and the other requirements are lent by this environment; interlace is not."""
     venv.create(tmp_path / "new", symlinks=True)
     python = tmp_path / "new/bin/python"
@@ -90,8 +103,9 @@ def test_the_wheel_works_in_a_new_environment(wheel: pathlib.Path, tmp_path: pat
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     # A line of a .pth file adds a folder, but not what that folder's own .pth files add.
     pathlib.Path(inside.strip(), "lent.pth").write_text("\n".join(lent) + "\n")
-    install = ("install", "--quiet", "--no-deps", "--no-index", wheel)
-    call(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path)
+    pip, *install = shlex.split("pip install .")
+    offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    call(sys.executable, "-m", pip, "--python", python, *install, *offline, cwd=source)
     assert call(python, "-c", SMOKE, cwd=tmp_path).split() == ["True", "True", "[128.0,", "128.0]"]
     assert "place" in call(python, "-m", "interlace", "doctor", cwd=tmp_path).lower()
     assert "doctor" in call(tmp_path / "new/bin/interlace", "--help", cwd=tmp_path)

@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -43,13 +44,13 @@ ALIASES = {
 FOREIGN = r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\srel=\"?stylesheet[^>]*\shref=\"?https?://"
 
 
-def build(*options: str) -> subprocess.CompletedProcess[str]:
+def offline(*command: str) -> subprocess.CompletedProcess[str]:
     nowhere = "http://127.0.0.1:9"
-    offline = {"http_proxy": nowhere, "https_proxy": nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    variables = {"http_proxy": nowhere, "https_proxy": nowhere, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", *options],
+        command,
         cwd=ROOT,
-        env={**os.environ, **offline},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=110,
@@ -57,7 +58,8 @@ def build(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
-    done = build("--site-dir", str(tmp_path))
+    here = ("-o", ".venv/stamp", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
+    done = offline(*shlex.split("make docs"), *here)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.html")}
     for page in (ROOT / "docs").rglob("*.md"):
@@ -81,9 +83,9 @@ def test_a_link_to_nowhere_is_seen(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mkdocs.yml").write_text(
         f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nnav: [index.md]\nplugins: []\n"
     )
-    done = build(
-        "--site-dir", str(tmp_path / "site"), "--config-file", str(tmp_path / "mkdocs.yml")
-    )
+    mkdocs = (sys.executable, "-m", "mkdocs", "build", "--strict")
+    files = ("--site-dir", str(tmp_path / "site"), "--config-file", str(tmp_path / "mkdocs.yml"))
+    done = offline(*mkdocs, *files)
     assert done.returncode != 0 and "'#two'" in done.stderr
 
 

@@ -148,7 +148,9 @@ class Bundle:
         *,
         stream: Any = None,
     ) -> None:
-        """Launch one kernel; see :meth:`Kernel.launch`."""
+        """Launch one kernel. Raises ValueError for a name that is none, and what :meth:`Kernel.launch`
+        does.
+        """
         if kernel not in self.kernels:
             raise ValueError(f"kernel is {kernel!r}; the bundle has {', '.join(self.kernels)}")
         self.kernels[kernel].launch(grid, arguments, stream=stream)
@@ -156,7 +158,11 @@ class Bundle:
     def run(
         self, values: Mapping[str, Any], arguments: Mapping[str, Any], *, stream: Any = None
     ) -> None:
-        """Launch all of ``sequence`` on one stream; each kernel takes its own of ``arguments``."""
+        """Launch all of ``sequence`` on one stream; each kernel takes its own of ``arguments``.
+
+        Raises TypeError for an argument of no kernel, before any is launched, and what
+        :meth:`Kernel.launch` does.
+        """
         kernels = [self.kernels[name] for name in self.sequence]
         for name in arguments:
             if not any(name in kernel.arguments for kernel in kernels):

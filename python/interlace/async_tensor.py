@@ -47,6 +47,16 @@ class AsyncTensor(torch.Tensor):
     """A tensor whose op may still be running. ``size()``, ``stride()``, ``view()`` do not wait.
 
     :meth:`wait` gives the plain tensor. In a graph that is traced, the wait comes where the first use is.
+    Made by the functions of :mod:`interlace.functional`; semantics: the ``AsyncCollectiveTensor`` of
+    ``torch.distributed._functional_collectives``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def summed():
+    ...     y = functional.all_reduce(torch.ones(2))
+    ...     return type(y).__name__, type(y.wait()).__name__, y.completed
+    >>> interlace.run(summed, 2)[0]
+    ('AsyncTensor', 'Tensor', True)
     """
 
     _inner: torch.Tensor
@@ -307,5 +317,14 @@ def wrapped_together(inners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a plain one, complete; itself if it is one already."""
+    """``tensor``, of any shape, as a plain one, complete; itself if it is one already.
+
+    Raises what its op failed with: :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on.
+    Semantics: ``torch.distributed._functional_collectives.wait_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
+    [tensor([2.]), tensor([2.])]
+    """
     return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor

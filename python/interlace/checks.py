@@ -123,7 +123,7 @@ def warn_without_gradients(op: str, *tensors: Any) -> None:
     """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
     if torch.is_grad_enabled() and requires_grad(tensors):
         warnings.warn(
-            f"interlace.{op} does not record gradients of unequal parts, nor in sim: its output is "
+            f"interlace.{op} does not record gradients of unequal parts: its output is "
             "detached from inputs that require them; call it under torch.no_grad() if that is meant",
             UserWarning,
             stacklevel=3,

@@ -85,6 +85,14 @@ def all_reduce_coalesced(
 
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensors = [torch.ones(1), torch.arange(2)]
+    ...     interlace.all_reduce_coalesced(tensors)
+    ...     return [tensor.tolist() for tensor in tensors]
+    >>> interlace.run(on_rank, 2)[0]
+    [[2.0], [0, 2]]
     """
     return _all_reduce_coalesced(resolve(group).on(tensors), tensors, op, async_op)
 
@@ -110,10 +118,20 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`interlace.all_gather` of each tensor of a list, each with an output in either form.
+    """:func:`interlace.all_gather` of each tensor of ``input_tensor_list``, into an output each.
 
+    Tensors of a list may differ in shape and dtype; an output is a tensor or a list of one per rank.
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     mine = [torch.tensor([interlace.get_rank()]), torch.ones(1)]
+    ...     outputs = [[torch.empty_like(each) for _ in range(2)] for each in mine]
+    ...     interlace.all_gather_coalesced(outputs, mine)
+    ...     return outputs[0]
+    >>> interlace.run(on_rank, 2)[0]
+    [tensor([0]), tensor([1])]
     """
     return _all_gather_coalesced(
         resolve(group).on(input_tensor_list), output_tensor_lists, input_tensor_list, async_op
@@ -126,7 +144,18 @@ def all_gather_into_tensor_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`all_gather_coalesced`, under the name that backends of torch have for it."""
+    """As :func:`all_gather_coalesced`, under the name that backends of torch have for it.
+
+    ``inputs`` may differ in shape and dtype. Raises what that does.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     outputs = [torch.empty(2), torch.empty(4)]
+    ...     interlace.all_gather_into_tensor_coalesced(outputs, [torch.ones(1), torch.zeros(2)])
+    ...     return outputs
+    >>> interlace.run(on_rank, 2)[0]
+    [tensor([1., 1.]), tensor([0., 0., 0., 0.])]
+    """
     return _all_gather_coalesced(
         resolve(group).on(inputs), outputs, inputs, async_op,
         name="all_gather_into_tensor_coalesced", names=("outputs", "inputs"),
@@ -156,8 +185,17 @@ def reduce_scatter_tensor_coalesced(
 ) -> Work | None:
     """:func:`interlace.reduce_scatter` of each of ``inputs``, in either form, into each of ``outputs``.
 
-    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
-    any data moves.
+    Each of ``outputs`` has the shape of this rank's part. Returns None, or a :class:`Work` with
+    ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics: the method
+    of that name of torch's backends.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     outputs = [torch.empty(1), torch.empty(2)]
+    ...     interlace.reduce_scatter_tensor_coalesced(outputs, [torch.ones(2), torch.arange(4.0)])
+    ...     return outputs
+    >>> interlace.run(on_rank, 2)
+    [[tensor([2.]), tensor([0., 2.])], [tensor([2.]), tensor([4., 6.])]]
     """
     return _reduce_scatter_tensor_coalesced(
         resolve(group).on(outputs), outputs, inputs, op, async_op

@@ -426,9 +426,8 @@ def reduce_scatter(
         one tensor that is the parts concatenated along dim 0 or stacked. ``input_list`` is torch's name.
     op, algorithm : as for :func:`all_reduce`.
 
-    Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work` with ``async_op``.
-    Raises ValueError or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``
-    and ``reduce_scatter_tensor``.
+    Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work`. Raises ValueError
+    or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``, ``_tensor`` too.
 
     >>> import interlace, torch
     >>> def on_rank():
@@ -482,10 +481,13 @@ def barrier(
 ) -> Work | None:
     """Return once every rank of the group has called it, and what their callers had issued has finished.
 
-    Blocks the host, unless ``async_op``. ``timeout``, in seconds or a timedelta, bounds the blocking in
-    ``shm``; the group's own always does. ``device_ids`` is torch's, for its NCCL backend, and must be a
-    list of ints or None. Returns None, or a :class:`Work` with ``async_op``. Raises
-    CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
+    Blocks the host, unless ``async_op``: then a :class:`Work`. ``timeout``, in seconds or a timedelta,
+    bounds the blocking in ``shm``; the group's own always does. ``device_ids`` is torch's, a list of ints
+    or None. Raises CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
+
+    >>> import interlace
+    >>> interlace.run(interlace.barrier, 2)
+    [None, None]
     """
     communicator = resolve(group)
     if device_ids is not None or timeout is not None:

@@ -31,7 +31,7 @@ from interlace import ops as ops
 from interlace import reduce_ops
 from interlace.async_tensor import AsyncTensor, wait, wrapped, wrapped_together
 from interlace.group_specs import GroupSpec, bound, describe
-from interlace.ops import fused, plain
+from interlace.ops import plain, undispatched
 from interlace.ops.pending import Started
 from interlace.process_group_rules import PLAIN_TYPES, modes_active
 
@@ -64,10 +64,9 @@ _allow_in_graph(wait)
 
 def _traceable(name: str) -> Callable[..., Any]:
     """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
-    op = getattr(torch.ops.interlace, name).default
 
     def start(*args: Any) -> Any:
-        result = op(*args)
+        result = undispatched.call(name, *args)
         if isinstance(result, torch.Tensor):
             return wrapped(result)
         return wrapped_together(result)
@@ -78,11 +77,10 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 def _traceable_out(name: str) -> Callable[..., Any]:
-    op = getattr(torch.ops.interlace, f"{name}_out").default
 
     def start(*args: Any) -> Any:
         *own, out = args
-        op(*own, out=out)
+        undispatched.call_out(name, *own, out=out)
         return out
 
     start.__name__ = start.__qualname__ = f"{name}_out"
@@ -99,9 +97,6 @@ _reduce = _traceable("reduce")
 _permute = _traceable("permute")
 _gather = _traceable("gather")
 _scatter = _traceable("scatter")
-_all_gather_matmul = _traceable("all_gather_matmul")
-_matmul_reduce_scatter = _traceable("matmul_reduce_scatter")
-_matmul_all_reduce = _traceable("matmul_all_reduce")
 _all_reduce_out = _traceable_out("all_reduce")
 _all_gather_out = _traceable_out("all_gather")
 _reduce_scatter_out = _traceable_out("reduce_scatter")
@@ -182,11 +177,6 @@ def _reduction(
     return (name, input) if factor is None else ("sum", input * factor)
 
 
-def _name_of(reduce_op: Any) -> str:
-    """For the fused ops, whose kernels refuse what they cannot do."""
-    return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
-
-
 # -- reductions ----------------------------------------------------------------------------------------
 
 
@@ -200,8 +190,18 @@ def all_reduce(
 ) -> torch.Tensor:
     """The reduction of every rank's ``input``, on all ranks: the same bits everywhere.
 
-    ``reduce_op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``.
-    ``out`` gets the result; it may be ``input``.
+    ``input``: any shape and strides, equal shapes and dtypes on all ranks. ``reduce_op``: "sum", "avg",
+    "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``. ``out`` gets the result, of the
+    shape, dtype and device of ``input``; it may be ``input``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted, and in backward for a ``reduce_op`` on bits. Semantics: ``all_reduce`` of
+    ``torch.distributed._functional_collectives``; the gradient is that of the sum of all ranks' losses.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.all_reduce(torch.ones(2)).tolist(), 2)
+    [[2.0, 2.0], [2.0, 2.0]]
     """
     _check("all_reduce", group, tag, input=input, out=out)
     reduce_op, input = _reduction("all_reduce", group, tag, reduce_op, input)
@@ -225,8 +225,16 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
 
-    The size of the group must divide the length of ``scatter_dim``. ``reduce_op`` as for
-    :func:`all_reduce`.
+    ``input``: ``[.., n, ..]`` with n at ``scatter_dim``, which the size of the group must divide; the
+    result, and ``out``, is ``[.., n / size, ..]``. ``reduce_op`` and errors as for :func:`all_reduce`.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed._functional_collectives.reduce_scatter_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.reduce_scatter(torch.arange(4)).tolist(), 2)
+    [[0, 2], [4, 6]]
     """
     _check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
     reduce_op, input = _reduction("reduce_scatter", group, tag, reduce_op, input)
@@ -242,7 +250,19 @@ def reduce_scatter(
 def reduce(
     input: torch.Tensor, reduce_op: Any, dst: int, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
-    """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others."""
+    """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others.
+
+    ``input``: any shape, equal on all ranks, which is the shape of the result. ``reduce_op`` as for
+    :func:`all_reduce`; gradients for "sum" and "avg".
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward for
+    another ``reduce_op``. Semantics: ``torch.distributed.reduce``, without a side effect.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.reduce(torch.ones(2), "sum", 1).tolist(), 2)
+    [[0.0, 0.0], [2.0, 2.0]]
+    """
     _check("reduce", group, tag, {"dst": dst}, input=input)
     reduce_op, input = _reduction("reduce", group, tag, reduce_op, input)
     if _direct(input):
@@ -264,7 +284,16 @@ def all_gather(
 ) -> torch.Tensor:
     """Every rank's ``input``, one behind the other along ``gather_dim``. Shapes must be equal.
 
+    The result, and ``out`` if it is given, is ``[.., size * n, ..]`` for an ``input`` of ``[.., n, ..]``;
     0-dim tensors give a tensor of the group's size.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_gather_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.all_gather(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
     """
     _check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
     if _direct(input, out):
@@ -287,8 +316,18 @@ def all_to_all(
 ) -> torch.Tensor:
     """Rank r's part of dim 0 of every rank's ``input``, one behind the other.
 
-    Parts are of equal length, or of ``input_split_sizes[r]`` for rank r and ``output_split_sizes[s]``
-    from s.
+    ``input``: ``[n, ...]``. Parts are of equal length, or of ``input_split_sizes[r]`` rows for rank r and
+    ``output_split_sizes[s]`` from s, which add up to the rows of the result, and of ``out``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_to_all_single``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def exchanged():
+    ...     return functional.all_to_all(10 * interlace.get_rank() + torch.arange(2)).tolist()
+    >>> interlace.run(exchanged, 2)
+    [[0, 10], [1, 11]]
     """
     _check("all_to_all_single", group, tag, input=input, out=out)
     received = output_split_sizes
@@ -314,7 +353,18 @@ def broadcast(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too."""
+    """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too.
+
+    ``out``, of that shape, gets the result; it may be ``input``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.broadcast``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.broadcast(torch.tensor(interlace.get_rank()), 1).item(), 2)
+    [1, 1]
+    """
     _check("broadcast", group, tag, {"src": src}, input=input, out=out)
     if _direct(input, out):
         return _started(plain.broadcast(bound(group, tag), input, src, out))
@@ -328,7 +378,18 @@ def broadcast(
 def permute(
     input: torch.Tensor, src_dst: Sequence[int], *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
-    """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal."""
+    """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal.
+
+    ``input``: any shape. ``src_dst``: each rank of the group once.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed._functional_collectives.permute_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.permute(torch.tensor(interlace.get_rank()), [1, 2, 0]).item(), 3)
+    [2, 0, 1]
+    """
     _check("permute", group, tag, input=input)
     targets = _ints("permute", group, tag, "src_dst", src_dst)
     if _direct(input):
@@ -340,7 +401,16 @@ def permute(
 def gather(
     input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
-    """As :func:`all_gather` on rank ``dst`` of the group; zeros of the same shape on the others."""
+    """As :func:`all_gather` of ``input`` on rank ``dst`` of the group; zeros of that shape on the others.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.gather``, into one tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.gather(torch.ones(1), 0).tolist(), 2)
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
     _check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
     if _direct(input):
         return _started(plain.gather(bound(group, tag), input, dst, gather_dim))
@@ -353,7 +423,16 @@ def scatter(
 ) -> torch.Tensor:
     """This rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
 
-    Other ranks' inputs say the shape and dtype, and are not read.
+    The size of the group must divide that length. Other ranks' inputs say the shape and dtype, and are not
+    read.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.scatter``, of one tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.scatter(torch.arange(2) + interlace.get_rank(), 1).tolist(), 2)
+    [[1], [2]]
     """
     _check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
     if _direct(input):
@@ -362,137 +441,12 @@ def scatter(
     return _scatter(input, src, scatter_dim, size, name)  # type: ignore[no-any-return]
 
 
-# -- fused ---------------------------------------------------------------------------------------------
-
-
-def all_gather_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
-    gather_dim: int = 0,
-    *,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    group: Any = None,
-    tag: str = "",
-    return_gathered: bool = False,
-    save_gathered: bool = True,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
-
-    Shards must be equal. ``save_gathered``: keep the gathered input for the weights' gradients; without, it
-    is gathered again in backward, while the gradient of the input is computed.
-    """
-    _check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
-    several = not isinstance(weight, torch.Tensor)
-    if several and (not isinstance(weight, (list, tuple)) or not weight):
-        text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
-        _refuse("all_gather_matmul", group, tag, TypeError(text))
-    weights: list[Any] = list(weight) if several else [weight]
-    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
-    if len(biases) != len(weights):
-        text = f"bias has {len(biases)} entries, weight has {len(weights)}"
-        _refuse("all_gather_matmul", group, tag, ValueError(text))
-    for each in weights:
-        _check("all_gather_matmul", group, tag, weight=each)
-    for each in biases:
-        _check("all_gather_matmul", group, tag, bias=each)
-    if all(each is None for each in biases):
-        biases = []
-    elif any(each is None for each in biases):
-        # a list of which some are None has no gradients in torch's custom ops
-        biases = [
-            w.new_zeros(w.shape[1:]) if b is None else b
-            for w, b in zip(weights, biases, strict=True)
-        ]
-    if _direct(input, *weights, *biases):
-        started = fused.all_gather_matmul(
-            bound(group, tag),
-            input,
-            weights,
-            biases,
-            gather_dim,
-            return_gathered,
-            algorithm,
-            out_dtype,
-        )
-        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
-    else:
-        name, size = describe(group, tag)
-        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
-        # nobody waits for what a program without a backward keeps
-        kept = return_gathered or (save_gathered and wanted and not torch.compiler.is_exporting())
-        made = _all_gather_matmul(
-            input, weights, biases, gather_dim, kept, algorithm, out_dtype, size, name
-        )
-    outputs = list(made[: len(weights)]) if several else made[0]
-    return (made[len(weights)], outputs) if return_gathered else outputs
-
-
-def matmul_reduce_scatter(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str = "sum",
-    scatter_dim: int = 0,
-    *,
-    bias: torch.Tensor | None = None,
-    group: Any = None,
-    tag: str = "",
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``, as
-    :func:`interlace.matmul_reduce_scatter`; the size of the group must divide what is scattered."""
-    _check(
-        "matmul_reduce_scatter",
-        group,
-        tag,
-        {"scatter_dim": scatter_dim},
-        input=input,
-        weight=weight,
-        bias=bias,
-    )
-    if _direct(input, weight, bias):
-        return _started(
-            fused.matmul_reduce_scatter(
-                bound(group, tag), input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype
-            )
-        )
-    name, size = describe(group, tag)
-    return _matmul_reduce_scatter(  # type: ignore[no-any-return]
-        input, weight, bias, _name_of(reduce_op), scatter_dim, algorithm, out_dtype, size, name
-    )
-
-
-def matmul_all_reduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str = "sum",
-    *,
-    bias: torch.Tensor | None = None,
-    group: Any = None,
-    tag: str = "",
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
-
-    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows.
-    """
-    _check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
-    if _direct(input, weight, bias):
-        return _started(
-            fused.matmul_all_reduce(
-                bound(group, tag), input, weight, bias, reduce_op, algorithm, out_dtype
-            )
-        )
-    name, size = describe(group, tag)
-    return _matmul_all_reduce(  # type: ignore[no-any-return]
-        input, weight, bias, _name_of(reduce_op), algorithm, out_dtype, size, name
-    )
-
-
 from interlace.functional_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul  # noqa: E402
+from interlace.functional_matmul import (  # noqa: E402
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from interlace.functional_scaled import (  # noqa: E402  (it needs what is above)
     all_gather_scaled_matmul,
     scaled_matmul_reduce_scatter,

@@ -35,9 +35,21 @@ def all_gather_grouped_matmul(
 ) -> Any:
     """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
 
-    Both splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by
-    expert and source rank, has to be there. Returns the output, or ``(received, output)`` with
-    ``return_received``. For gradients all ranks must have equally many rows.
+    ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
+    splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by expert and
+    source rank, has to be there. Returns the output, or ``(received, output)`` with ``return_received``.
+    For gradients all ranks must have equally many rows.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
+    then a matmul for each expert, as ``torch._grouped_mm``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def gathered():  # one expert, of which each rank has a slice
+    ...     row, weight = torch.ones(1, 4), torch.ones(1, 4, 2)
+    ...     return functional.all_gather_grouped_matmul(row, weight, [1], [1, 1]).tolist()
+    >>> interlace.run(gathered, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
     """
     return _grouped(
         "all_gather_grouped_matmul", grouped.all_gather_grouped_matmul, input, weight,
@@ -60,7 +72,19 @@ def all_to_all_grouped_matmul(
 ) -> Any:
     """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
 
-    Splits and result as for :func:`all_gather_grouped_matmul`.
+    ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
+    ``weight`` has the own experts only, ``(experts / size, k, n)``, and ``bias`` theirs.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def exchanged():  # a row for the expert of each rank
+    ...     rows, weight = torch.ones(2, 4), torch.full((1, 4, 2), 1.0 + interlace.get_rank())
+    ...     return functional.all_to_all_grouped_matmul(rows, weight, [1, 1], [1, 1]).tolist()
+    >>> interlace.run(exchanged, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
     """
     return _grouped(
         "all_to_all_grouped_matmul", grouped.all_to_all_grouped_matmul, input, weight,

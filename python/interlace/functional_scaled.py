@@ -38,11 +38,22 @@ def all_gather_scaled_matmul(
     ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
     ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
     is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
-    ``(1, n)`` for each. ``out_dtype`` is bfloat16 by default. ``return_gathered`` gives the gathered,
-    unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies fp8 where it
-    arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the gather), "auto".
+    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``
+    gives the gathered, unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies
+    fp8 where it arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the
+    gather), "auto".
 
-    No gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def gathered():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()  # contiguous along k
+    ...     return functional.all_gather_scaled_matmul(x, weight, one, one)[3, :2].tolist()
+    >>> interlace.run(gathered, 2)
+    [[4.0, 4.0], [4.0, 4.0]]
     """
     op = "all_gather_scaled_matmul"
     several = not isinstance(weight, torch.Tensor)
@@ -88,12 +99,24 @@ def scaled_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
 
-    Operands, scales and ``out_dtype``, in which products travel, as for :func:`all_gather_scaled_matmul`,
-    but every rank may have another scale; any dimension of the product may be scattered. ``reduce_op``:
-    "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is added once. ``algorithm`` as there; with
-    "unfused" the matmul is done when the call returns, and the reduction is in flight.
+    ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, in which products travel, as
+    for :func:`all_gather_scaled_matmul`, but every rank may have another scale; any dimension of the
+    product may be scattered. ``reduce_op``: "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is
+    added once. ``algorithm`` as there; with "unfused" the matmul is done when the call returns, and the
+    reduction is in flight.
 
-    No gradients. ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`` adds the bias on every rank.
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``, which adds the bias
+    on every rank.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def reduced():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()
+    ...     return functional.scaled_matmul_reduce_scatter(x, weight, one, one)[0, :2].tolist()
+    >>> interlace.run(reduced, 2)
+    [[8.0, 8.0], [8.0, 8.0]]
     """
     functional._check(
         "scaled_matmul_reduce_scatter",

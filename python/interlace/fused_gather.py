@@ -72,7 +72,7 @@ def all_gather_matmul(
     [tensor(128.), tensor(128.)]
     """
     if (
-        recorded.wanted(group, input, weight, bias)
+        recorded.wanted(input, weight, bias)
         and isinstance(input, torch.Tensor)
         and input.dim() > 1
         and recorded.equal_shards(group, input, gather_dim)

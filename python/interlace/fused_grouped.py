@@ -117,6 +117,7 @@ def all_to_all_grouped_matmul(
 
     ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
     Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
+    Raises what that does.
 
     The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
     ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
@@ -154,7 +155,7 @@ def _public(
     asked = Asked(
         op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
     )
-    if recorded.wanted(group, input, weight, bias):
+    if recorded.wanted(input, weight, bias):
         communicator = resolve(group).on(input)
         call = checked(communicator, input, weight, bias, asked)
         first = f"{op} of tensors that require gradients"  # on all ranks, then

@@ -72,7 +72,7 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     if (
-        recorded.wanted(group, input, weight, bias)
+        recorded.wanted(input, weight, bias)
         and _are_matrices(input, weight)
         and recorded.equal_parts(group, input, weight, scatter_dim)
     ):
@@ -310,15 +310,19 @@ def matmul_all_reduce(
 ) -> Any:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
-    Arguments as for :func:`matmul_reduce_scatter`, but ``bias`` must be the same on all ranks, of which
-    each adds it to a part of the rows. Small outputs go one-shot, in one kernel that sends
-    every tile to every rank; larger ones as matmul + reduce-scatter and an all-gather of the parts.
+    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
+    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
+    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
+    an all-gather of the parts.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
+    ``torch.matmul``, then ``torch.distributed.all_reduce``.
 
     >>> import interlace, torch
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    if recorded.wanted(group, input, weight, bias) and _are_matrices(input, weight):
+    if recorded.wanted(input, weight, bias) and _are_matrices(input, weight):
         name = activations.checked("activation", activation, resolve(group).rank)
         return recorded.run(
             "matmul_all_reduce",

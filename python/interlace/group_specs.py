@@ -44,7 +44,8 @@ class GroupSpec:
     """A group that need not exist yet: tracing, compiling and exporting take its name and size.
 
     When an op runs, the name stands for what :meth:`bind` said, else for the group that
-    :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks.
+    :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks. Raises
+    TypeError or ValueError for what is no name or size.
 
     >>> import interlace, torch
     >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -56,6 +57,14 @@ class GroupSpec:
     ['interlace.all_gather.default', '_c10d_functional.wait_tensor.default', 'aten.mul.Tensor']
 
     Without a size, what is traced or exported fits groups of any size: the graph asks for it.
+
+    What it stands for is said when there are ranks:
+
+    >>> def bound():
+    ...     group.bind(None)  # all ranks
+    ...     return interlace.functional.all_gather(torch.ones(1), group=group).tolist()
+    >>> interlace.run(bound, 4)[0]
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     name: str
@@ -76,7 +85,10 @@ class GroupSpec:
             raise ValueError(f"GroupSpec: size must be at least 1, got {self.size}")
 
     def bind(self, group: Any) -> None:
-        """From now on the name stands for ``group``, on the calling rank; ValueError for another size."""
+        """From now on the name stands for ``group``, on the calling rank.
+
+        Raises ValueError for another size.
+        """
         communicator = resolve(group)
         if self.size is not None and communicator.world_size != self.size:
             raise ValueError(

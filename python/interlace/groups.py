@@ -111,6 +111,14 @@ def init(
 
     Returns the group. Raises :class:`InterlaceError` if neither source is there, and
     ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
+
+
+    >>> import interlace, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> interlace.init(timeout=60).ranks
+    (0,)
+    >>> interlace.shutdown()
+    >>> dist.destroy_process_group()
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -176,7 +184,13 @@ def _forget(reason: str) -> None:
 
 
 def shutdown() -> None:
-    """Leave the default group of this process and give its memory back. Idempotent."""
+    """Leave the default group of this process, which :func:`init` made, and give its memory back.
+
+    Idempotent, not collective. Ranks of :func:`interlace.run` need none of it.
+
+    >>> import interlace
+    >>> interlace.shutdown()
+    """
     global _of_process, _made_from
     _made_from = None
     if _of_process is not None:
@@ -274,12 +288,28 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
 
 
 def get_rank(group: Any = None) -> int:
-    """The caller's rank within ``group``, by default within all ranks."""
+    """The caller's rank within ``group``, by default within all ranks.
+
+    Raises ValueError if the caller is no member, TypeError for what is no group, :class:`InterlaceError` if
+    there is no default group. Semantics: ``torch.distributed.get_rank``, which gives -1 to those outside.
+
+    >>> import interlace
+    >>> interlace.run(interlace.get_rank, 2)
+    [0, 1]
+    """
     return resolve(group).rank
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks of ``group``, by default of all ranks."""
+    """The number of ranks of ``group``, by default of all ranks.
+
+    Raises what :func:`get_rank` does. Semantics: ``torch.distributed.get_world_size``, which gives -1 to
+    those outside.
+
+    >>> import interlace
+    >>> interlace.run(interlace.get_world_size, 2)
+    [2, 2]
+    """
     return resolve(group).world_size
 
 

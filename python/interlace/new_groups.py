@@ -50,6 +50,16 @@ def new_group(
 
     ``timeout``, in seconds or a timedelta, bounds the waits of the group, by default as its parent's.
     ``name`` names it: a later op takes ``group=name``.
+
+    Raises ValueError or TypeError, on every rank of the parent unless ``use_local_synchronization``, for
+    ranks that are not there, and where ranks ask for different groups.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     group = interlace.new_group([2, 1], name="pair", timeout=60)
+    ...     return interlace.get_rank(group) if interlace.get_rank() else None
+    >>> interlace.run(on_rank, 3)
+    [None, 1, 0]
     """
     parent = resolve(group)
     try:
@@ -90,8 +100,13 @@ def new_subgroups(
 ) -> tuple[Any, list[Any]]:
     """Groups of ``group_size`` consecutive ranks of ``group``; the caller's, and all of them.
 
-    Groups of which the caller is no member are ``NON_GROUP_MEMBER``. Raises ValueError if ``group_size``
-    does not divide the world size. Semantics: ``torch.distributed.new_subgroups``.
+    Groups of which the caller is no member are ``NON_GROUP_MEMBER``. ``timeout``: seconds or a timedelta.
+    Raises ValueError on every rank if ``group_size`` does not divide the world size, TypeError if it is no
+    int. Semantics: ``torch.distributed.new_subgroups``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.new_subgroups(2)[0].ranks, 4)
+    [(0, 1), (0, 1), (2, 3), (2, 3)]
     """
     parent = resolve(group)
     world_size, rank = parent.world_size, parent.rank
@@ -116,8 +131,12 @@ def new_subgroups_by_enumeration(
 ) -> tuple[Any, list[Any]]:
     """A group for every list of ranks; the caller's, None if there is none, and all of them.
 
-    Raises ValueError if a rank is in two lists. Semantics:
-    ``torch.distributed.new_subgroups_by_enumeration``.
+    ``timeout``: seconds or a timedelta. Raises ValueError on every rank if a rank is in two lists,
+    TypeError for no lists. Semantics: ``torch.distributed.new_subgroups_by_enumeration``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.new_subgroups_by_enumeration([[0, 2], [1]])[0].ranks, 3)
+    [(0, 2), (1,), (0, 2)]
     """
     return _by_enumeration("ranks_per_subgroup_list", ranks_per_subgroup_list, timeout, None)
 
@@ -158,6 +177,11 @@ def split_group(
 ) -> Any:
     """The caller's group of those that ``split_ranks``, ranks of the parent, says; None if it has none.
 
-    Collective over the parent. Semantics: ``torch.distributed.split_group``.
+    Collective over the parent. ``timeout``: seconds or a timedelta. Raises ValueError or TypeError on every
+    rank if a rank is not there, or in two lists. Semantics: ``torch.distributed.split_group``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.split_group(split_ranks=[[0, 1]]) is None, 3)
+    [False, False, True]
     """
     return _by_enumeration("split_ranks", split_ranks, timeout, parent_pg)[0]

@@ -154,7 +154,16 @@ def gather_object(
 ) -> None:
     """On rank ``dst``, by default 0, ``object_gather_list`` becomes every rank's ``obj``, by rank.
 
-    The list is None on other ranks. Semantics: ``torch.distributed.gather_object``.
+    The list is None on other ranks. Raises ValueError or TypeError on every rank, also for an object that
+    cannot be pickled. Semantics: ``torch.distributed.gather_object``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     objects = [None, None] if interlace.get_rank() == 1 else None
+    ...     interlace.gather_object(interlace.get_rank() * 10, objects, dst=1)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)
+    [None, [0, 10]]
     """
     communicator = resolve(group)
     with communicator.accepting("gather_object"):
@@ -212,7 +221,8 @@ def broadcast_object_list(
 ) -> None:
     """``object_list`` becomes that of rank ``src``, by default 0; equally long on every rank.
 
-    ``device`` is torch's and not needed. Semantics: ``torch.distributed.broadcast_object_list``.
+    ``device`` is torch's and not needed. Raises ValueError or TypeError on every rank, also for lists of
+    different lengths. Semantics: ``torch.distributed.broadcast_object_list``.
 
     >>> import interlace
     >>> def on_rank():
@@ -263,7 +273,16 @@ def scatter_object_list(
 ) -> None:
     """The first entry of the output list becomes this rank's of the input list of rank ``src``, or 0.
 
-    The input list is None on other ranks. Semantics: ``torch.distributed.scatter_object_list``.
+    The input list is None on other ranks. Raises ValueError or TypeError on every rank. Semantics:
+    ``torch.distributed.scatter_object_list``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     mine = [None]
+    ...     interlace.scatter_object_list(mine, ["a", "b"] if interlace.get_rank() == 0 else None)
+    ...     return mine
+    >>> interlace.run(on_rank, 2)
+    [['a'], ['b']]
     """
     communicator = resolve(group)
     name = "scatter_object_output_list"
@@ -290,7 +309,20 @@ def send_object_list(
 ) -> None:
     """Send objects to rank ``dst``, which calls :func:`recv_object_list` with an equally long list.
 
-    ``device`` and ``use_batch`` are torch's and not needed. Semantics: ``torch.distributed``'s.
+    ``device`` and ``use_batch`` are torch's and not needed. Raises ValueError or TypeError, on this rank,
+    for no list, an object that cannot be pickled, or a ``dst`` that cannot be. Semantics:
+    ``torch.distributed.send_object_list``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
+    ...     if interlace.get_rank() == 0:
+    ...         interlace.send_object_list(objects, dst=1)
+    ...     else:
+    ...         interlace.recv_object_list(objects, src=0)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[1]
+    ['a', 1]
     """
     communicator = resolve(group)
     peer = group_rank("dst", dst, group_dst, communicator)
@@ -313,6 +345,15 @@ def recv_object_list(
 
     The rank is of the default group. Raises ValueError if the sender's list has another length.
     Semantics: ``torch.distributed.recv_object_list``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     objects = [interlace.get_rank()]
+    ...     if interlace.get_rank() == 0:
+    ...         return interlace.send_object_list(objects, dst=1)
+    ...     return interlace.recv_object_list(objects), objects
+    >>> interlace.run(on_rank, 2)
+    [None, (0, [0])]
     """
     communicator = resolve(group)
     peer = point_to_point._source(src, group_src, communicator)

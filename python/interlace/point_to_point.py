@@ -111,7 +111,8 @@ def isend(
 ) -> Work:
     """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
 
-    Any dtype; ``dst`` may be the caller. Semantics: ``torch.distributed.isend``.
+    Any shape and dtype; ``dst`` may be the caller, ``group_dst`` is a rank of ``group``. Raises ValueError
+    or TypeError, on this rank, if ``dst`` or ``tag`` cannot be. Semantics: ``torch.distributed.isend``.
 
     >>> import interlace, torch
     >>> def on_rank():
@@ -136,8 +137,20 @@ def irecv(
 ) -> Work:
     """Begin to receive into ``tensor`` from rank ``src``, from any rank if None; never blocks.
 
-    ``Work.source_rank()`` is the sender's rank within the group. Waiting raises ValueError or TypeError if
-    what was sent differs in length or dtype. Semantics: ``torch.distributed.irecv``.
+    ``Work.source_rank()`` is the sender's rank within the group. Raises ValueError or TypeError, here if
+    ``src`` or ``tag`` cannot be, in ``Work.wait()`` if what was sent differs in length or dtype. Semantics:
+    ``torch.distributed.irecv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     if interlace.get_rank() == 0:
+    ...         return interlace.send(torch.arange(2), 1)
+    ...     tensor = torch.empty(2, dtype=torch.int64)
+    ...     work = interlace.irecv(tensor)
+    ...     work.wait()
+    ...     return tensor.tolist(), work.source_rank()
+    >>> interlace.run(on_rank, 2)
+    [None, ([0, 1], 0)]
     """
     communicator = resolve(group).on(tensor)
     return _irecv(communicator, tensor, _source(src, group_src, communicator), tag)
@@ -166,7 +179,7 @@ def send(
 ) -> None:
     """Send ``tensor`` to rank ``dst``, another one than the caller; returns when ``tensor`` may be reused.
 
-    Semantics: ``torch.distributed.send``.
+    Any shape and dtype. Semantics: ``torch.distributed.send``.
 
     Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own.
 
@@ -195,6 +208,13 @@ def recv(
 
     The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
     TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([interlace.get_rank()])
+    ...     return interlace.recv(tensor) if interlace.get_rank() == 0 else interlace.send(tensor, 0)
+    >>> interlace.run(on_rank, 2)
+    [1, None]
     """
     communicator = resolve(group).on(tensor)
     peer = _source(src, group_src, communicator)
@@ -209,8 +229,13 @@ def recv(
 class P2POp:
     """One message of :func:`batch_isend_irecv`; as ``torch.distributed.P2POp``.
 
-    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch. ``peer`` is a rank of the default
-    group, ``group_peer`` one of ``group``; None is any rank, for ``irecv``.
+    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch; ``tensor``, of any shape and dtype,
+    what is sent or filled. ``peer`` is a rank of the default group, ``group_peer`` one of ``group``; None
+    is any rank, for ``irecv``. Raises ValueError for another ``op``, TypeError if ``tensor`` is none.
+
+    >>> import interlace, torch
+    >>> interlace.P2POp(interlace.isend, torch.ones(2), peer=1)
+    P2POp(isend, peer=1, torch.float32, torch.Size([2]))
     """
 
     def __init__(
@@ -248,6 +273,18 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
     No order of the list can block: order matters only between messages of one direction and peer. Raises
     ValueError or TypeError, before any is begun, if an entry is wrong. Semantics:
     ``torch.distributed.batch_isend_irecv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank, theirs = interlace.get_rank(), torch.tensor([9])
+    ...     mine = torch.tensor([rank])
+    ...     ops = [interlace.P2POp(interlace.isend, mine, 1 - rank),
+    ...            interlace.P2POp(interlace.irecv, theirs, 1 - rank)]
+    ...     for work in interlace.batch_isend_irecv(ops):
+    ...         work.wait()
+    ...     return theirs.item()
+    >>> interlace.run(on_rank, 2)
+    [1, 0]
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not p2p_op_list:
         raise ValueError(f"p2p_op_list must be a non-empty list of P2POp, got {p2p_op_list!r}")

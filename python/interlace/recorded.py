@@ -1,4 +1,4 @@
-"""The fused ops on tensors that require gradients: through ``torch.ops.interlace``, which records them.
+"""The fused ops on tensors that require gradients: as ``interlace.functional``, which records them.
 
 A graph node is made for equal parts only, whose gradients the ops themselves compute. Ranks agree on that
 before they start, so all go the same way: a rank whose tensors require gradients must not be alone.
@@ -20,13 +20,11 @@ from interlace.process_group_rules import modes_active
 from interlace.runtime.stream import Outcome
 
 
-def wanted(group: Any, *tensors: Any) -> bool:
+def wanted(*tensors: Any) -> bool:
     """Whether autograd is to know of a call with these arguments, tensors or lists of tensors, and can."""
     if not torch.is_grad_enabled() or modes_active():
         return False
-    if not checks.requires_grad(tensors):
-        return False
-    return resolve(group).place.name != "sim"  # see ops/library.py
+    return checks.requires_grad(tensors)
 
 
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:

@@ -159,8 +159,9 @@ def reduce(
 ) -> Work | None:
     """On rank ``dst``, ``tensor`` becomes the reduction over ranks; elsewhere it stays as it is.
 
-    ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
-    ValueError or TypeError on every rank before any data moves. Semantics: ``torch.distributed.reduce``.
+    Any shape, equal on all ranks. ``op`` as for :func:`interlace.all_reduce`. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    Semantics: ``torch.distributed.reduce``.
 
     >>> import interlace, torch
     >>> def on_rank():

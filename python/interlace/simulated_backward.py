@@ -11,11 +11,11 @@ Python back to the rank, which alone can wait in the simulation::
     gives its result ......................> goes on
     returns <............................... has finished
 
-The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is the
-one that the seed says. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank`
-alone, as the ops of ``interlace.tensor`` do. torch keeps its hooks on saved tensors per thread too, so
-what ``torch.utils.checkpoint`` recomputes with ``use_reentrant=False`` cannot communicate. Other places,
-and a single simulated rank, have torch's engine as it is.
+The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is
+the one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes
+again what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the
+engine's. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the
+ops of ``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class _Channel:
 
 
 _thread = threading.local()  # its ``channel``, in the thread of an engine
+_graph: contextvars.ContextVar[int] = contextvars.ContextVar("graph", default=-1)
 _installing = threading.Lock()
 _torch: Any = torch.autograd
+_C: Any = torch._C
+_hooks: Any = torch.autograd.graph.saved_tensors_hooks
 _node: Any = torch.autograd.function.BackwardCFunction
 _run_here: Any = _torch._engine_run_backward
+_graph_here: Callable[[], int] = _C._current_graph_task_id
 _METHODS = [each for each in ("apply", "apply_boxed") if hasattr(_node, each)]  # torch 2.13: both
 _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
 
@@ -94,6 +98,8 @@ def install() -> None:
         _torch._engine_run_backward = _run
         for name in _METHODS:
             setattr(_node, name, _in_rank(name))
+        _hooks.__enter__ = _enter_hooks
+        _C._current_graph_task_id = _current_graph
 
 
 def _outcome(call: Callable[[], Any]) -> _Outcome:
@@ -139,15 +145,43 @@ def _in_rank(name: str) -> Callable[..., Any]:
         channel = _channel()
         if channel is None:
             return here(self, *grads)
-        recording = torch.is_grad_enabled()
-
-        def asked() -> Any:
-            with torch.set_grad_enabled(recording):
-                return here(self, *grads)
-
-        return _asked(channel, asked)
+        return _asked_alike(channel, lambda: here(self, *grads))
 
     return apply
+
+
+def _enter_hooks(self: Any) -> None:
+    """In place of ``saved_tensors_hooks.__enter__``."""
+    unpack_here = self.unpack_hook
+
+    def unpack(packed: Any) -> Any:
+        channel = _channel()
+        if channel is None:
+            return unpack_here(packed)
+        return _asked_alike(channel, lambda: unpack_here(packed))
+
+    _C._autograd._push_saved_tensors_default_hooks(self.pack_hook, unpack)
+
+
+def _current_graph() -> int:
+    """In place of torch's ``_current_graph_task_id``: also where a rank runs something for its engine."""
+    graph = _graph_here()
+    return _graph.get() if graph == -1 else graph
+
+
+def _asked_alike(channel: _Channel, call: Callable[[], Any]) -> Any:
+    """:func:`_asked`, with the grad mode and the number of the backward that the engine has."""
+    recording, graph = torch.is_grad_enabled(), _graph_here()
+
+    def asked() -> Any:
+        token = _graph.set(graph)
+        try:
+            with torch.set_grad_enabled(recording):
+                return call()
+        finally:
+            _graph.reset(token)
+
+    return _asked(channel, asked)
 
 
 def _asked(channel: _Channel, call: Callable[[], Any]) -> Any:

@@ -128,17 +128,45 @@ def _name_of(group: Any, communicator: groups.Group) -> str:
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is from :func:`empty`, or a view of such a tensor. Not collective."""
+    """Whether ``tensor``, of any shape, is from :func:`empty`, or a view of such a tensor. Not collective.
+
+    Raises AttributeError for what is no tensor. Semantics: the function of that name of
+    ``torch.distributed._symmetric_memory``.
+
+    >>> import interlace, torch
+    >>> symm_mem = interlace.symmetric_memory
+    >>> def known():
+    ...     tensors = symm_mem.empty(4)[:2], torch.ones(2)
+    ...     return [symm_mem.is_symm_mem_tensor(tensor) for tensor in tensors]
+    >>> interlace.run(known, 1)
+    [[True, False]]
+    """
     return symmetric_tensors.is_known(tensor)
 
 
 def get_signal_pad_size() -> int:
-    """Bytes of the signal pad of a tensor that this rank makes now."""
+    """Bytes of the signal pad of a tensor that this rank makes now; by default torch's figure.
+
+    >>> import interlace
+    >>> interlace.run(interlace.symmetric_memory.get_signal_pad_size, 1)
+    [9216]
+    """
     return _signal_pad_size.get()
 
 
 def set_signal_pad_size(size: int) -> None:
-    """Set the bytes of the signal pads of tensors that this rank makes from now on."""
+    """Set the bytes of the signal pads of tensors that this rank makes from now on.
+
+    Raises TypeError for what is no int, ValueError for what is no positive multiple of 4. Semantics: the
+    function of that name of ``torch.distributed._symmetric_memory``.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     interlace.symmetric_memory.set_signal_pad_size(1024)
+    ...     return interlace.symmetric_memory.get_signal_pad_size()
+    >>> interlace.run(on_rank, 2)
+    [1024, 1024]
+    """
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"size must be an int, got {size!r}")
     if size <= 0 or size % FLAG_BYTES:
@@ -147,11 +175,24 @@ def set_signal_pad_size(size: int) -> None:
 
 
 def get_backend(device: torch.device | str) -> str | None:
-    """What symmetric memory on ``device`` is made of: "SIM" or "SHM", None if there is none there."""
+    """What symmetric memory on ``device`` is made of: "SIM" or "SHM", None if there is none there.
+
+    Raises :class:`interlace.InterlaceError` outside of a group, RuntimeError for a device that torch does
+    not know.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.symmetric_memory.get_backend("cpu"), 1)
+    ['SIM']
+    """
     place = groups.default_group().place
     return place.name.upper() if torch.device(device).type == place.device.type == "cpu" else None
 
 
 def is_nvshmem_available() -> bool:
-    """False: no place of interlace's on a CPU has it."""
+    """False: no place of interlace's on a CPU has it. torch's function of that name asks its build.
+
+    >>> import interlace
+    >>> interlace.symmetric_memory.is_nvshmem_available()
+    False
+    """
     return False

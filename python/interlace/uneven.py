@@ -106,7 +106,7 @@ def reduce_scatter_v(
     *,
     dim: int = 0,
 ) -> Work | None:
-    """Reduce over ranks; rank r keeps the part of length ``input_split_sizes[r]`` along ``dim``.
+    """Reduce over ranks; ``output`` of rank r is the part of length ``input_split_sizes[r]`` along ``dim``.
 
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves.

@@ -25,7 +25,7 @@ import cupy_stand_in
 from bundles import manifest_of
 from interlace import aot
 
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "aot.md"
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/aot.md"
 
 
 @pytest.fixture

@@ -305,6 +305,14 @@ ERRORS = {
     "op is 'all'; there are all_gather_matmul,": ["--op", "all", "--out", "{out}"],
     "--op needs --out": ["--op", "all_reduce"],
     "--dtype is for one op": ["--dtype", "float32"],
+    "--kernel is for the whole catalogue": [
+        "--op",
+        "all_reduce",
+        "--out",
+        "{out}",
+        "--kernel",
+        "x",
+    ],
     "Not a directory: ": ["--op", "all_reduce", "--out", "{file}/bundle"],
     "--dtype is 'int8'": ["--op", "all_reduce", "--out", "{out}", "--dtype", "int8"],
     "weight is no option of all_reduce": ["--op=all_reduce", "--out", "{out}", "--weight", "nk"],
@@ -332,6 +340,14 @@ def test_command_refuses_an_architecture(capsys: pytest.CaptureFixture[str]) -> 
         run(["build", "--op", "all_reduce", "--arch", "70"])
     assert exit.value.code == 2
     assert "known are 80, 90 and 100, got 70" in capsys.readouterr().err
+
+
+def test_one_kernel_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["build", "--arch", "90", "--kernel", "hat"]) == 2
+    assert "--kernel hat: is none of publish, wait," in capsys.readouterr().err
+    assert run(["build", "--arch", "90", "--kernel", "publish", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert facts["name"].split()[0] == "publish" and facts["arch"] == 90
 
 
 def test_command_builds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

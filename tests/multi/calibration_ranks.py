@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
-from contextlib import redirect_stdout
 from typing import Any
-from unittest import mock
 
 import torch
 
 import interlace
-from interlace.cli.calibrate import CalibrateOptions, calibrate
-from interlace.cli.consoles import new_console
 from interlace.groups import default_group
 from interlace.runtime import calibration, tuning
 from interlace.runtime.calibration import Link, Measured, Protocol
@@ -61,13 +56,3 @@ def choices(files: list[str], agrees: bool = True) -> dict[str, Any]:
     finally:
         os.environ[calibration.VARIABLE] = "off"
         tuning.forget()
-
-
-def as_torchrun(file: str, port: int) -> tuple[int, str]:
-    """The command as one rank of a job: its exit code and what it prints."""
-    rank = str(interlace.get_rank())
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    options = CalibrateOptions(backend="gloo", repetitions=3, json=True, cache=file)
-    out = io.StringIO()
-    with mock.patch.dict(os.environ, {**variables, "MASTER_PORT": str(port)}), redirect_stdout(out):
-        return calibrate(new_console(), options), out.getvalue()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.distributed import GroupMember
 
@@ -110,3 +113,39 @@ def usable_after_error() -> float:
         interlace.all_reduce(x)
         return float(x)
     return -1.0
+
+
+def _started(call: Callable[..., Any]) -> Callable[[], Any]:
+    """The wait for it, which raises what the start did: the op before may have failed by then."""
+    try:
+        return call(async_op=True).wait
+    except interlace.InterlaceError as error:
+        raised = error
+
+    def wait() -> None:
+        raise raised
+
+    return wait
+
+
+def out_of_step(queued: bool) -> list[str]:
+    """Only rank 0 gathers. What every later call says, also one that was queued before that was known."""
+    x, said = torch.ones(2), []
+    first: list[Callable[..., Any]] = [lambda **how: interlace.all_reduce(x, **how)]
+    if interlace.get_rank() == 0:
+        first.insert(0, lambda **how: interlace.all_gather(torch.empty(4), x, **how))
+    if queued:
+        first = [_started(call) for call in first]
+    for call in (
+        *first,
+        lambda: interlace.all_reduce(x),
+        lambda: interlace.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2)),
+        interlace.barrier,
+        lambda: interlace.new_group([0, 1]),
+        lambda: interlace.all_gather(3, x),
+    ):
+        try:
+            call()
+        except (TypeError, ValueError, interlace.InterlaceError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

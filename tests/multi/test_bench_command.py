@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -219,10 +220,10 @@ def test_less_than_a_kernel(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "out.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    bench_arguments = ["bench", "all_gather", "--sizes", "4K", "--repetitions", "2"]
+    _, *arguments = shlex.split("torchrun --nproc-per-node 2 -m interlace bench all_reduce")
+    arguments += ["--sizes", "4K", "--repetitions", "2", "--json", str(path)]
     done = subprocess.run(
-        [*command, "interlace", *bench_arguments, "--json", str(path)],
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

@@ -75,6 +75,24 @@ def test_group_is_usable_after_a_mismatch() -> None:
     assert interlace.run(op_ranks.usable_after_error, 2, place="shm") == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str) -> None:
+    first = "ranks call different ops at the same time: rank 0 calls all_gather, rank 1 calls all_reduce"
+    for rank, said in enumerate(
+        interlace.run(op_ranks.out_of_step, 2, place == "shm", place=place)
+    ):
+        assert said[0] == f"DifferentOpsError: {first}"
+        *later, misuse = said[1:]
+        assert (
+            misuse
+            == f"TypeError: output must be a tensor or a list of tensors, got int on rank {rank}"
+        )
+        assert len(later) == 5 - rank
+        for text in later:
+            assert text.startswith(f"InterlaceError: rank {rank}: ") and text.endswith(first)
+            assert "out of step" in text
+
+
 def test_same_results_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

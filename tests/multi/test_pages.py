@@ -10,12 +10,18 @@ import pytest
 import pages
 
 ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
-NOT_RUN = [
-    pytest.param(name, block, id=f"{name}:{block.line} needs {block.needs}")
+LINES = [
+    (f"{name}:{block.line} {' '.join(line.command.split())[:40]}", name, line)
     for name, document in ALL.items()
     for block in pages.blocks(document)
-    if not pages.runs(block)
+    for line in block.lines
 ]
+NOT_RUN = [
+    pytest.param(line, id=f"{said} needs {line.needs}")
+    for said, _, line in LINES
+    if not line.run_by and not line.runs
+]
+RUN_ELSEWHERE = [pytest.param(name, line, id=said) for said, name, line in LINES if line.run_by]
 
 
 def faults_of(document: str, folder: pathlib.Path) -> list[str]:
@@ -56,10 +62,90 @@ def test_form(name: str, tmp_path: pathlib.Path) -> None:
     assert not [line for line in prose if len(line) > 120 and line[:1] != "|"]
 
 
-@pytest.mark.parametrize(("name", "block"), NOT_RUN)
-def test_what_is_not_run_says_what_it_needs(name: str, block: pages.Block) -> None:
-    """One test for each block that is not run, so that a run lists them; their form: above."""
-    assert block.needs in pages.NEEDS and block.language in ("python", "bash", "console")
+@pytest.mark.parametrize("line", NOT_RUN)
+def test_what_is_not_run_needs_more_than_time(line: pages.Line) -> None:
+    """One test for each line that is not run, so that a run lists them; their form: above."""
+    assert line.needs in pages.NEEDS
+
+
+@pytest.mark.parametrize(("name", "line"), RUN_ELSEWHERE)
+def test_what_is_run_elsewhere_is(name: str, line: pages.Line) -> None:
+    assert pages.not_there(line, name) == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "command", "fault"),
+    [
+        (".ci/run", "make clean", ".ci/run has no 'make clean'"),
+        ("tests/test_makefile.py", "make", "tests/test_makefile.py has no 'make'"),
+        ("tests/test_makefile.py", "x = 1\ny = 2", "tests/test_makefile.py has no 'README.md'"),
+        ("docs/start.md", "pip install .", "docs/start.md does not run 'pip install .'"),
+        ("docs/layers.md", "ls", "docs/layers.md does not run 'ls'"),
+        ("docs/none.md", "ls", "there is no docs/none.md"),
+    ],
+)
+def test_what_is_not_run_elsewhere_is_seen(place: str, command: str, fault: str) -> None:
+    assert pages.not_there(pages.Line(command, run_by=place), "README.md") == fault
+
+
+def test_lines_and_their_marks() -> None:
+    page = """
+<!-- tests add: --a -->
+<!-- tests add: --b; in: two -->
+<!-- needs: hosts; in: three -->
+<!-- run by: .ci/run; in: four -->
+
+```bash
+one   # "two" stands here
+print three
+four \\
+  --long
+five '#'
+```
+"""
+    (block,) = pages.blocks(page)
+    said = [(line.tested, line.needs, line.run_by) for line in block.lines]
+    assert said == [
+        ("one --b", "", ""),
+        ("print three --a", "hosts", ""),
+        ("four    --long --a", "", ".ci/run"),
+        ("five '#' --a", "", ""),
+    ]
+    assert [line.runs for line in block.lines] == [True, False, False, True]
+
+
+def test_options_are_added_and_lines_left_out(tmp_path: pathlib.Path) -> None:
+    page = """
+<!-- tests add: more; in: one -->
+<!-- needs: hosts; in: three -->
+
+```bash
+echo one
+echo two
+false three
+```
+
+```text
+one more
+two
+```
+"""
+    assert differences(page, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python -m interlace doctor", ["-m", "interlace", "doctor"]),
+        ("python benchmarks/model.py --fit", ["benchmarks/model.py", "--fit"]),
+        ("python -m interlace doctor | cat", None),
+        ("python job.py", None),
+        ("python -m interlacer", None),
+        ("torchrun -m interlace doctor", None),
+    ],
+)
+def test_what_runs_in_a_fork(line: str, words: list[str] | None) -> None:
+    assert pages.page_lines.own_command(line) == words
 
 
 @pytest.mark.parametrize(
@@ -68,9 +154,17 @@ def test_what_is_not_run_says_what_it_needs(name: str, block: pages.Block) -> No
         ("```python\nx = = 1\n```", "invalid syntax"),
         ("<!-- needs: luck -->\n\n```bash\nls\n```", "unknown need 'luck'"),
         (
-            "<!-- needs: minutes -->\n```bash\npython -m interlace bench --sizzes 4\n```",
+            "<!-- needs: gpu -->\n```bash\npython -m interlace bench --sizzes 4\n```",
             "do not parse",
         ),
+        (
+            "<!-- tests add: --quack -->\n```bash\npython -m interlace verify\n```",
+            "do not parse",
+        ),
+        ("<!-- tests add: -l; in: rm -->\n```bash\nls\n```", "no line has 'rm'"),
+        ("<!-- tests add: -l -->\n```bash\nls | cat\n```", "cannot be added behind"),
+        ("<!-- tests add: -l -->\n```python\nx = 1\n```", "for lines of bash"),
+        ("```bash\ncd docs\nls\n```", "lasts for this line only"),
         ("```bash\npython -m interlace verify docs/none.py::f\n```", "there is no docs/none.py"),
         ("```bash\ntorchrun --nproc-per-node 2 none.py\n```", "there is no none.py"),
         ("```bash\nmake everything\n```", "no ['everything']"),

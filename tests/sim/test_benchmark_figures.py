@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import pathlib
-import pkgutil
 import types
 from unittest import mock
 
@@ -19,20 +16,8 @@ import interlace
 import interlace.benchmark
 from interlace.benchmark import baselines, caches, figures, kernel, ops, payload, protocol, sizes
 from interlace.benchmark.figures import Spread
-from interlace.cli import bench_report
 
 CPU = torch.device("cpu")
-NAMES = [m.name for m in pkgutil.iter_modules(interlace.benchmark.__path__)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_examples(name: str) -> None:
-    module = importlib.import_module(f"interlace.benchmark.{name}")
-    assert doctest.testmod(module).failed == 0
-
-
-def test_examples_of_the_report() -> None:
-    assert doctest.testmod(bench_report).failed == 0
 
 
 # -- figures -------------------------------------------------------------------------------------------

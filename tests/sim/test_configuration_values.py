@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -106,7 +105,3 @@ def test_a_part_of_a_tile_has_columns_enough() -> None:
     assert made.epilogue_subtile == 4 and made.stored_parts == 1
     assert replace(made, block_n=32).stored_parts == 2
     assert replace(made, block_n=256).stored_parts == 4
-
-
-def test_examples() -> None:
-    assert doctest.testmod(configuration).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import pathlib
@@ -233,10 +232,6 @@ def test_no_file_is_no_reason_to_warn(tmp_path: pathlib.Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert calibration.read(file=tmp_path / "none.json") == ()
-
-
-def test_the_example() -> None:
-    assert doctest.testmod(calibration).failed == 0
 
 
 def test_a_home_that_is_not_there_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

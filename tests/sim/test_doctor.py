@@ -23,6 +23,7 @@ CLUSTER: dict[str, Any] = {
     "peer_access": "all 2 pairs",
     "nvshmem": {"torch_backend": True, "device_library": "/lib/libnvshmem_device.bc"},
     "host": {"sealed_memfd": True, "pidfd_open": True, "pass_descriptors": True},
+    "hosts": {"this_host": "node1 (a)", "launched": None, "gloo": True, "nccl": True},
 }
 
 
@@ -46,7 +47,7 @@ def printed(as_json: bool) -> tuple[int, str]:
 def test_facts_are_json() -> None:
     facts = collect()
     assert json.loads(json.dumps(facts)) == facts
-    assert set(facts["places"]) == {"sim", "shm", "cuda", "nvshmem"}
+    assert set(facts["places"]) == {"sim", "shm", "hosts", "cuda", "nvshmem"}
     assert all(verdict["why"] for verdict in facts["places"].values())
 
 
@@ -59,7 +60,17 @@ def test_json_output_is_only_json() -> None:
 def test_tables_name_every_place() -> None:
     code, text = printed(as_json=False)
     assert code == 0
-    for word in ("python", "torch", "triton", "sealed memfd", "sim", "shm", "cuda", "nvshmem"):
+    for word in (
+        "python",
+        "torch",
+        "triton",
+        "sealed memfd",
+        "sim",
+        "shm",
+        "hosts",
+        "cuda",
+        "nvshmem",
+    ):
         assert word in text
 
 
@@ -67,6 +78,7 @@ def test_everything_works_on_a_cluster() -> None:
     places = judge_places(CLUSTER)
     assert {name for name, verdict in places.items() if verdict["works"]} == {
         "shm",
+        "hosts",
         "cuda",
         "nvshmem",
     }
@@ -79,6 +91,8 @@ def test_everything_works_on_a_cluster() -> None:
         ("greenlet", None, "sim", "greenlet is not installed"),
         ("host.sealed_memfd", {"error": "OSError: no"}, "shm", "no sealed memfd: OSError: no"),
         ("host.pidfd_open", False, "shm", "no pidfd: not on this system"),
+        ("host.sealed_memfd", {"error": "OSError: no"}, "hosts", "no sealed memfd: OSError: no"),
+        ("hosts.gloo", False, "hosts", "torch has no gloo: not on this system"),
         ("gpus", [], "cuda", "torch sees no CUDA device"),
         ("gpus", {"error": "RuntimeError: driver"}, "cuda", "CUDA fails: RuntimeError: driver"),
         ("gpus", [{**GPU, "name": "V100", "capability": [7, 0]}], "cuda", "V100 is older"),
@@ -97,6 +111,21 @@ def test_a_missing_thing_is_named(path: str, value: Any, place: str, why: str) -
 def test_one_gpu_has_virtual_ranks() -> None:
     verdict = judge_places(changed("gpus", [GPU]))["cuda"]
     assert verdict == {"works": True, "why": "one GPU: virtual ranks only"}
+
+
+def test_it_says_which_ranks_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from interlace.runtime import hosts
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    before = collect()["hosts"]
+    assert before["launched"] is None and "not launched by torchrun" in printed(as_json=False)[1]
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "4 of 8 ranks, this is rank 5" in printed(as_json=False)[1]
+    monkeypatch.setattr(hosts, "this_host", lambda: "another kernel")
+    assert collect()["hosts"]["this_host"] != before["this_host"]
 
 
 def test_survives_when_everything_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,15 +231,29 @@ def test_misuse(text: str) -> None:
     assert text in str(error), str(error)
 
 
-def test_gradients_in_sim_are_warned_about() -> None:
-    def layer() -> bool:
-        rows = torch.ones(2, 4, requires_grad=True)
-        with pytest.warns(UserWarning, match="does not record gradients"):
-            return interlace.all_gather_grouped_matmul(rows, torch.ones(1, 4, 1), [2])[
-                0
-            ].requires_grad
+@pytest.mark.parametrize(
+    ("op", "splits", "of_rows", "of_weight"),
+    [
+        (
+            "all_gather_grouped_matmul",
+            [2],
+            [3.0 + 4.0] * 2,
+            2 * (1.0 + 2.0),
+        ),  # columns of the expert
+        ("all_to_all_grouped_matmul", [1, 1], [3.0, 4.0], 1.0 + 2.0),  # an expert of one's own
+    ],
+)
+def test_gradients(op: str, splits: list[int], of_rows: list[float], of_weight: float) -> None:
+    def layer() -> Any:
+        rank = interlace.get_rank()
+        rows = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+        weight = torch.full((1, 4, 1), 3.0 + rank, requires_grad=True)
+        getattr(interlace, op)(rows, weight, splits)[0].sum().backward()
+        return rows.grad, weight.grad
 
-    assert interlace.run(layer, 1) == [False]
+    for found in interlace.run(layer, 2):
+        assert found[0].tolist() == [[each] * 4 for each in of_rows]
+        assert found[1].flatten().tolist() == [of_weight] * 4
 
 
 # -- routes --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import re
 import weakref
@@ -20,7 +19,6 @@ from interlace.groups import resolve
 from interlace.nn import (
     DeferredWeightGradients,
     column_parallel_linear,
-    linear_function,
     row_parallel_linear,
     weight_gradients,
 )
@@ -397,9 +395,3 @@ def test_what_one_rank_does_wrong_all_ranks_are_told(
     for each in told:
         assert each is not None and each[0] is kind
         assert re.search(text, each[1])
-
-
-@pytest.mark.parametrize("module", [linear_function, weight_gradients])
-def test_examples(module: Any) -> None:
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-import pkgutil
 import re
 from typing import Any
 
@@ -25,14 +22,6 @@ from support import failure, payload
 def mesh_of(rows: Any) -> DeviceMesh:
     """On the calling rank."""
     return DeviceMesh("cpu", rows, _init_backend=False, _rank=interlace.get_rank())
-
-
-@pytest.mark.parametrize(
-    "name", [each.name for each in pkgutil.iter_modules(tensor.__path__) if not each.ispkg]
-)
-def test_examples(name: str) -> None:
-    module = importlib.import_module(f"interlace.tensor.{name}")
-    assert doctest.testmod(module).failed == 0
 
 
 # -- broadcast and scatter -----------------------------------------------------------------------------
@@ -141,6 +130,8 @@ def test_graphs_have_the_ops() -> None:
         ({"group_src": "0"}, TypeError, "group_src must be an int or None, got '0' on rank 1"),
         ({"group_src": 1}, ValueError, "root"),
         ({"shape": (3,)}, ValueError, "shape"),
+        ({"mesh_dim": 1}, ValueError, r"dim must be within -1\.\.0, got 1, on rank 1"),
+        ({"mesh_dim": "tp"}, ValueError, r"dim 'tp' is not one of \[\], on rank 1"),
     ],
 )
 @pytest.mark.parametrize("op", ["mesh_broadcast", "mesh_scatter"])
@@ -149,11 +140,12 @@ def test_what_one_rank_does_wrong_all_are_told(
 ) -> None:
     def on_rank() -> str:
         rank = interlace.get_rank()
-        given = {"group_src": 0, "shape": (2,), **(change if rank == 1 else {})}
+        given = {"group_src": 0, "shape": (2,), "mesh_dim": 0, **(change if rank == 1 else {})}
         output = torch.zeros(given["shape"])
         args = ([torch.ones(2)] * 2,) if op == "mesh_scatter" else ()
         try:
-            getattr(tensor, op)(output, *args, mesh_of([0, 1]), group_src=given["group_src"])
+            source, dim = given["group_src"], given["mesh_dim"]
+            getattr(tensor, op)(output, *args, mesh_of([0, 1]), dim, group_src=source)
         except kind as error:
             return str(error)
         return "nothing was raised"
@@ -215,17 +207,24 @@ def test_shapes_that_differ() -> None:
     assert isinstance(error, ValueError) and "has shape (2, 2) on rank" in str(error)
 
 
-def test_a_dimension_that_is_not_there() -> None:
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ((2, 1, 0), "gather_dim must be within -2..1 for 2 dimensions, got 2 on rank 1"),
+        ((0, 1, 1), "group: dim must be within -1..0, got 1, on rank 1"),
+    ],
+)
+def test_a_dimension_that_is_not_there(dims: tuple[int, int, int], text: str) -> None:
     def on_rank() -> str:
-        dim = 2 if interlace.get_rank() else 0
+        gather, shard, mesh = dims if interlace.get_rank() else (0, 1, 0)
         try:
-            tensor.shard_dim_alltoall(torch.ones(2, 2), dim, 1, mesh_of([0, 1]), 0)
+            tensor.shard_dim_alltoall(torch.ones(2, 2), gather, shard, mesh_of([0, 1]), mesh)
         except ValueError as error:
             return str(error)
         return "nothing was raised"
 
     for said in interlace.run(on_rank, 2):
-        assert "gather_dim must be within -2..1 for 2 dimensions, got 2 on rank 1" in said
+        assert text in said
 
 
 # -- shards --------------------------------------------------------------------------------------------

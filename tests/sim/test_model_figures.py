@@ -135,6 +135,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {table["name"] for table in document["tables"]} >= {"published", "one-gpu"}
 
 
+def test_one_table_and_the_plot_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--table", "nodes", "--nodes", "2", "--plot", str(tmp_path)]
+    assert module("model").main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Predicted microseconds on nodes of h100x8")
+    assert "Parameters of" not in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["model-nodes.png"]
+
+
 def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
@@ -156,6 +168,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     [
         (["--json", "/no/such/model.json"], "the folder does not exist"),
         (["--nodes", "0"], "--nodes must be at least 1, got 0"),
+        (["--table", "hat"], "h100x8 has no table 'hat'; it has parameters, published"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_computed(

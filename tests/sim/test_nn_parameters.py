@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import pickle
-import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,6 @@ from interlace import nn as inn
 from support import failure
 
 WORLDS = [1, 2, 3, 4]
-MODULES = [module.name for module in pkgutil.iter_modules(inn.__path__)]
 
 
 def layers() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]]:
@@ -226,6 +223,36 @@ def test_indices_that_do_not_fit() -> None:
         assert "the group's size 2 must divide the length 3 of dim 0" in text
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda wrong: inn.ColumnParallelLinear(4, 5 if wrong else 4), "out_features .* got 5"),
+        (lambda wrong: inn.RowParallelLinear(5 if wrong else 4, 4), "in_features .* got 5"),
+        (lambda wrong: inn.SequenceParallelMLP(4, 5 if wrong else 4), "got 5"),
+        (
+            lambda wrong: inn.SequenceParallelMLP(4, 4, "tanh" if wrong else None),
+            "activation .*tanh",
+        ),
+        (lambda wrong: inn.QKVParallelLinear(8, 4, 3 if wrong else 2), "num_kv_heads .* got 3"),
+        (lambda wrong: inn.VocabParallelEmbedding(4, 2, 4 if wrong else 3), "padding_idx .* got 4"),
+    ],
+)
+def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], text: str) -> None:
+    """The others have made theirs, and hear of it when they first communicate."""
+
+    def case() -> str:
+        try:
+            make(interlace.get_rank() == 1)
+            interlace.barrier()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    first, second = interlace.run(case, 2)
+    assert re.search(text + r".* on rank 1", second)
+    assert "rank 1 cannot take part: " in first and second in first
+
+
 def no_tensor(kind: str) -> str:
     torch.manual_seed(1)
     make: dict[str, Callable[[], nn.Module]] = {
@@ -284,6 +311,24 @@ def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> N
     assert torch.equal(plain, asked)
 
 
+def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
+    """torch takes its first gradient undamped: no tensor that could be there before does that."""
+
+    def case() -> None:
+        layer = inn.LayerNorm(3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):
+            inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert not optimizer.state
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+        state = inn.sharded_optimizer_state_dict(layer, optimizer)
+        assert state["weight.momentum_buffer"].tolist() == [1.0] * 3
+
+    interlace.run(case, 1)
+
+
 def seeded_differently(kind: str) -> str:
     torch.manual_seed(interlace.get_rank())
     layer: Any = inn.RowParallelLinear(8, 2) if kind == "row" else inn.QKVParallelLinear(8, 4, 2)
@@ -314,10 +359,3 @@ def uneven() -> str:
 def test_sequences_that_do_not_divide() -> None:
     for text in interlace.run(uneven, 2):
         assert "3" in text and "2" in text and text != "nothing"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples(module: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(f"interlace.nn.{module}"))
-    assert not failed
-    assert tried or module in ("linear_arguments", "linear_gradients", "sharded_module")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,6 @@ import torch
 import interlace
 from interlace.tensor import Placeholder, PlaceholderError, gather_v
 from support import failure
-
-
-@pytest.mark.parametrize("name", ["blocks", "indexed", "placeholder", "sharded", "uneven"])
-def test_examples(name: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(f"interlace.tensor.{name}"))
-    assert tried and not failed
 
 
 def there(*shape: int, **options: Any) -> Placeholder:
@@ -41,7 +34,16 @@ def test_it_says_what_it_stands_for_and_takes_no_memory() -> None:
     assert repr(there(requires_grad=True))[:-1].endswith("requires_grad=True")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"there": value}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["there"]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), saved_and_loaded]
+)
 def test_copies(copied: Callable[[Any], Any]) -> None:
     made = copied(there(dtype=torch.float64, requires_grad=True))
     assert type(made) is Placeholder and made.requires_grad and made.ranks == (2,)

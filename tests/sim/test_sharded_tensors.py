@@ -203,6 +203,10 @@ def local(tensor: torch.Tensor, *args: Any, placements: Any = ROWS, **options: A
     return lambda: from_local(tensor, None, placements, *args, **options)
 
 
+def whole(length: int, sizes: list[int], call: str) -> Any:
+    return lambda: getattr(from_local(ones(length), None, ROWS, {0: sizes}), call)()
+
+
 def scattered(tensor: Any, placements: Any = ROWS, *args: Any) -> Any:
     return lambda: scatter(tensor, None, placements, *args)
 
@@ -220,6 +224,8 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (local(ones(2), {0: [2, 3]}), local(ones(2), {0: [2, 3]}), "makes it (3,)"),
     (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got those for [1] on rank 1"),
     (local(ones(2), {0: [2, 2]}), local(ones(2), {0: [2, 2, 2]}), "one length for each of 2 ranks"),
+    (whole(1, [1, 3], "gather"), whole(2, [2, 2], "gather"), "where parts lie differs"),
+    (whole(1, [1, 3], "full_tensor"), whole(2, [2, 2], "full_tensor"), "sizes is [1, 3] on rank 0"),
     (scattered(ones(3)), scattered(ones(3)), "must be None or a Placeholder"),
     (scattered(None), scattered(None), "tensor must be a tensor"),
     (scattered(ones(3), [Shard(0)], {0: [1, 1]}), scattered(None), "add up to shape (2,)"),

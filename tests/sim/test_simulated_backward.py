@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace import simulated_backward
+from interlace import functional, simulated_backward
 from interlace.nn import column_parallel_linear, row_parallel_linear
 from interlace.runtime.errors import DeadlockError, InterlaceError
 from support import failure, noise, schedule_digest
@@ -72,19 +72,32 @@ def test_the_same_seed_is_the_same_order() -> None:
     assert interlace.run(case, 2, seed=6) != first
 
 
-def test_recomputed_activations() -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_recomputed_activations(use_reentrant: bool, world_size: int) -> None:
+    """Two layers, one after another: each is computed again once, on all ranks together."""
+
     def case() -> None:
+        calls = []
         x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
         weight = noise(0, 2, (3, 4)).requires_grad_()
 
         def layer(given: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
+            calls.append(torch.is_grad_enabled())
+            y = torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
+            return torch.sin(functional.reduce_scatter(y @ weight))
 
-        expected = torch.autograd.grad(layer(x).sum(), [x, weight])
-        checkpoint(layer, x, use_reentrant=True).sum().backward()
-        assert torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+        expected = torch.autograd.grad(layer(layer(x)).sum(), [x, weight])
+        del calls[:]
+        y = checkpoint(layer, x, use_reentrant=use_reentrant)
+        checkpoint(layer, y, use_reentrant=use_reentrant).sum().backward()
+        assert calls == [not use_reentrant] * 2 + [True] * 2
+        assert torch.equal(x.grad, expected[0])
+        torch.testing.assert_close(weight.grad, expected[1])  # a sum over layers, in another order
 
-    interlace.run(case, 2)
+    for seed in range(2):
+        interlace.run(case, world_size, seed=seed)
+    assert not left_behind()
 
 
 def test_hooks_on_saved_tensors_are_those_of_their_rank() -> None:
@@ -128,17 +141,14 @@ def test_a_rank_that_is_ended_under_hooks_takes_its_own_away() -> None:
 
 def test_what_cannot_wait_in_backward_says_so() -> None:
     def case() -> None:
-        x = torch.ones(2, 3, requires_grad=True)
-        weight = torch.ones(2, 3, requires_grad=True)
-
-        def layer(given: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
-
-        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        x = torch.ones(2, requires_grad=True)
+        (y,) = column_parallel_linear(x.view(1, 2), [torch.ones(2, 2)], group=None)
+        x.register_hook(lambda grad: interlace.barrier())
+        y.sum().backward()
 
     error = failure(case, 2)
     assert isinstance(error, InterlaceError) and not isinstance(error, DeadlockError)
-    assert "use_reentrant=True can" in str(error) and not left_behind()
+    assert "as in hooks of tensors" in str(error) and not left_behind()
 
 
 def test_nothing_is_left_behind() -> None:

@@ -399,7 +399,7 @@ def test_what_does_not_agree_is_refused_on_all_ranks_before_anything_moves(op: s
     assert first == [
         f"TypeError: {op}: dtype of tensor differs between ranks: 0 on rank 0, 1 on rank 1",
         "ValueError: parts [0, 1] do not fit",
-        f"ValueError: ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls "
+        f"DifferentOpsError: ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls "
         f"{op} 1",
     ]
 

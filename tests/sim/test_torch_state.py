@@ -26,6 +26,23 @@ def test_grad_mode_is_each_ranks_own(seed: int) -> None:
     assert others == [[True] * 4] * 2
 
 
+def inference_mode_of_rank_0() -> list[bool]:
+    seen = []
+    for _ in range(3):
+        with torch.inference_mode(interlace.get_rank() == 0):
+            interlace.barrier()
+            seen.append(torch.ones(1).is_inference())
+    return [*seen, torch.ones(1).is_inference()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_inference_mode_is_each_ranks_own(seed: int) -> None:
+    first, *others = interlace.run(inference_mode_of_rank_0, 3, seed=seed)
+    assert first == [True] * 3 + [False]
+    assert others == [[False] * 4] * 2
+    assert not torch.is_inference_mode_enabled()
+
+
 def doubled() -> torch.Tensor:
     """Waits within torch's dispatcher."""
     mine: torch.Tensor = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()])) * 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import pathlib
 import re
-import types
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from interlace.runtime import (
     calibration,
     chips,
     configuration,
-    cost_model,
     tuning,
     tuning_table,
     valid_configurations,
@@ -153,13 +150,6 @@ def test_an_unknown_chip_gets_what_fits_any() -> None:
             made = gpu_default(capability, dtype, 4096)
             needed = valid_configurations.shared_needed(made, dtype.itemsize)
             assert needed <= chips.ANYWHERE_BYTES and not made.descriptors
-
-
-@pytest.mark.parametrize(
-    "module", [chips, configuration, cost_model, tuning, tuning_table, valid_configurations]
-)
-def test_examples(module: types.ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def test_the_interpreter_covers_the_extents() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from interlace.cli import main
-from interlace.cli.verify import VerifyOptions, render, verify
+from interlace.cli.verify import VerifyOptions, _plan, render, verify
 from interlace.verify import schedule_check, suite
 from interlace.verify.suite import Plan, Result
 from mutations import mutated
@@ -20,6 +20,7 @@ from protocol_mutants import CASES
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "one_shot_all_reduce.py"
 FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
+LITTLE = ["--ranks", "2", "--seeds", "1", "--schedules", "2", "--arch", "90"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,18 @@ def run(options: VerifyOptions) -> tuple[int, str]:
     return verify(Console(file=out, width=160), options), out.getvalue()
 
 
-def test_a_users_function_is_run_and_its_kernels_are_linted() -> None:
-    code, text = run(VerifyOptions(f"{EXAMPLE}::three_rounds", **FAST, json=True))
-    facts = json.loads(text)
+def command(line: str, *more: str) -> int:
+    """The exit code of a command that pages show, from the root of the repository, with little to do."""
+    _, _, _, *arguments = line.split()
+    return main.run([*arguments, *LITTLE, *more])
+
+
+def test_a_users_function_is_run_and_its_kernels_are_linted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parents[2])
+    line = "python -m interlace verify docs/examples/one_shot_all_reduce.py::three_rounds"
+    code, facts = command(line, "--json"), json.loads(capsys.readouterr().out)
     assert code == 0 and facts["clean"] and facts["ranks"] == [2]
     checks = {result["check"]: result for result in facts["results"]}
     assert set(checks) == {"races", "schedules", "late stores", "lint"}
@@ -56,10 +66,18 @@ def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None
     assert "findings" in text.splitlines()[-1]
 
 
-def test_one_op_of_ours() -> None:
-    code, text = run(VerifyOptions("broadcast", **FAST))
+def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    code = command("python -m interlace verify all_gather", "--quick")
+    text = capsys.readouterr().out
     assert code == 0 and "No findings." in text
     assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
+
+
+def test_quick_checks_of_ones_own_function_take_no_other_numbers_of_ranks() -> None:
+    """That of the page is for powers of two."""
+    plans = [_plan(VerifyOptions(str(EXAMPLE), quick=quick), own=False) for quick in (False, True)]
+    assert [plan.ranks for plan in plans] == [(2, 4), (2, 4)]
+    assert plans[1].seeds < plans[0].seeds and plans[1].schedules < plans[0].schedules
 
 
 def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:

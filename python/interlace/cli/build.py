@@ -19,17 +19,30 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def build(console: Console, arches: list[int], as_json: bool, nvshmem: str | None = None) -> int:
-    """Build the catalogue for ``arches`` (90 is 9.0) and print a line per variant.
+def build(
+    console: Console,
+    arches: list[int],
+    as_json: bool,
+    nvshmem: str | None = None,
+    kernels: list[str] | None = None,
+) -> int:
+    """Build the catalogue for ``arches`` (90 is 9.0), or these ``kernels`` of it; a line per variant.
 
     Kernels that put are linked with NVSHMEM's device library too, if it is installed or in the folder
     ``nvshmem``; stderr says so if it is not.
 
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
     9.0 and 10.0, is a default that spills; else 0. With ``as_json`` a list goes to stdout instead.
+    ValueError for a kernel that the catalogue does not have.
     """
     wanted = [entry for arch in arches for entry in entries(arch)]
     wanted += [entry for arch in arches for entry in _linked(arch, nvshmem)]
+    if kernels is not None:
+        known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
+        for name in kernels:
+            if name not in known:
+                raise ValueError(f"--kernel {name}: is none of {', '.join(known)}")
+        wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with compiling(len(wanted)) as on_report:
         reports = build_entries(wanted, on_report=on_report)
     show(console, reports, as_json)

@@ -57,6 +57,8 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
     """
     if given.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
+    if given.kernel is not None:
+        raise ValueError("--kernel is for the whole catalogue; --op builds all kernels of an op")
     arches = tuple(dict.fromkeys(given.arch))
     target = Target(given.op, _options(given), arches, given.out)
     with compiling(len(target.entries())) as on_report:

@@ -55,6 +55,11 @@ def judge_places(facts: Facts, cuda_shipped: bool = True, nvshmem_shipped: bool 
     )
     place("shm", missing, note)
 
+    if facts["hosts"]["gloo"] is not True:
+        missing.append(f"torch has no gloo: {_reason(facts['hosts']['gloo'])}")
+    note = "plain collectives between hosts, by gloo; fused ops among the ranks of one host"
+    place("hosts", missing, note)
+
     missing = [] if cuda_shipped else ["this installation has no place 'cuda' yet"]
     if not isinstance(gpus, list):
         missing.append(f"CUDA fails: {_reason(gpus)}")
@@ -127,6 +132,7 @@ def _render(console: Console, facts: Facts) -> None:
 def _rows(facts: Facts) -> list[tuple[str, str]]:
     """The first table, as (name, text)."""
     torch, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
+    hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"
     built_for = f"{torch.get('version')}, CUDA build: {torch.get('cuda_build') or 'none'}"
     rows = [
@@ -160,6 +166,10 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("pidfd_open", _show(host["pidfd_open"])),
         ("passing descriptors", _show(host["pass_descriptors"])),
         ("/proc/self/fd", _show(host["proc_self_fd"])),
+        ("this host", f"{_show(hosts['this_host'])}, the same for ranks that share it"),
+        ("ranks on it", hosts["launched"] or "not launched by torchrun"),
+        ("gloo between hosts", _show(hosts["gloo"])),
+        ("NCCL in torch", _show(hosts["nccl"])),
     ]
 
 

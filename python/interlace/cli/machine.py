@@ -7,6 +7,7 @@ them: a broken one must not take the doctor down. A probe that fails leaves its 
 from __future__ import annotations
 
 import ctypes.util
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -50,6 +51,12 @@ def inspect_machine() -> Facts:
             "pidfd_open": _probe(_pidfd_open),
             "pass_descriptors": _probe(_pass_descriptors),
             "proc_self_fd": os.path.isdir("/proc/self/fd"),
+        },
+        "hosts": {
+            "this_host": _probe(_this_host),
+            "launched": _launched(),
+            "gloo": _probe(_gloo),
+            "nccl": _probe(_nccl),
         },
     }
 
@@ -143,6 +150,37 @@ def _nvshmem_library() -> str | None:
         folders.append(Path(root, "nvshmem", "lib"))
     files = [folder / DEVICE_LIBRARY for folder in folders]
     return next((str(file) for file in files if file.is_file()), None)
+
+
+def _this_host() -> str:
+    """Name of this host, and what is equal for ranks that can share its memory."""
+    from interlace.runtime.hosts import this_host
+
+    digest = hashlib.sha256(this_host().encode()).hexdigest()[:8]
+    return f"{platform.node()} ({digest})"
+
+
+def _launched() -> str | None:
+    """Which ranks torchrun has put on this host; None if nobody has launched this process as a rank."""
+    rank, world_size, here = (
+        os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
+    if not (rank.isdecimal() and world_size.isdecimal()):
+        return None
+    count = f"{here} of {world_size} ranks" if here.isdecimal() else f"of {world_size} ranks"
+    return f"{count}, this is rank {rank}"
+
+
+def _gloo() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def _nccl() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 def _memory() -> int:

@@ -56,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile every kernel offline and show its resources")
     build.add_argument("--arch", type=_arches, default=[80, 90, 100], metavar="80,90,100")
     build.add_argument("--json", action="store_true")
+    build.add_argument(
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only this one, by the name that is printed; may be repeated",
+    )
     build.add_argument("--nvshmem", metavar="FOLDER", help="where libnvshmem_device.bc is")
     bundle.add_options(build)
 
@@ -177,7 +183,13 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         from interlace.cli.build import build
 
         bundle.refuse_without_op(options)
-        return build(console, options.arch, as_json=options.json, nvshmem=options.nvshmem)
+        return build(
+            console,
+            options.arch,
+            as_json=options.json,
+            nvshmem=options.nvshmem,
+            kernels=options.kernel,
+        )
     if options.command == "verify":
         from interlace.cli.verify import VerifyOptions, verify
 

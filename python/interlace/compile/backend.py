@@ -26,6 +26,16 @@ class FusionPass(CustomGraphPass):
     ``policy``: "auto" fuses what is predicted to be faster so, "always" whatever can be, "never" nothing.
     ``machine`` replaces the cost model's numbers. ``on_report`` is called with the Report of every graph;
     every graph also gets one line in the log of "interlace.compile".
+
+    Raises ValueError for another policy. It is a pass of ``torch.fx`` graphs:
+
+    >>> import interlace, torch
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def layer(x, weight):
+    ...     return interlace.functional.all_gather(x, group=interlace.GroupSpec("tp", 4)) @ weight
+    >>> graph = make_fx(layer, tracing_mode="fake")(torch.ones(4, 8), torch.ones(8, 2)).graph
+    >>> FusionPass("never", on_report=lambda report: print(report.summary()))(graph)
+    inference graph: fused 0 of 1 collectives; left: policy is "never"
     """
 
     def __init__(

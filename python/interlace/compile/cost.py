@@ -27,6 +27,10 @@ class Machine:
     ``bandwidth``: of a collective, in bytes received by one rank. ``fused_bandwidth``: the same inside a
     fused op. ``latency``: of a collective without data. ``fused_host``: what a fused op costs beyond its
     parts. ``overlap``: of the shorter of its two parts, how much a fused op hides.
+
+    >>> import dataclasses
+    >>> dataclasses.replace(CPU, name="mine", bandwidth=4e9).bandwidth
+    4000000000.0
     """
 
     name: str
@@ -86,6 +90,10 @@ def calibrated(size: int, device_type: str = "cpu") -> Machine:
 
     The same line of all_gather by which ``algorithm="auto"`` goes. Pass it on all ranks or on none. Raises
     LookupError if there is no measurement of a mesh of ``size`` ranks here.
+
+    >>> calibrated(1000)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    LookupError: no calibration of 1000 ranks for cpu in ...: run python -m interlace calibrate --mesh 1000
     """
     base = machine_for(torch.device(device_type))
     found = calibration.find(calibration.read(device_type), calibration.OWN, (size,))

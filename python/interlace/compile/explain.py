@@ -22,10 +22,12 @@ class Explanation:
 
     @property
     def candidates(self) -> list[Candidate]:
+        """Every collective, in the order of the graphs."""
         return [candidate for report in self.reports for candidate in report.candidates]
 
     @property
     def fused(self) -> list[Candidate]:
+        """Those that were fused."""
         return [candidate for candidate in self.candidates if candidate.fused]
 
     def __str__(self) -> str:
@@ -49,6 +51,14 @@ def explain(
 
     Traces, and runs nothing: no collective starts, and with a GroupSpec no process group is needed. What
     does not compile whole is traced to its first graph break. ``policy``, ``machine``: see FusionPass.
+
+    Raises ValueError for another policy, and what tracing ``function`` raises.
+
+    >>> import interlace, torch
+    >>> group = interlace.GroupSpec("tp", 4)
+    >>> found = explain(interlace.functional.all_gather, torch.ones(4, 8), group=group)
+    >>> [(each.collective, each.shape, each.fused) for each in found.candidates]  # there is no matmul
+    [('all_gather', '16x8', False)]
     """
     reports: list[Report] = []
     record = FusionPass(policy, machine, reports.append)

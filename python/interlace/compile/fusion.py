@@ -58,6 +58,14 @@ def fuse(
     """Fuse what can be and, with policy "auto", is predicted to be faster so. In place; says what it did.
 
     ``rewrite=False`` only says it. Raises ValueError for another policy.
+
+    >>> import interlace, torch
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def layer(x, weight):
+    ...     return interlace.functional.all_gather(x, group=interlace.GroupSpec("tp", 4)) @ weight
+    >>> graph = make_fx(layer, tracing_mode="fake")(torch.ones(4, 8), torch.ones(8, 2)).graph
+    >>> fuse(graph, policy="always").summary()
+    'inference graph: fused 1 of 1 collectives (all_gather_matmul 1)'
     """
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")

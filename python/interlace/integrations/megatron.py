@@ -39,7 +39,7 @@ FUSED = "fused"
 class Patched(Mapping[str, str]):
     """What :func:`patch` did: the name of each tensor-parallel linear layer, and "fused" or why it was not.
 
-    A context manager, which undoes it at the end.
+    The layers are Megatron-core's. A context manager, which undoes it at the end.
     """
 
     def __init__(self, model: torch.nn.Module, layers: dict[str, str]) -> None:
@@ -98,7 +98,15 @@ def patch(model: torch.nn.Module) -> Patched:
 
 
 def unpatch(model: torch.nn.Module) -> list[str]:
-    """Undo :func:`patch`; the names of the layers that were patched."""
+    """Undo :func:`patch`; the names of the layers that were patched.
+
+    All of Megatron-core's layers in ``model`` are as they were; other modules were never touched.
+
+    >>> import torch
+    >>> from interlace.integrations import megatron
+    >>> megatron.unpatch(torch.nn.Linear(2, 2))
+    []
+    """
     names = []
     for name, layer in model.named_modules():
         if _is_patched(layer):

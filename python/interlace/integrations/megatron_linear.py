@@ -140,9 +140,20 @@ def drain_embedding_wgrad_compute(
 ) -> None:
     """Megatron-core's function of this name: add to ``weight.main_grad`` what backward has put off.
 
-    ``config.sequence_parallel`` says whether the activations are shards, each of which is gathered while
-    the gradient of the one before is computed. Both lists are empty afterwards. All ranks of the group call
-    this. Raises ValueError if the lists differ in length.
+    ``embedding_activation_buffer`` has inputs ``[s, b, h]``, ``grad_output_buffer`` the gradients ``[s, b,
+    n]`` of their outputs, ``weight`` is ``(n, h)``. ``config.sequence_parallel`` says whether the
+    activations are shards, each of which is gathered while the gradient of the one before is computed. Both
+    lists are empty afterwards. All ranks of the group call this. Raises ValueError if the lists differ in
+    length.
+
+    >>> import types, torch
+    >>> from interlace.integrations import megatron
+    >>> weight, config = torch.zeros(2, 3), types.SimpleNamespace(sequence_parallel=False)
+    >>> weight.main_grad = torch.zeros(2, 3)
+    >>> inputs, grads = [torch.ones(4, 1, 3)], [torch.ones(4, 1, 2)]
+    >>> megatron.drain_embedding_wgrad_compute(config, inputs, grads, weight)
+    >>> weight.main_grad.tolist(), inputs
+    ([[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]], [])
     """
     if len(embedding_activation_buffer) != len(grad_output_buffer):
         raise ValueError(

@@ -186,6 +186,9 @@ def _pieces(tokens: int, here: int) -> list[slice]:
 class VocabParallelCrossEntropy(torch.nn.Module):
     """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
 
+    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as there. Raises what that does,
+    when it is called.
+
     >>> import interlace, torch
     >>> from interlace.nn import VocabParallelCrossEntropy
     >>> def loss():

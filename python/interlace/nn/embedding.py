@@ -28,10 +28,11 @@ class VocabParallelEmbedding(ShardedModule):
     batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
     init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
 
-    Forward: int indices of the whole sequence, the same on all ranks, ``[s, b] -> [s / world size, b, h]``.
-    The weight's gradient is this rank's alone, and complete. Semantics: ``torch.nn.functional.embedding``,
-    Megatron-core's ``VocabParallelEmbedding``. Indices outside the vocabulary raise IndexError on the CPU;
-    on a GPU they are not looked for, and give zeros.
+    Forward: ``[s, b] -> [s / world size, b, h]``; ``input`` are int indices of the whole sequence, the same
+    on all ranks. The weight's gradient is this rank's alone, and complete. Semantics:
+    ``torch.nn.functional.embedding``, Megatron-core's ``VocabParallelEmbedding``. Raises ValueError or
+    TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
+    for, and give zeros.
 
     >>> import interlace, torch
     >>> from interlace.nn import VocabParallelEmbedding
@@ -62,12 +63,12 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__(group)
         if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(
-                    f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
-                    f"{padding_idx} on "
-                    f"rank {self.group.rank}"
-                )
+            with self.group.accepting(type(self).__name__):
+                if not -num_embeddings <= padding_idx < num_embeddings:
+                    raise ValueError(
+                        f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
+                        f"{padding_idx} on rank {self.group.rank}"
+                    )
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.init_method = padding_idx, init_method

@@ -56,7 +56,8 @@ class LinearParameters(ShardedModule):
         super().__init__(group)
         if copies == 1:
             name, size = (("out_features", out_features), ("in_features", in_features))[dim]
-            divisible(name, size, self.group)
+            with self.group.accepting(type(self).__name__):
+                divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
         self.init_method = init_method
         made: Any = {"copies": copies, "device": device, "dtype": dtype}
@@ -106,9 +107,9 @@ class ColumnParallelLinear(LinearParameters):
     gradient_accumulation_fusion, save_gathered, deferred, out_dtype : see
         :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
 
-    Forward: ``[s / world size, b, in] -> [s, b, out / world size]``. All gradients are complete after
-    backward: those of the weight and the bias belong to this rank alone, that of the input is summed over
-    the group.
+    Forward: ``input`` ``[s / world size, b, in] -> [s, b, out / world size]``. All gradients are complete
+    after backward: those of the weight and the bias belong to this rank alone, that of the input is summed
+    over the group.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -191,9 +192,9 @@ class RowParallelLinear(LinearParameters):
     skip_bias_add : return ``(output, bias)``. The bias is whole, and to be added on each rank: to its rows.
     other parameters : as for :class:`ColumnParallelLinear`.
 
-    Forward: ``[s, b, in / world size] -> [s / world size, b, out]``. The bias is on all ranks and is added
-    once. All gradients are complete after backward; under sequence parallelism that of the bias is summed
-    over the group, also where the caller adds it.
+    Forward: ``input`` ``[s, b, in / world size] -> [s / world size, b, out]``. The bias is on all ranks and
+    is added once. All gradients are complete after backward; under sequence parallelism that of the bias is
+    summed over the group, also where the caller adds it.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 

@@ -29,9 +29,12 @@ class SequenceParallelMLP(torch.nn.Module):
     output_init_method : ``init_method`` of ``down``, by default the same.
     other parameters : as for :class:`ColumnParallelLinear`, for all layers.
 
-    Forward: ``[s / world size, b, hidden]`` to the same; without ``sequence_parallel`` the whole on all
-    ranks. State dicts are those of a module that has ``gate`` (if gated), ``up`` and ``down`` as
+    Forward: ``input`` ``[s / world size, b, hidden]`` to the same; without ``sequence_parallel`` the whole
+    on all ranks. State dicts are those of a module that has ``gate`` (if gated), ``up`` and ``down`` as
     ``nn.Linear``, made in this order.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank. Semantics:
+    ``torch.nn.Linear`` twice; Megatron-core's ``MLP``.
 
     >>> import interlace, torch
     >>> from interlace.nn import SequenceParallelMLP
@@ -66,7 +69,8 @@ class SequenceParallelMLP(torch.nn.Module):
         held = HeldGroup(group)
         self._held = held
         if not callable(activation):
-            activation = activations.checked("activation", activation, held.communicator.rank)
+            with held.communicator.accepting("SequenceParallelMLP"):
+                activation = activations.checked("activation", activation, held.communicator.rank)
         self.activation = activation
         self.save_gathered = save_gathered
         options: dict[str, Any] = {

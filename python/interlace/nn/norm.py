@@ -66,6 +66,9 @@ class LayerNorm(_Norm):
         over the group, in one all-reduce and at least fp32; else all ranks have all rows, and the sum
         already.
 
+    Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises RuntimeError, torch's,
+    for another shape; ValueError or TypeError for what is no group.
+
     >>> import interlace, torch
     >>> from interlace.nn import LayerNorm
     >>> interlace.run(lambda: LayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist(), 1)
@@ -104,6 +107,9 @@ class RMSNorm(_Norm):
     """``torch.nn.RMSNorm`` for inputs of which each rank has its shard of the sequence.
 
     ``sequence_parallel`` as for :class:`LayerNorm`, the rest as for ``torch.nn.RMSNorm``.
+
+    Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises what :class:`LayerNorm`
+    does.
 
     >>> import interlace, torch
     >>> from interlace.nn import RMSNorm

@@ -26,7 +26,8 @@ def sharded_optimizer_state_dict(
     ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: give what
     was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
 
-    Raises ValueError for a parameter that ``module`` has not, and TypeError for state that is no tensor.
+    Raises ValueError for a parameter that ``module`` has not, and before the first step for momentum with
+    dampening, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
 
     >>> import interlace, torch
     >>> from interlace import nn
@@ -37,6 +38,7 @@ def sharded_optimizer_state_dict(
     [['weight.step', 'weight.exp_avg', 'weight.exp_avg_sq']]
     """
     if not optimizer.state:
+        _check_start(optimizer)
         _make_state(optimizer)
     own = shardings(module)
     result: dict[str, Any] = {}
@@ -138,6 +140,16 @@ def _entries(
                         f"optimizer: {name} of {key} is a {type(value).__name__}, not a tensor"
                     )
                 yield key, name, parameter, value
+
+
+def _check_start(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        momentum, dampening = group.get("momentum", 0), group.get("dampening", 0)
+        if momentum and dampening:
+            raise ValueError(
+                f"optimizer: momentum={momentum} with dampening={dampening} has no state to start with: "
+                "the first gradient is taken as it is, later ones are damped; make a step first"
+            )
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from interlace.nn.linear_function import column_parallel_linear
 from interlace.nn.regions import copy_to_group, sequence_dim
 from interlace.nn.sharding import HeldGroup, divisible
 from interlace.nn.weight_gradients import DeferredWeightGradients
+from interlace.runtime.communicator import Communicator
 
 Tensor = torch.Tensor
 
@@ -29,10 +30,11 @@ class QKVParallelLinear(torch.nn.Module):
     other parameters : as for :class:`ColumnParallelLinear`. Where heads are replicated,
         ``gradient_accumulation_fusion`` and ``deferred`` are refused, which would leave that sum out.
 
-    Forward: ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads * head_dim]`` each.
-    This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads that these look
-    at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a module that has
-    ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are initialised.
+    Forward: ``input`` ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads *
+    head_dim]`` each. This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads
+    that these look at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a
+    module that has ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are
+    initialised.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -67,27 +69,11 @@ class QKVParallelLinear(torch.nn.Module):
         super().__init__()
         held = HeldGroup(group)
         communicator = held.communicator
-        rank, world_size = communicator.rank, communicator.world_size
-        divisible("num_heads", num_heads, communicator)
-        kv = num_heads if num_kv_heads is None else num_kv_heads
-        if kv < 1 or num_heads % kv:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads {num_heads}, got {kv} on rank {rank}"
-            )
-        if kv % world_size and world_size % kv:
-            raise ValueError(
-                f"num_kv_heads must be a multiple or a divisor of the group's size {world_size}, got {kv} "
-                f"on "
-                f"rank {rank}"
-            )
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give "
-                f"one, on rank {rank}"
-            )
+        with communicator.accepting("QKVParallelLinear"):
+            kv = _checked_heads(hidden_size, num_heads, num_kv_heads, head_dim, communicator)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, kv
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self._held, self.copies = held, max(1, world_size // kv)
+        self._held, self.copies = held, max(1, communicator.world_size // kv)
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
@@ -154,3 +140,29 @@ class QKVParallelLinear(torch.nn.Module):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"world_size={self.group.world_size}"
         )
+
+
+def _checked_heads(
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    communicator: Communicator,
+) -> int:
+    """The number of key-value heads; raises unless the ranks can share all heads."""
+    rank, world_size = communicator.rank, communicator.world_size
+    divisible("num_heads", num_heads, communicator)
+    kv = num_heads if num_kv_heads is None else num_kv_heads
+    if kv < 1 or num_heads % kv:
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv} on rank {rank}")
+    if kv % world_size and world_size % kv:
+        raise ValueError(
+            f"num_kv_heads must be a multiple or a divisor of the group's size {world_size}, got {kv} "
+            f"on rank {rank}"
+        )
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give "
+            f"one, on rank {rank}"
+        )
+    return kv

@@ -134,10 +134,14 @@ class _Copied(torch.autograd.Function):
 
 
 def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:
-    """The same tensors, whose gradients are summed over ``group``, all in one collective.
+    """The same ``tensors``, whose gradients are summed over ``group``, all in one collective.
 
     For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
-    on sequence shards. None stays None. Without it each rank has its share of the gradient only.
+    on sequence shards. Any shapes; None stays None. Without it each rank has its share of the gradient
+    only.
+
+    Raises TypeError on this rank for what is neither a tensor nor None. Semantics: Megatron-core's
+    ``copy_to_tensor_model_parallel_region``.
 
     >>> import interlace, torch
     >>> from interlace.nn import copy_to_group
@@ -166,28 +170,74 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
 
 
 def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
-    """The sum over ranks, on all ranks, which go on alike: the gradient is not summed again."""
+    """The sum of ``tensor`` over ranks, on all ranks, which go on alike: the gradient is not summed again.
+
+    ``tensor``: 1-D or more, equal shapes on all ranks. Raises ValueError or TypeError on every rank, before
+    any data moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
     return _pass("reduce_from_group", tensor, 0, group, _reduced, _as_it_is, divides=False)
 
 
 def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
-    """This rank's part, along ``dim``, of what is the same on all ranks."""
+    """This rank's part, along ``dim``, of ``tensor``, which is the same on all ranks.
+
+    The group's size divides the length of ``dim``. Raises ValueError or TypeError on every rank, before any
+    data moves. Semantics: Megatron-core's ``scatter_to_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.scatter_to_group(torch.arange(4)).tolist(), 2)
+    [[0, 1], [2, 3]]
+    """
     return _pass("scatter_to_group", tensor, dim, group, _part, _whole, divides=True)
 
 
 def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
-    """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed."""
+    """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed.
+
+    ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
+    rank, before any data moves. Semantics: Megatron-core's ``gather_from_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.gather_from_group(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
+    """
     return _pass("gather_from_group", tensor, dim, group, _whole, _part, divides=False)
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
-    """This rank's part, along ``dim``, of the sum over ranks."""
+    """This rank's part, along ``dim``, of the sum of ``tensor`` over ranks.
+
+    Shapes are equal on all ranks, and the group's size divides the length of ``dim``. Raises ValueError or
+    TypeError on every rank, before any data moves. Semantics: Megatron-core's
+    ``reduce_scatter_to_sequence_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.reduce_scatter_to_sequence(torch.arange(4)).tolist(), 2)
+    [[0, 2], [4, 6]]
+    """
     op = "reduce_scatter_to_sequence"
     return _pass(op, tensor, dim, group, _reduced_part, _whole, divides=True)
 
 
 def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
-    """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed."""
+    """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed.
+
+    ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
+    rank, before any data moves. Semantics: Megatron-core's ``gather_from_sequence_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.gather_from_sequence(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
+    """
     return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part, divides=False)
 
 

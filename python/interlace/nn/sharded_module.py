@@ -23,6 +23,18 @@ class ShardedModule(torch.nn.Module):
 
     ``state_dict()`` gives this rank's parts. ``load_state_dict`` takes for each of them this rank's part,
     the unsharded tensor (told by its shape), or a DTensor.
+
+    Raises ValueError or TypeError for a ``group`` that is none; ``load_state_dict`` RuntimeError, as
+    torch's, for other shapes. The keys are those of the unsharded ``torch.nn`` layers.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> def loaded():
+    ...     layer = nn.ColumnParallelLinear(2, 4)  # a ShardedModule, as all layers of interlace.nn
+    ...     layer.load_state_dict(torch.nn.Linear(2, 4).state_dict())
+    ...     return isinstance(layer, nn.ShardedModule), tuple(layer.state_dict()["weight"].shape)
+    >>> interlace.run(loaded, 2)
+    [(True, (2, 2)), (True, (2, 2))]
     """
 
     def __init__(self, group: Any) -> None:

@@ -52,14 +52,22 @@ class Sharding:
     size : length of the whole along ``dim``; 0 if that is None.
     copies : so many neighbouring ranks hold the same part, as key-value heads that are fewer than ranks.
 
+    Parts are those of ``torch.chunk``; a DTensor would have ``Shard(dim)``.
+
     >>> import interlace, torch
     >>> from interlace.nn import ColumnParallelLinear
     >>> def shapes():
     ...     weight = ColumnParallelLinear(4, 6).weight
     ...     whole = weight.sharding.full(weight.detach())
-    ...     return tuple(weight.shape), tuple(whole.shape)
+    ...     assert torch.equal(weight.sharding.local(whole), weight)
+    ...     return tuple(weight.shape), tuple(whole.shape), weight.sharding.part()
     >>> interlace.run(shapes, 2)
-    [((3, 4), (6, 4)), ((3, 4), (6, 4))]
+    [((3, 4), (6, 4), (0, 3)), ((3, 4), (6, 4), (3, 3))]
+    >>> def told():
+    ...     sharding = ColumnParallelLinear(4, 6).weight.sharding
+    ...     return sharding.local_shape((6, 4)), sharding.full_shape((3, 4))
+    >>> interlace.run(told, 2)[0]
+    ((3, 4), (6, 4))
     """
 
     dim: int | None
@@ -80,7 +88,10 @@ class Sharding:
         return first, count
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a view of ``whole``. No communication."""
+        """This rank's part, a view of ``whole``, which has the unsharded shape. No communication.
+
+        Raises RuntimeError, torch's, for a whole that is too short.
+        """
         return whole if self.dim is None else whole.narrow(self.dim, *self.part())
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -98,8 +109,9 @@ class Sharding:
     def full(self, local: torch.Tensor, *, group_dst: int | None = None) -> torch.Tensor | None:
         """The whole of every rank's ``local``: a parameter, its gradient, an optimizer's moment.
 
-        On all ranks, or on rank ``group_dst`` of the group alone and None on the others. Collective, unless
-        every rank has the whole. No gradients flow through it.
+        ``local`` has this rank's shape. On all ranks, or on rank ``group_dst`` of the group alone and None
+        on the others. Collective, unless every rank has the whole. No gradients flow through it.
+        Raises ValueError or TypeError on every rank, before any data moves.
         """
         group = self.group.on(local)
         here = group_dst is None or group_dst == group.rank

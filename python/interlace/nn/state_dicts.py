@@ -16,7 +16,18 @@ _WRAPPERS = ("_checkpoint_wrapped_module.",)  # which state dicts leave out of t
 
 
 def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
-    """The sharding of every parameter below ``module`` that has one, by its key in ``state_dict()``."""
+    """The sharding of every parameter below ``module`` that has one, by its key in ``state_dict()``.
+
+    ``module`` is any tree of ``torch.nn`` modules; parameters that are not of ``interlace.nn`` have none.
+    No communication.
+
+    >>> import interlace
+    >>> from interlace import nn
+    >>> def dims():
+    ...     return {key: each.dim for key, each in nn.shardings(nn.RowParallelLinear(4, 2)).items()}
+    >>> interlace.run(dims, 2)[0]
+    {'weight': 1, 'bias': None}
+    """
     found = {}
     for path, each in module.named_modules(remove_duplicate=False):
         if not isinstance(each, ShardedModule):
@@ -75,6 +86,13 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
     Raises ValueError if a group has several ranks and torch.distributed, on which checkpoints are built, is
     not initialized, or has other ranks.
+
+    >>> import interlace
+    >>> from interlace import nn
+    >>> def keys():  # of a group of one rank: plain tensors
+    ...     return list(nn.sharded_state_dict(nn.ColumnParallelLinear(4, 6)))
+    >>> interlace.run(keys, 1)
+    [['weight', 'bias']]
     """
     own = shardings(module)
     result = dict(module.state_dict())

@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
-_ops: Any = torch.ops.interlace
+from interlace.ops.undispatched import Ops
+
+_ops: Any = Ops()
 Tensor = torch.Tensor
 
 

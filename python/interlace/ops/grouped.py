@@ -22,9 +22,10 @@ from interlace import fused_grouped
 from interlace.fused_grouped import EXCHANGE, GATHER, Asked, Buffers
 from interlace.ops.gradients import wait
 from interlace.ops.pending import Started
+from interlace.ops.undispatched import Ops
 from interlace.runtime.communicator import Communicator
 
-_ops: Any = torch.ops.interlace
+_ops: Any = Ops()
 Tensor = torch.Tensor
 Sizes = Sequence[int]
 

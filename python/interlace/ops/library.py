@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace import group_specs
-from interlace.ops import fused, gradients, grouped, inductor, plain, scaled, shapes
+from interlace.ops import fused, gradients, grouped, inductor, plain, scaled, shapes, undispatched
 from interlace.ops.pending import Started, finish
 from interlace.ops.pending import register as register_work
 from interlace.runtime.communicator import Communicator
@@ -203,6 +203,7 @@ def register() -> None:
     _library.impl("group_size", group_specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
     for op in OPS:
+        undispatched.offer(op)
         _library.define(op.schema, tags=tags)
         _implement(op.name, _kernel(op), _fake(op))
         if op.gradient is not None:
@@ -243,9 +244,8 @@ def _bound(name: str, size: int) -> Communicator:
     communicator = group_specs.bind(name, size)
     if communicator.place.name == "sim" and communicator.world_size > 1:
         raise InterlaceError(
-            f"rank {communicator.rank}: ops of torch.ops.interlace, gradients and compiled graphs need "
-            'ranks of their own: interlace.run(..., place="shm"). In "sim", call interlace.functional '
-            "with tensors that do not require gradients"
+            f"rank {communicator.rank}: ops of torch.ops.interlace and compiled graphs need ranks of their "
+            'own: interlace.run(..., place="shm"). In "sim", call interlace.functional'
         )
     return communicator
 

@@ -55,6 +55,20 @@ def _source(op: str, group_src: Any, communicator: Communicator) -> int:
         raise error
 
 
+def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
+    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``.
+
+    With several dimensions nobody can say which row waits for this rank.
+    """
+    try:
+        return bound((mesh, mesh_dim))
+    except (TypeError, ValueError):
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+            with bound((mesh, 0)).accepting(op):
+                raise
+        raise
+
+
 def mesh_broadcast(
     tensor: torch.Tensor,
     mesh: DeviceMesh,
@@ -87,7 +101,7 @@ def mesh_broadcast(
     if isinstance(tensor, torch.Tensor) and _traced(tensor):
         functional.broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
-    communicator = bound(group).on(tensor)
+    communicator = _row("broadcast", *group).on(tensor)
     root = _source("broadcast", group_src, communicator)
     return _broadcast(communicator, tensor, root, async_op)
 
@@ -130,7 +144,7 @@ def mesh_scatter(
         rows = _stacked(output, scatter_list, mesh, mesh_dim)
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
-    communicator = bound(group).on(output)
+    communicator = _row("scatter", *group).on(output)
     root = _source("scatter", group_src, communicator)
     mine = scatter_list if communicator.rank == root else None
     return _scatter(communicator, output, mine, root, async_op)
@@ -187,12 +201,12 @@ def shard_dim_alltoall(
 ) -> torch.Tensor:
     """From shards along ``gather_dim`` to shards along ``shard_dim``, by an all-to-all.
 
-    What the ranks of the caller's row of ``mesh`` have, one behind the other along ``gather_dim``, then the
-    caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are those of
-    ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
-    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when
-    it is first used; the input must not change before. With a gradient, and in a graph, it is complete, or
-    waits where the compiler has put that. A meta tensor gives one of the right shape.
+    The ``input`` of the ranks of the caller's row of ``mesh``, one behind the other along ``gather_dim``,
+    then the caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are
+    those of ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
+    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when it is first used;
+    the input must not change before. With a gradient, and in a graph, it is complete, or waits where the
+    compiler has put that. A meta tensor gives one of the right shape.
 
     Raises ValueError or TypeError on every rank of the row before any data moves. Semantics:
     ``torch.distributed.tensor._collective_utils.shard_dim_alltoall``.
@@ -211,7 +225,7 @@ def shard_dim_alltoall(
     if not direct:
         made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
         return wrapped(made) if async_op and not made.is_meta else made
-    communicator = bound(group).on(input)
+    communicator = _row("all_to_all", *group).on(input)
     try:
         if not isinstance(input, torch.Tensor):
             raise TypeError(

@@ -132,6 +132,10 @@ def _rebuilt(shape: Any, dtype: Any, device: Any, requires_grad: bool, ranks: An
     return Placeholder(shape, dtype=dtype, device=device, requires_grad=requires_grad, ranks=ranks)
 
 
+# a checkpoint's Placeholders are made by it, from plain data, so torch.load(weights_only=True) may call it
+torch.serialization.add_safe_globals([_rebuilt])
+
+
 def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:
     make: Any = torch.Tensor._make_wrapper_subclass
     made = make(

@@ -66,6 +66,19 @@ class ShardedTensor:
     mesh : the DeviceMesh or group over whose ranks it is spread.
     placements : one per mesh dim, ``Shard`` or ``Replicate``.
     sizes : by mesh dim that shards, the lengths of the parts in this rank's row of the mesh.
+
+    ``local``, this rank's part, may have any length along the dims that are sharded. Raises ValueError or
+    TypeError on every rank where it is made or gathered, not here. The semantics are those of ``DTensor``.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.tensor import Shard
+    >>> def methods():
+    ...     local = torch.full((1 + interlace.get_rank(),), 1.0 + interlace.get_rank())
+    ...     sharded = interlace.tensor.from_local(local, None, [Shard(0)])
+    ...     assert sharded.to_local() is local
+    ...     return sharded.full_tensor().tolist(), tuple(sharded.gather(group_dst=1).shape)
+    >>> interlace.run(methods, 2)[0]
+    ([1.0, 2.0, 2.0], (3,))
     """
 
     def __init__(self, local: torch.Tensor, ranks: _Ranks, sharding: Sharding) -> None:
@@ -76,14 +89,17 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of this rank's part, and of the whole."""
         return self._local.dtype
 
     @property
     def device(self) -> torch.device:
+        """Of this rank's part."""
         return self._local.device
 
     @property
     def requires_grad(self) -> bool:
+        """Whether this rank's part requires gradients."""
         return self._local.requires_grad
 
     def __repr__(self) -> str:
@@ -128,6 +144,10 @@ class ShardedTensor:
             ("group_dst", root),
             ("shape", tuple(self.shape)),
             ("dtype", self.dtype),
+            (
+                "where parts lie",
+                self._sharding.blocks,
+            ),  # which some ranks may have been told otherwise
             gradient_mode(),
         )
         wanted = exchange(communicator, op, terms, needs)
@@ -183,7 +203,8 @@ def from_local(
     shape : of the whole tensor, for "chunk"; by default that of parts which are all like ``local``.
 
     Raises ValueError or TypeError, on every rank, if parts do not fit together, or ``local`` is not as long
-    as ``sizes`` says. Semantics: ``DTensor.from_local``, of any lengths.
+    as ``sizes`` says. Sizes that were given, but not the same on all ranks, are found by what communicates
+    next. Semantics: ``DTensor.from_local``, of any lengths.
 
     >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
@@ -358,9 +379,21 @@ def _cut(ranks: _Ranks, placements: Placements, offer: _Offer, root: int) -> Sha
 
 
 def from_dtensor(dtensor: DTensor) -> ShardedTensor:
-    """The same tensor as torch's ``dtensor``, on the same memory. Differentiable, sends nothing.
+    """The same tensor as torch's ``dtensor``, of any shape, on the same memory.
 
-    Raises TypeError for anything else, ValueError for ``Partial`` placements.
+    Differentiable, sends nothing. Raises TypeError for anything else, ValueError for ``Partial``
+    placements. The way back is :meth:`ShardedTensor.to_dtensor`.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.device_mesh import DeviceMesh
+    >>> from torch.distributed.tensor import DTensor, Shard
+    >>> def on_rank():
+    ...     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=interlace.get_rank())
+    ...     dtensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    ...     sharded = interlace.tensor.from_dtensor(dtensor)
+    ...     return tuple(sharded.shape), sharded.sizes, type(sharded.to_dtensor()).__name__
+    >>> interlace.run(on_rank, 2)[1]
+    ((4, 3), {0: (2, 2)}, 'DTensor')
     """
     rank = groups.get_rank()
     if not isinstance(dtensor, DTensor):

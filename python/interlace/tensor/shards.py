@@ -83,6 +83,9 @@ def fill_empty_tensor_to_shards(
 ) -> list[torch.Tensor]:
     """``shards``, the same list, with as many tensors of length 0 along ``shard_dim`` at its end.
 
+    Raises ValueError if ``shards`` is empty, which says no shape, or has no such dimension. Semantics:
+    ``torch.distributed.tensor._collective_utils.fill_empty_tensor_to_shards``.
+
     >>> import torch
     >>> [each.shape[0] for each in fill_empty_tensor_to_shards([torch.ones(2, 3)], 0, 2)]
     [2, 0, 0]
@@ -101,11 +104,12 @@ def fill_empty_tensor_to_shards(
 def check_tensor_meta(
     local_tensor: torch.Tensor, check_shape_stride: bool = False, *, group: Any = None
 ) -> None:
-    """Raise ValueError, on all ranks of ``group``, unless their tensors agree. Collective, host only.
+    """Raise ValueError, on all ranks of ``group``, unless their ``local_tensor`` agree. Collective.
 
-    Compared are dtype and requires_grad; with ``check_shape_stride`` shape and strides too. ``group`` is
-    anything that names one, by default all ranks. The message names what differs, both values and a rank.
-    Nothing of the tensor is read: it may be a meta tensor.
+    Raises TypeError if it is no tensor. Compared, on the host, are dtype and requires_grad; with
+    ``check_shape_stride`` shape and strides too. ``group`` is anything that names one, by default all
+    ranks. The message names what differs, both values and a rank. Nothing of the tensor is read: it may be
+    a meta tensor.
 
     >>> import interlace, torch
     >>> interlace.run(lambda: check_tensor_meta(torch.ones(2, device="meta")), 2)
@@ -144,7 +148,10 @@ def check_tensor_meta(
 
 
 def spec_to_bytes(spec: Any) -> int:
-    """Bytes of the whole tensor that a ``DTensorSpec`` describes; ValueError if it has no tensor_meta.
+    """Bytes of the whole tensor that a ``DTensorSpec`` describes.
+
+    Raises ValueError if it has no tensor_meta. Semantics:
+    ``torch.distributed.tensor._collective_utils.spec_to_bytes``.
 
     >>> import torch
     >>> from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

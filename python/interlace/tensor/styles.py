@@ -66,6 +66,10 @@ class RowwiseParallel(torch_style.RowwiseParallel):
     ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
     scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
     module.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> RowwiseParallel(output_layouts=Shard(1))
+    RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=1),), use_local_output=True)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -81,6 +85,9 @@ class SequenceParallel(torch_style.SequenceParallel):
     """Run a norm or a dropout on the own part of the sequence: torch's style.
 
     Options as torch's: ``sequence_dim`` (default 1), ``use_local_output`` (False).
+
+    >>> SequenceParallel(sequence_dim=0)
+    SequenceParallel(sequence_dim=0, use_local_output=False)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -93,6 +100,10 @@ def explain(module: nn.Module) -> dict[str, str]:
 
     Before its first call, what the layouts say; after, what the last call ran, and why if it was not fused.
     The own name of ``module`` is "".
+
+    >>> import torch
+    >>> explain(torch.nn.Linear(2, 2))  # no style was applied
+    {}
     """
     found = {}
     for name, each in module.named_modules():

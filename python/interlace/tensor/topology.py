@@ -52,6 +52,8 @@ class MeshTopoInfo:
     >>> topo = MeshTopoInfo.build_from_mesh(mesh, bandwidth=[10.0, 40.0], latency=[5.0, 1.0])
     >>> topo.mesh_dim_devices, topo.source
     ([2, 2], 'given')
+    >>> topo.us("all_gather", 0.001, 0) is None  # nothing was measured
+    True
     """
 
     mesh: DeviceMesh

@@ -215,7 +215,7 @@ def all_gather_v(
 
     Parameters
     ----------
-    tensor, sizes : as for :func:`gather_v`.
+    tensor, sizes : as for :func:`gather_v`, which have any length along ``dim``.
     accumulate : of the gradients, which are summed over ranks in rank order: "fp32", rounded once to their
         dtype (wider dtypes keep theirs), or None, rounded to their dtype after each addition.
 

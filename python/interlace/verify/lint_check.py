@@ -71,7 +71,12 @@ class LintReport:
 
 @dataclass(frozen=True)
 class LintRequest:
-    """The arguments of one :func:`lint`, for :func:`lint_many`."""
+    """The arguments of one :func:`lint`, for :func:`lint_many`.
+
+    >>> from interlace.kernels.signal import publish_kernel
+    >>> LintRequest(publish_kernel, {"peers_ptr": "*i64"}, arch=100).num_warps
+    4
+    """
 
     kernel: Any
     signature: Mapping[str, str]
@@ -135,6 +140,14 @@ def lint_many(
 
     ``workers`` is how many processes compile, one per core by default. ``on_report`` is called with each
     report as it is ready, one at a time. All requests are checked before the first is compiled.
+
+    Raises ValueError or TypeError naming an argument that is wrong.
+
+    >>> from interlace.kernels.signal import publish_kernel
+    >>> signature = {"peers_ptr": "*i64", "rank": "i32", "peer": "i32", "slot_byte": "i32"}
+    >>> lint_many([LintRequest(publish_kernel, signature, arch=70)])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: arch ...
     """
     checked = [_checked(request) for request in requests]
     measured = compile_all(

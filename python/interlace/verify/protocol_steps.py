@@ -19,7 +19,11 @@ EMPTY = "nothing"
 
 @dataclass(frozen=True)
 class Publish:
-    """Set ``word`` to ``value``, whatever it was."""
+    """Set ``word`` to ``value``, whatever it was.
+
+    >>> str(Publish("slot", 1))
+    'publishes slot = 1'
+    """
 
     word: str
     value: int
@@ -34,6 +38,9 @@ class Wait:
 
     With ``giving_up`` the wait may end without that, at any time or, with ``only_after``, once that
     word is not 0. The next ``giving_up`` steps are for this case; otherwise they are left out.
+
+    >>> str(Wait("slot", 1))
+    'waits for slot >= 1'
     """
 
     word: str
@@ -51,6 +58,9 @@ class CompareAndSwap:
     """Set ``word`` to ``new`` where it is ``old``. Where it is not, hold.
 
     With ``otherwise`` it does not hold: the next ``otherwise`` steps are left out instead.
+
+    >>> str(CompareAndSwap("lock", 0, 1))
+    'swaps lock from 0 to 1'
     """
 
     word: str
@@ -110,13 +120,21 @@ Step = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrite | EndW
 
 
 def read(cells: Iterable[str], content: str) -> list[Step]:
-    """A read of ``cells``: its begin and its end."""
+    """A read of ``cells``: its begin and its end.
+
+    >>> [str(step) for step in read(["a", "b"], "data")]
+    ['begins to read a, b', 'ends reading a, b']
+    """
     names = tuple(cells)
     return [BeginRead(names, content), EndRead(names)]
 
 
 def write(cells: Iterable[str], content: str) -> list[Step]:
-    """A write of ``content`` into ``cells``: its begin and its end."""
+    """A write of ``content`` into ``cells``: its begin and its end.
+
+    >>> [str(step) for step in write(["a"], "data")]
+    ['begins to write data into a', 'ends writing a']
+    """
     names = tuple(cells)
     return [BeginWrite(names, content), EndWrite(names)]
 
@@ -144,7 +162,11 @@ def left_out_by(step: Step) -> int | None:
 
 @dataclass(frozen=True)
 class Process:
-    """One sequence of steps: a rank, or a program or stream of it. Reports call it ``name``."""
+    """One sequence of steps: a rank, or a program or stream of it. Reports call it ``name``.
+
+    >>> Process("rank 0", (*write(["buffer"], "data"), Publish("slot", 1))).name
+    'rank 0'
+    """
 
     name: str
     steps: tuple[Step, ...]
@@ -156,6 +178,17 @@ class Protocol:
 
     ``at_end`` gets every word's value and every cell's content, by name, once all processes have
     finished, and returns what is wrong with them, or an empty text.
+
+    >>> from interlace.verify import explore
+    >>> sender = Process("rank 0", (*write(["buffer"], "data"), Publish("slot", 1)))
+    >>> receiver = Process("rank 1", (Wait("slot", 1), *read(["buffer"], "data")))
+    >>> protocol = Protocol("hand-over", 2, 1, (sender, receiver))
+    >>> explore(protocol).clean
+    True
+    >>> def hasty(process):
+    ...     return [step for step in process.steps if not isinstance(step, Wait)]
+    >>> explore(protocol.rewritten("no wait", hasty)).clean
+    False
     """
 
     name: str
@@ -168,8 +201,6 @@ class Protocol:
         """A variant for a negative control: every process takes the steps ``rule(process)``.
 
         Raises ``ValueError`` if nothing changes: a control that is none would go unnoticed.
-
-        Example: ``lambda process: [s for s in process.steps if not isinstance(s, Wait)]``
         """
         processes = tuple(
             replace(process, steps=tuple(rule(process))) for process in self.processes

@@ -47,6 +47,7 @@ class Failure:
 
     @property
     def switches(self) -> int:
+        """Changes from one task to another in ``segments``."""
         return max(0, len(self.segments) - 1)
 
     def __str__(self) -> str:
@@ -70,6 +71,7 @@ class ScheduleReport:
 
     @property
     def clean(self) -> bool:
+        """Whether no schedule failed."""
         return not self.failing
 
     @property
@@ -115,6 +117,9 @@ def schedules(
     shrink : look for the fewest context switches that fail; takes up to a minute.
 
     Returns a :class:`ScheduleReport`; its ``failure`` is the first failing seed, shrunk.
+
+    Raises TypeError or ValueError for an argument that is wrong, before anything runs; what ``fn`` raises
+    is in the report.
 
     >>> import interlace
     >>> from interlace import verify
@@ -283,6 +288,15 @@ def replay(
     """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
 
     Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
+
+    >>> import interlace
+    >>> from interlace import verify
+    >>> def on_rank():
+    ...     interlace.barrier()
+    ...     return interlace.get_rank()
+    >>> report = verify.schedules(on_rank, 2, n=1, workers=1, check=lambda results: 1 / 0)
+    >>> verify.replay(on_rank, 2, report.failure.segments, seed=report.failure.seed)
+    [0, 1]
     """
     launcher.check_run(fn, world_size, timeout)
     host = launcher.host_function(fn, args, kwargs)

@@ -1,0 +1,158 @@
+"""The ops for callers in Python: through torch's dispatcher, and on simulated ranks without it.
+
+Simulated ranks share one stack of C++ frames, which must end in the order in which they began. One that
+waited for others below the dispatcher would leave its frames under theirs. So there an op runs first, to
+its end, and one node of autograd, in Python, records it: its backward is what the dispatcher would have
+been given, and ``simulated_backward.py`` lets it wait.
+
+=========  =========================================  =================================================
+           through the dispatcher                     on simulated ranks
+=========  =========================================  =================================================
+runs       in a kernel of ``torch.ops.interlace``     here, before it is recorded
+recorded   by ``torch.library.register_autograd``     by :class:`_Recorded`, with the same two functions
+backward   calls ops of this module                   the same, so it has a gradient itself
+seen by    compilers and modes                        nobody; under one of them the dispatcher is taken
+=========  =========================================  =================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from interlace import group_specs, groups
+from interlace.async_tensor import AsyncTensor, wait
+from interlace.ops.pending import Started, finish
+from interlace.process_group_rules import PLAIN_TYPES, modes_active
+from interlace.runtime.communicator import Communicator
+from interlace.simulated_backward import prepare
+
+_dispatched: Any = torch.ops.interlace
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+class Recordable(Protocol):
+    """What this module needs to know of an op; see ``library.Op``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> Callable[..., Started]: ...
+    @property
+    def gradient(self) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
+    @property
+    def returns(self) -> str: ...
+
+
+_TENSOR = object()  # in place of one, where only its position matters
+_known: dict[str, Recordable] = {}
+
+
+def offer(op: Recordable) -> None:
+    """Let :func:`call` find ``op`` by its name."""
+    _known[op.name] = op
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group."""
+    *own, size, group = args
+    if not _simulated(own):
+        return getattr(_dispatched, name).default(*args)
+    return _run(_known[name], group_specs.bind(group, size), own, size, group)
+
+
+def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
+    """``torch.ops.interlace.<name>_out(*args, out=out)``, which records nothing."""
+    *own, size, group = args
+    if not _simulated([*own, out]):
+        getattr(_dispatched, f"{name}_out").default(*args, out=out)
+        return
+    finish(_known[name].start(group_specs.bind(group, size), *_mapped(wait, own), out=wait(out)))
+
+
+class Ops:
+    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def named(*args: Any) -> Any:
+            return call(name, *args)
+
+        return named
+
+
+def _simulated(own: Sequence[Any]) -> bool:
+    """Whether the caller is a simulated rank that has others beside it, and nobody else sees the call."""
+    if torch.compiler.is_compiling() or modes_active() or _transforms_active():
+        return False
+    rank = groups.joined()
+    if rank is None or rank.place.name != "sim" or rank.world_size == 1:
+        return False
+    return all(
+        (type(each) in PLAIN_TYPES or type(each) is AsyncTensor) and not each.is_meta
+        for each in _tensors(own)
+    )
+
+
+def _run(op: Recordable, group: Communicator, own: list[Any], size: int, name: str) -> Any:
+    own = _mapped(wait, own)
+    with torch.no_grad():
+        started = op.start(group, *own)
+        finish(started)
+    outputs = [each.detach() for each in started.outputs]
+    tensors = _tensors(own)
+    if torch.is_grad_enabled() and op.gradient and any(each.requires_grad for each in tensors):
+        prepare(group, *tensors)
+        outputs = _Recorded.apply(op, outputs, [*own, size, name], *tensors)  # type: ignore[no-untyped-call]
+    return outputs[0] if op.returns == "Tensor" else list(outputs)
+
+
+class _Recorded(torch.autograd.Function):
+    """Arguments: the op, what it has returned, what it was given, and the tensors among that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: Recordable,
+        outputs: list[torch.Tensor],
+        given: list[Any],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        assert op.gradient is not None
+        setup, ctx.of_op = op.gradient
+        ctx.single = op.returns == "Tensor"
+        setup(ctx, tuple(given), outputs[0] if ctx.single else outputs)
+        ctx.given = _mapped(lambda tensor: _TENSOR, given)  # which keeps no tensor alive
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        found = ctx.of_op(ctx, grads[0] if ctx.single else grads)
+        of_tensors: list[Any] = []
+        for given, grad in zip(ctx.given, found, strict=False):
+            if given is _TENSOR:
+                of_tensors.append(grad)
+            elif isinstance(given, list):
+                among = grad if isinstance(grad, (list, tuple)) else [None] * len(given)
+                of_tensors += [g for each, g in zip(given, among, strict=True) if each is _TENSOR]
+        return None, None, None, *of_tensors
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among ``values`` and the lists in it, in their order."""
+    found: list[torch.Tensor] = []
+    _mapped(found.append, values)
+    return found
+
+
+def _mapped(function: Callable[[torch.Tensor], Any], values: Sequence[Any]) -> list[Any]:
+    """``values``, and the lists in it, with what ``function`` makes of each tensor in its place."""
+    return [
+        function(each)
+        if isinstance(each, torch.Tensor)
+        else _mapped(function, each)
+        if isinstance(each, list)
+        else each
+        for each in values
+    ]
