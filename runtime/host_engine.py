@@ -134,9 +134,7 @@ class HostEngine(Engine):
         own = self._rounds.slots(call.op, extent) if extent else 1
         control, sequence = self._group.begin(call.message, extent, slots=own)
         self._met(call, control, sequence)
-        slots = self._rounds.all_slots(own, control, sequence)
-        self._rounds.open(call.op)  # which sends messages
-        return slots, control, sequence
+        return self._rounds.all_slots(own, control, sequence), control, sequence
 
     def _in_rounds(self, call: Call, nbytes: int, piece: int) -> RoundSteps | None:
         """The steps of an op through the rings, in pieces of ``piece``, if there are any."""
@@ -285,28 +283,45 @@ class HostEngine(Engine):
                     if peer != rank:
                         _memmove(base + peer * stride, address, nbytes)
             self._met(call, control, sequence)
-            if parts and own is not None and own[0] != parts[rank][0]:
-                _memmove(own[0], *parts[rank])
             if where[0] and self._direct.everywhere(control, sequence, where[0]):
+                if own is not None and own[0] != parts[rank][0]:
+                    _memmove(own[0], *parts[rank])
                 self._direct.share(call.op, control, sequence, targets, rank)
                 return
-            large: list[int] | None = None
-            for peer in control.peers:
-                target = targets[peer]
-                theirs = control.extent(peer, sequence)
-                apart = self._stride(theirs)
-                if not apart:
-                    large = large or [0] * self.world_size
-                    large[peer] = theirs
-                elif target is not None:
-                    base = self._data(control, peer, sequence, apart * self.world_size)
-                    _memmove(target[0], base + rank * apart, target[1])
-            if not stride:
+            self._receive(call, control, sequence, parts, targets, extent, slots)
+
+    def _receive(
+        self,
+        call: Call,
+        control: Control,
+        sequence: int,
+        parts: Sequence[Part],
+        targets: Sequence[Target],
+        extent: int,
+        slots: int,
+    ) -> None:
+        """Trade once the ranks have met, each with what it said in its message; ``slots``: this rank's."""
+        rank = self.rank
+        own = targets[rank]
+        if parts and own is not None and own[0] != parts[rank][0]:
+            _memmove(own[0], *parts[rank])
+        large: list[int] | None = None
+        for peer in control.peers:
+            target = targets[peer]
+            theirs = control.extent(peer, sequence)
+            apart = self._stride(theirs)
+            if not apart:
                 large = large or [0] * self.world_size
-                large[rank] = extent
-            if large is not None:
-                all_slots = self._rounds.all_slots(slots, control, sequence)
-                self._rounds.trade(call.op, parts, targets, large, all_slots)
+                large[peer] = theirs
+            elif target is not None:
+                base = self._data(control, peer, sequence, apart * self.world_size)
+                _memmove(target[0], base + rank * apart, target[1])
+        if not self._stride(extent):
+            large = large or [0] * self.world_size
+            large[rank] = extent
+        if large is not None:
+            all_slots = self._rounds.all_slots(slots, control, sequence)
+            self._rounds.trade(call.op, parts, targets, large, all_slots)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -334,12 +349,17 @@ class HostEngine(Engine):
             steps = self._stepwise(call, stride * world_size) if stride else None
             if steps is not None and not where[0]:
                 control, sequence = self._group.begin(call.message, nbytes)
-                steps.all_to_all(call, control, sequence, target, source, nbytes, stride)
+                if not steps.all_to_all(call, control, sequence, target, source, nbytes, stride):
+                    self._receive(call, control, sequence, parts, targets, nbytes, 1)
                 return None
             steps = None if stride else self._in_rounds(call, nbytes, self._rounds.section)
             if steps is not None and not where[0]:
                 slots, control, sequence = self._met_for_rounds(call, nbytes)
-                steps.trade(call, control, sequence, target, source, nbytes, slots)
+                if all(control.extent(peer, sequence) == nbytes for peer in control.peers):
+                    steps.trade(call, control, sequence, target, source, nbytes, slots)
+                else:
+                    own = slots[self.rank]
+                    self._receive(call, control, sequence, parts, targets, nbytes, own)
                 return None
         self._trade(call, parts, targets)
         return None
@@ -467,7 +487,6 @@ class HostEngine(Engine):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
                     return
                 all_slots = self._rounds.all_slots(slots, control, sequence)
-                self._rounds.open(call.op)
                 steps = self._in_rounds(call, extent, self._rounds.section)
                 if steps is not None and sums_in_rounds(output.dtype, op) and adjacent(parts):
                     steps.scatter_sums(call, control, sequence, output, parts[0][0], all_slots)

@@ -90,6 +90,7 @@ class RoundSteps(HostSteps):
     ) -> None:  # fmt: skip
         """``output`` = the sum of everyone's part for this rank; the own parts begin at ``address``."""
         rounds, nbytes, section = self._rounds, output.nbytes, self._rounds.section
+        rounds.open(call.op)
 
         def stage(steps: Steps, c: int, slot: int) -> None:
             size = min(section, nbytes - c * section)
@@ -115,6 +116,7 @@ class RoundSteps(HostSteps):
         slots: Sequence[int],
     ) -> None:  # fmt: skip
         """all_gather: everyone's ``nbytes`` at ``source``, behind each other at ``target``."""
+        self._rounds.open(call.op)
         rank = self._rank
         total = nbytes * self._world_size
         in_place = source == target + rank * nbytes
@@ -146,6 +148,7 @@ class RoundSteps(HostSteps):
         slots: Sequence[int],
     ) -> None:  # fmt: skip
         """broadcast: the ``nbytes`` at ``root``'s ``address`` to everyone's."""
+        self._rounds.open(call.op)
 
         def stage(steps: Steps, c: int, slot: int) -> None:
             start = c * SLOT_BYTES
@@ -170,6 +173,7 @@ class RoundSteps(HostSteps):
         slots: Sequence[int],
     ) -> None:  # fmt: skip
         """all_to_all: everyone's part for this rank, of ``nbytes``, from ``source`` to ``target``."""
+        self._rounds.open(call.op)
         rank, section = self._rank, self._rounds.section
         total = nbytes * self._world_size
 

@@ -127,8 +127,11 @@ class HostSteps:
     def all_to_all(
         self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int,
         stride: int,
-    ) -> None:  # fmt: skip
-        """Everyone's part for this rank, of ``nbytes``, from parts at ``source`` to ``target``."""
+    ) -> bool:  # fmt: skip
+        """Everyone's part for this rank, of ``nbytes``, from parts at ``source`` to ``target``.
+
+        False if others have cut theirs otherwise: then the ranks have met, and nothing was received.
+        """
         medium = stride * self._world_size > SMALL_DATA
         key = "all_to_all", nbytes, medium
         steps = self._kept.get(key)
@@ -148,7 +151,7 @@ class HostSteps:
 
             steps = self._keep(key, control, before, after)
         steps.registers[INPUT], steps.registers[OUTPUT] = source, target
-        self._with_data(steps, call, control, sequence, medium)
+        return self._with_data(steps, call, control, sequence, medium)
 
     def broadcast(
         self, call: Call, control: Control, sequence: int, address: int, nbytes: int, root: int
@@ -201,39 +204,39 @@ class HostSteps:
 
     def _with_data(
         self, steps: Steps, call: Call, control: Control, sequence: int, medium: bool = False
-    ) -> None:
-        """Run steps of which the data goes with the message."""
+    ) -> bool:
+        """Run steps of which the data goes with the message, as :meth:`_run` does."""
         if medium:
             steps.registers[_PLACE] = sequence % MEDIUM_PLACES * MEDIUM_DATA
         else:
             steps.registers[_PLACE] = sequence % PLACES * SMALL_DATA
-        self._run(steps, call, control, sequence)
+        alike = self._run(steps, call, control, sequence)
         if not sequence % LOOK:
             control.spread.look()
+        return alike
 
-    def _run(self, steps: Steps, call: Call, control: Control, sequence: int) -> None:
+    def _run(self, steps: Steps, call: Call, control: Control, sequence: int) -> bool:
+        """Whether they ran to the end. Messages that differ, but fit together, end them at the meeting:
+        what comes after it would look for data where only an equal message has it.
+        """
         registers = steps.registers
         registers[_NUMBER] = sequence
         registers[_AREA] = (sequence & 1) * AREA
         registers[_LENGTH] = len(call.message)
         stopped = steps.run()
         while stopped >= 0:
-            stopped = self._go_on(steps, stopped, call, control, sequence)
-
-    def _go_on(
-        self, steps: Steps, stopped: int, call: Call, control: Control, sequence: int
-    ) -> int:
-        """Do what a step of the meeting stopped for; where the steps then stop, or -1."""
-        kind = steps.kinds[stopped]
-        if kind == WAIT:
-            peers, index, register, further = steps.notes[stopped]
-            self._group.await_word(peers, index, steps.registers[register] + further, call.op)
-            return steps.run(stopped)
-        if kind == RING:
-            control.bell.ring()
-        else:
-            verify(call, control, sequence, self._rank)
-        return steps.run(stopped + 1)
+            kind = steps.kinds[stopped]
+            if kind == WAIT:
+                peers, index, register, further = steps.notes[stopped]
+                self._group.await_word(peers, index, registers[register] + further, call.op)
+            elif kind == RING:
+                control.bell.ring()
+                stopped += 1
+            else:
+                verify(call, control, sequence, self._rank)
+                return False
+            stopped = steps.run(stopped)
+        return True
 
 
 def sums(op: str, dtype: torch.dtype) -> bool:
