@@ -23,8 +23,13 @@ VARIABLE = "INTERLACE_HOST_CODE"
 """Set to 0, nothing is compiled for the host, and Python and torch do it all."""
 
 _TRIPLE, _PROCESSOR = "x86_64-unknown-linux-gnu", "x86-64-v3"
-_NEEDED = {"avx2", "bmi2", "f16c", "fma", "movbe"}
+_NEEDED = {
+    "cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2", "avx", "avx2", "bmi1", "bmi2", "f16c",
+    "fma", "abm", "movbe", "xsave",
+}  # fmt: skip
+# What x86-64-v3 is, as /proc/cpuinfo has it; "abm" is LZCNT, and without it that computes something else
 
+_ELF = b"\x7fELF\2\1"  # of 64 bits, the lowest byte first
 _PROGBITS, _SYMTAB, _RELA, _NOBITS = 1, 2, 4, 8
 _ALLOC = 2
 _PC32, _PLT32, _ABSOLUTE = 2, 4, 1
@@ -38,6 +43,7 @@ _libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _PRIVATE, _ANONYMOUS = 0x02, 0x20
 _PROT_EXEC = 4
 
@@ -65,7 +71,8 @@ def assembled(ir: str) -> bytes:
 
     llvm.init_targets()
     made = llvm.translate_to_asm(ir, _TRIPLE, _PROCESSOR, "", [], False, True)
-    assert isinstance(made, bytes)
+    if not isinstance(made, bytes) or made[: len(_ELF)] != _ELF:
+        raise RuntimeError(f"no object file was made, but {made[:16]!r}")
     return made
 
 
@@ -87,11 +94,33 @@ def load(made: bytes, names: Sequence[str]) -> list[int] | None:
     base = _libc.mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
     if base in (None, ctypes.c_void_p(-1).value):
         return None
+    try:
+        addresses = _filled(made, sections, places, base, total)
+        if missing := [name for name in names if name not in addresses]:
+            raise ValueError(f"the object has no {missing}, only {sorted(addresses)}")
+        stays = not _libc.mprotect(base, total, mmap.PROT_READ | _PROT_EXEC)
+    except BaseException:
+        _libc.munmap(base, total)
+        raise
+    if not stays:
+        _libc.munmap(base, total)
+        return None
+    return [addresses[name] for name in names]
+
+
+def _filled(
+    made: bytes,
+    sections: Sequence[tuple[int, ...]],
+    places: dict[int, int],
+    base: int,
+    total: int,
+) -> dict[str, int]:
+    """Copy the sections to their places in the memory, relocate them; the addresses of all names."""
     image = (ctypes.c_char * total).from_address(base)
     for number, place in places.items():
         _, kind, _, _, start, length, *_ = sections[number]
         if kind == _PROGBITS:
-            ctypes.memmove(base + place, made[start : start + length], length)
+            image[place : place + length] = made[start : start + length]
     symbols = _symbols(made, sections)
     for _, kind, _, _, start, length, link, target, _, _ in sections:
         if kind == _RELA and target in places:
@@ -100,17 +129,12 @@ def load(made: bytes, names: Sequence[str]) -> list[int] | None:
                     image, base, places, places[target], symbols[link],
                     _RELOCATION.unpack_from(made, at),
                 )  # fmt: skip
-    addresses = {
+    return {
         name: base + places[section] + value
         for table in symbols.values()
         for name, section, value in table
         if name and section in places
     }
-    if missing := [name for name in names if name not in addresses]:
-        raise ValueError(f"the object has no {missing}, only {sorted(addresses)}")
-    if _libc.mprotect(base, total, mmap.PROT_READ | _PROT_EXEC):
-        return None
-    return [addresses[name] for name in names]
 
 
 def _symbols(

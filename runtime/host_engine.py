@@ -12,7 +12,7 @@ large that is, and so knows of every other where its data is and how many rounds
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +24,7 @@ from interlace.runtime.engine import Engine
 from interlace.runtime.host_direct import Direct, adjacent
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
+from interlace.runtime.host_places import Places
 from interlace.runtime.host_round_steps import RoundSteps, sums_in_rounds
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
@@ -40,25 +41,6 @@ from interlace.runtime.stream import Event, Outcome
 from interlace.runtime.words import ORDERED
 
 _memmove = ctypes.memmove
-
-
-class _Places:
-    """The data that goes with messages, of every rank, as tensors of one shape."""
-
-    __slots__ = ("_at", "_count", "_places", "_ranks")
-
-    def __init__(self, at: Callable[[int, int], torch.Tensor], count: int, ranks: int) -> None:
-        """``at(rank, place)`` is a view of one of ``count`` places, which are used in turn."""
-        self._at, self._count, self._ranks = at, count, ranks
-        self._places: list[list[torch.Tensor] | None] = [None] * count
-
-    def of(self, sequence: int) -> list[torch.Tensor]:
-        """The tensors that go with message ``sequence``, by rank."""
-        place = sequence % self._count
-        parts = self._places[place]
-        if parts is None:
-            parts = self._places[place] = [self._at(rank, place) for rank in range(self._ranks)]
-        return parts
 
 
 class HostEngine(Engine):
@@ -113,14 +95,14 @@ class HostEngine(Engine):
         small, medium = self._strides
         return small if extent <= small else medium * (extent <= medium and self._rounds.opened)
 
-    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> _Places:
+    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> Places:
         """Tensors such as ``like`` at ``offset`` of data of ``nbytes`` in all."""
         model = torch.empty_like(like)
         if nbytes <= SMALL_DATA:
             at, count = control.tensor, PLACES
         else:
             at, count = self._rounds.tensor, MEDIUM_PLACES
-        return _Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+        return Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
 
     def _stepwise(self, call: Call, nbytes: int) -> RoundSteps | None:
         """The steps of an op whose data of ``nbytes`` goes with its message, if there are any."""
@@ -336,13 +318,13 @@ class HostEngine(Engine):
     def all_to_all_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
-        world_size = self.world_size
+        rank, world_size = self.rank, self.world_size
         nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
         if world_size == 1:
             _memmove(target, source, nbytes)
             return None
-        parts = [(source + rank * nbytes, nbytes) for rank in range(world_size)]
-        targets = [(target + rank * nbytes, nbytes) for rank in range(world_size)]
+        parts = [(source + peer * nbytes, nbytes) for peer in range(world_size)]
+        targets = [(target + peer * nbytes, nbytes) for peer in range(world_size)]
         with self._group.collective_lock:
             stride = self._stride(nbytes)
             where = self._direct.find_adjacent(parts, targets)
@@ -358,8 +340,7 @@ class HostEngine(Engine):
                 if all(control.extent(peer, sequence) == nbytes for peer in control.peers):
                     steps.trade(call, control, sequence, target, source, nbytes, slots)
                 else:
-                    own = slots[self.rank]
-                    self._receive(call, control, sequence, parts, targets, nbytes, own)
+                    self._receive(call, control, sequence, parts, targets, nbytes, slots[rank])
                 return None
         self._trade(call, parts, targets)
         return None

@@ -194,7 +194,7 @@ class Rounds:
         return prior, prior if count <= ALIGNED else -(-prior // MANY) * MANY
 
     def ran(self, op: str, end: int, own: int, started: float) -> None:
-        """After an op whose last round is the one before ``end``; ``own``: the slots it used, maybe none."""
+        """After an op whose rounds end before number ``end``; ``own``: the slots that it used, or 0."""
         self.count = end
         depth, self._depth = self._depth, None
         if depth is not None and own:

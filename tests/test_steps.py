@@ -66,7 +66,7 @@ def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
         wanted = got.clone()
         addresses = [part.data_ptr() for part in parts]
         made = listed(
-            lambda s, a=addresses: s.sum(dtype, (0, 2), [(each, 1) for each in a], (0, 3))  # type: ignore[misc]
+            lambda s, a=addresses: s.sum(dtype, (0, 2), [(each, 1) for each in a], (0, 3))
         )
         whole = torch.zeros_like(wanted)
         fold("sum", parts, whole)
@@ -341,6 +341,29 @@ def test_a_name_that_an_object_lacks() -> None:
         host_code.load(made, ["walk", "run"])
 
 
+def test_what_is_refused_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, given_back = [], []
+    mmap, munmap = host_code._libc.mmap, host_code._libc.munmap
+
+    def asking(*arguments: int) -> int:
+        asked.append(mmap(*arguments))
+        return asked[-1]
+
+    def giving(base: int, nbytes: int) -> int:
+        given_back.append(base)
+        return munmap(base, nbytes)
+
+    made = host_code.assembled("define void @walk() { ret void }")
+    monkeypatch.setattr(host_code._libc, "mmap", asking)
+    monkeypatch.setattr(host_code._libc, "munmap", giving)
+    with pytest.raises(ValueError, match="no"):
+        host_code.load(made, ["run"])
+    monkeypatch.setattr(host_code._libc, "mprotect", lambda *_: -1)
+    assert host_code.load(made, ["walk"]) is None
+    assert len(asked) == 2
+    assert asked == given_back
+
+
 def test_code_cannot_be_written_to_once_it_is_loaded() -> None:
     loaded = host_code.load(host_code.assembled("define void @f() { ret void }"), ["f"])
     assert loaded is not None
@@ -384,11 +407,9 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
     elif why == "system":
         monkeypatch.setattr(host_code.sys, "platform", "darwin")
     else:
+        from triton._C.libtriton import llvm
 
-        def other_triton(*_: object) -> bytes:
-            raise TypeError("translate_to_asm(): incompatible function arguments")
-
-        monkeypatch.setattr(host_code, "assembled", other_triton)
+        monkeypatch.setattr(llvm, "translate_to_asm", lambda *_: "	.text")  # not an object
     # what is known of this process is cached
     monkeypatch.setattr(host_code, "supported", host_code.supported.__wrapped__)
     monkeypatch.setattr(steps, "_run", steps._run.__wrapped__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -22,8 +23,8 @@ from interlace.runtime.call import Call
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, cuts
 from interlace.runtime.host_round_steps import MOST
+from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, cuts
 from interlace.runtime.reductions import fold
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "in place", "broadcast", "all_to_all")
@@ -132,7 +133,7 @@ def once(
 
 def _pieces(count: int, world_size: int) -> list[tuple[int, int]]:
     firsts = cuts(count, world_size)
-    return list(zip(firsts[:-1], firsts[1:], strict=True))
+    return list(itertools.pairwise(firsts))
 
 
 def every_size(seed: int, which: str) -> list[str]:
