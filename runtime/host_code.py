@@ -116,7 +116,7 @@ def _filled(
     total: int,
 ) -> dict[str, int]:
     """Copy the sections to their places in the memory, relocate them; the addresses of all names."""
-    image = (ctypes.c_char * total).from_address(base)
+    image = memoryview((ctypes.c_char * total).from_address(base)).cast("B")
     for number, place in places.items():
         _, kind, _, _, start, length, *_ = sections[number]
         if kind == _PROGBITS:
@@ -155,7 +155,7 @@ def _symbols(
 
 
 def _relocate(
-    image: ctypes.Array[ctypes.c_char],
+    image: memoryview,
     base: int,
     places: dict[int, int],
     section: int,

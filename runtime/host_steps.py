@@ -30,6 +30,7 @@ _NUMBER, _AREA, _LENGTH, INPUT, OUTPUT, _PLACE, BEFORE = range(1, 8)
 
 MOST_ROUNDS = 64
 KEPT = 256  # lists of steps; each is made in some 50 us
+KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
 
 Key = tuple[Any, ...]
 
@@ -41,6 +42,7 @@ class HostSteps:
         self._group, self._rounds = group, rounds
         self._rank, self._world_size = group.rank, group.world_size
         self._kept: dict[Key, Steps] = {}
+        self._kept_bytes = 0
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -197,9 +199,12 @@ class HostSteps:
         return self._keep_as(key, steps)
 
     def _keep_as(self, key: Key, steps: Steps) -> Steps:
-        if len(self._kept) >= KEPT:
+        steps.complete(spin=self._group.spins)
+        if len(self._kept) >= KEPT or self._kept_bytes + steps.nbytes > KEPT_BYTES:
             self._kept.clear()
-        self._kept[key] = steps.complete(spin=self._group.spins)
+            self._kept_bytes = 0
+        self._kept[key] = steps
+        self._kept_bytes += steps.nbytes
         return steps
 
     def _with_data(

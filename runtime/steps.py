@@ -157,6 +157,12 @@ class Steps:
         self._rows = []
         return self
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of a list that is complete."""
+        assert self._words is not None
+        return ctypes.sizeof(self._words)
+
     def run(self, first: int = 0) -> int:
         """Run from step ``first``: -1 at the end, or the number of the step that stopped it."""
         return self._code(self._address, first)

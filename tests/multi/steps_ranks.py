@@ -18,7 +18,7 @@ import torch
 
 import interlace
 from interlace import groups
-from interlace.runtime import host_engine
+from interlace.runtime import host_engine, host_steps
 from interlace.runtime.call import Call
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.errors import InterlaceError
@@ -176,11 +176,11 @@ def every_dtype() -> list[str]:
 
 
 def many_rounds() -> list[str]:
-    """Ops of 33 rounds, and of as many as steps take and one more."""
+    """Ops of 33 rounds, and one op of as many as steps take and of one more."""
     with engine() as e:
         wrong = []
         for key, op in enumerate(op for op in OPS if op != "in place"):
-            for rounds in (33, MOST, MOST + 1):
+            for rounds in (33, MOST, MOST + 1) if op == "broadcast" else (33,):
                 nbytes = rounds_of(op, e.world_size, rounds)
                 wrong += once(e, op, nbytes, key, torch.uint8)
     return wrong
@@ -352,6 +352,25 @@ def in_a_thread() -> list[str]:
         while thread.is_alive():
             sum(range(1000))
             thread.join(0.001)
+    return wrong
+
+
+def many_sizes() -> list[str]:
+    """More sizes than lists of steps are kept, by number and by bytes; all are right, and few are kept."""
+    before = host_steps.KEPT, host_steps.KEPT_BYTES
+    wrong = []
+    try:
+        with engine() as e:
+            assert e._steps is not None
+            for host_steps.KEPT, host_steps.KEPT_BYTES in ((5, 1 << 20), (1000, 20_000)):
+                for key in range(60):
+                    nbytes = 8 * key + (key % 4 == 0) * SLOT_BYTES
+                    wrong += once(e, ("all_reduce", "broadcast")[key % 2], nbytes, key, torch.int64)
+                    kept = [steps.nbytes for steps in e._steps._kept.values()]
+                    if len(kept) > host_steps.KEPT or sum(kept) > host_steps.KEPT_BYTES:
+                        wrong.append(f"{len(kept)} lists of {sum(kept)} bytes are kept")
+    finally:
+        host_steps.KEPT, host_steps.KEPT_BYTES = before  # these processes are used again
     return wrong
 
 

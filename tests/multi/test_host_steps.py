@@ -46,6 +46,10 @@ def test_splits_that_are_equal_on_one_rank_only(world_size: int, most: int) -> N
     assert run(steps_ranks.uneven_elsewhere, world_size, most) == [[]] * world_size
 
 
+def test_lists_of_steps_are_not_kept_without_end() -> None:
+    assert run(steps_ranks.many_sizes, 2) == [[]] * 2
+
+
 def test_inference_tensors() -> None:
     assert run(steps_ranks.inference_tensors, 2) == [[]] * 2
 
