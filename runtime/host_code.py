@@ -29,6 +29,9 @@ _NEEDED = {
 }  # fmt: skip
 # What x86-64-v3 is, as /proc/cpuinfo has it; "abm" is LZCNT, and without it that computes something else
 
+_TRITONS = ("3.6.", "3.7.")
+"""Where the IR was tried. LLVM ends the process, rather than raise, if it does not understand it."""
+
 _ELF = b"\x7fELF\2\1"  # of 64 bits, the lowest byte first
 _PROGBITS, _SYMTAB, _RELA, _NOBITS = 1, 2, 4, 8
 _ALLOC = 2
@@ -53,6 +56,10 @@ def supported() -> bool:
     """Whether code for this processor can be made, as far as is known before trying."""
     if os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return False
+    import triton
+
+    if not triton.__version__.startswith(_TRITONS):
+        return False
     return platform.machine() == "x86_64" and _flags() >= _NEEDED
 
 
@@ -66,7 +73,10 @@ def _flags() -> set[str]:
 
 
 def assembled(ir: str) -> bytes:
-    """The object file of LLVM IR. Raises RuntimeError or what LLVM raises."""
+    """The object file of LLVM IR, which must be right: LLVM ends the process if it cannot parse it.
+
+    Raises RuntimeError if none is made.
+    """
     from triton._C.libtriton import llvm
 
     llvm.init_targets()

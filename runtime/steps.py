@@ -39,6 +39,9 @@ for _name in ("uint8", "uint16", "uint32", "uint64"):
 
 PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
 YIELDS = 200  # times that it is given away before Python looks why
+PATIENCE = (
+    10_000_000  # ns of that; others who are busy may keep the core for milliseconds each time
+)
 
 _NONE = 0
 
@@ -64,15 +67,15 @@ def available() -> bool:
 
 
 @functools.cache
-def _fixed() -> tuple[int, int, int]:
+def _fixed() -> tuple[int, int, int, int]:
     """The addresses of what steps call, in the C library."""
     libc = ctypes.CDLL(None)
     found = [
         ctypes.cast(function, ctypes.c_void_p).value
-        for function in (libc.sched_yield, libc.memmove, libc.memcmp)
+        for function in (libc.sched_yield, libc.memmove, libc.memcmp, libc.clock_gettime)
     ]
     assert all(found)
-    return found[0] or 0, found[1] or 0, found[2] or 0
+    return found[0] or 0, found[1] or 0, found[2] or 0, found[3] or 0
 
 
 class Steps:
@@ -140,7 +143,7 @@ class Steps:
         """No more steps. ``spin``: whether every rank has a core of its own. Returns itself."""
         self._add(steps_ir.END, (), 0)
         lists = steps_ir.FIRST + steps_ir.STEP * len(self._rows)
-        words = [*_fixed(), PAUSES if spin else 1, YIELDS]
+        words = [*_fixed(), PAUSES if spin else 1, YIELDS, PATIENCE]
         words += [0] * (lists - len(words))
         memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)

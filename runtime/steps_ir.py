@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-YIELD, MOVE, COMPARE_BYTES, SPINS, YIELDS = range(5)  # what does not change
+YIELD, MOVE, COMPARE_BYTES, CLOCK, SPINS, YIELDS, PATIENCE = range(7)  # what does not change
 REGISTERS = 8  # the word of register 0, which is 0 always
 FIRST = 16  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
@@ -63,6 +63,12 @@ entry:
   %env.spins = load i64, ptr %at.spins
   %at.yields = getelementptr i64, ptr %words, i64 {YIELDS}
   %env.yields = load i64, ptr %at.yields
+  %at.clock = getelementptr i64, ptr %words, i64 {CLOCK}
+  %env.clock = load ptr, ptr %at.clock
+  %at.patience = getelementptr i64, ptr %words, i64 {PATIENCE}
+  %env.patience = load i64, ptr %at.patience
+  %time = alloca [2 x i64]
+  %time.rest = getelementptr i64, ptr %time, i64 1
   %registers = getelementptr i64, ptr %words, i64 {REGISTERS}
   br label %next
 next:
@@ -116,6 +122,7 @@ ring.look:
 wait:
   %wait.k = phi i64 [0, %next], [%wait.k1, %wait.seen]
   %wait.yields = phi i64 [%env.yields, %next], [%wait.left, %wait.seen]
+  %wait.began = phi i64 [0, %next], [%wait.since, %wait.seen]
   %wait.more = icmp ult i64 %wait.k, %length
   br i1 %wait.more, label %wait.begin, label %advance
 wait.begin:
@@ -125,6 +132,7 @@ wait.begin:
 wait.poll:
   %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield]
   %wait.spins = phi i64 [%env.spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield]
+  %wait.since = phi i64 [%wait.began, %wait.begin], [%wait.since, %wait.pause], [%wait.from, %wait.yield]
   %wait.value = load atomic i64, ptr %wait.address acquire, align 8
   %wait.there = icmp sge i64 %wait.value, %y
   br i1 %wait.there, label %wait.seen, label %wait.not
@@ -137,7 +145,18 @@ wait.pause:
   br label %wait.poll
 wait.patience:
   %wait.may = icmp sgt i64 %wait.left, 0
-  br i1 %wait.may, label %wait.yield, label %stop
+  br i1 %wait.may, label %wait.look, label %stop
+wait.look:
+  call i32 %env.clock(i32 1, ptr %time)
+  %wait.seconds = load i64, ptr %time
+  %wait.whole = mul i64 %wait.seconds, 1000000000
+  %wait.rest = load i64, ptr %time.rest
+  %wait.now = add i64 %wait.whole, %wait.rest
+  %wait.first = icmp eq i64 %wait.since, 0
+  %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
+  %wait.long = sub i64 %wait.now, %wait.from
+  %wait.soon = icmp slt i64 %wait.long, %env.patience
+  br i1 %wait.soon, label %wait.yield, label %stop
 wait.yield:
   %wait.fewer = sub i64 %wait.left, 1
   call i32 %env.yield()

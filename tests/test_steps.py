@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -235,6 +236,19 @@ def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) ->
     assert made.run() == -1
 
 
+def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy processes each giving away of the core may take milliseconds, or many."""
+    monkeypatch.setattr(steps, "YIELDS", 1 << 40)
+    monkeypatch.setattr(steps, "PATIENCE", 20_000_000)
+    memory, addresses = words(1, 1, 0)
+    made = listed(lambda s: s.wait(addresses, 1))
+    before = time.perf_counter()
+    assert made.run() == 0
+    assert 0.02 <= time.perf_counter() - before < 5
+    memory[2] = 1
+    assert made.run() == -1
+
+
 def test_a_word_that_another_thread_stores_ends_a_wait() -> None:
     memory, (word,) = words(0)
     made = listed(lambda s: s.wait([word], 3), spin=True)
@@ -397,7 +411,7 @@ def test_the_same_code_each_time() -> None:
 # -- switched off ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("why", ["variable", "processor", "system", "triton"])
+@pytest.mark.parametrize("why", ["variable", "processor", "system", "version", "triton"])
 def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "variable":
         monkeypatch.setenv(host_code.VARIABLE, "0")
@@ -406,6 +420,8 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
         monkeypatch.setattr(host_code, "_flags", lambda: flags - {"avx2"})
     elif why == "system":
         monkeypatch.setattr(host_code.sys, "platform", "darwin")
+    elif why == "version":
+        monkeypatch.setattr("triton.__version__", "9.0.1")
     else:
         from triton._C.libtriton import llvm
 
