@@ -217,14 +217,14 @@ def shared_on_one_rank(seed: int) -> list[str]:
     return wrong
 
 
-def uneven_elsewhere(most: int) -> list[str]:
-    """Splits that fit, but are all equal on rank 0 only: rank 1 keeps ``most`` rows for itself."""
+def uneven_elsewhere(rows: int, most: int) -> list[str]:
+    """Splits that fit, but are all equal on rank 0 only: rank 1 keeps ``most`` rows more for itself."""
     wrong = []
     with engine():
         rank, world = interlace.get_rank(), interlace.get_world_size()
         interlace.all_reduce(torch.ones(1 << 20))  # makes the ring
         for turn in range(4):
-            sent = [3 + most * (rank == peer == 1) for peer in range(world)]
+            sent = [rows + most * (rank == peer == 1) for peer in range(world)]
             parts = [
                 torch.full((length, 5), float(100 * turn + 10 * rank + peer))
                 for peer, length in enumerate(sent)

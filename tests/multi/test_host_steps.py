@@ -40,10 +40,12 @@ def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
     assert run(steps_ranks.shared_on_one_rank, world_size, 0) == [[]] * world_size
 
 
-@pytest.mark.parametrize("most", [0, 1000, 20_000, 300_000])
+@pytest.mark.parametrize(
+    ("rows", "most"), [(3, 0), (3, 1000), (3, 20_000), (3, 300_000), (60_000, 1), (60_000, 200_000)]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_splits_that_are_equal_on_one_rank_only(world_size: int, most: int) -> None:
-    assert run(steps_ranks.uneven_elsewhere, world_size, most) == [[]] * world_size
+def test_splits_that_are_equal_on_one_rank_only(world_size: int, rows: int, most: int) -> None:
+    assert run(steps_ranks.uneven_elsewhere, world_size, rows, most) == [[]] * world_size
 
 
 def test_lists_of_steps_are_not_kept_without_end() -> None:
