@@ -232,9 +232,9 @@ def uneven_elsewhere(rows: int, most: int) -> list[str]:
             output = torch.zeros(sum(sent), 5)
             splits = () if rank == 0 else (sent, sent)
             interlace.all_to_all_single(output, torch.cat(parts), *splits)
-            rows = [100.0 * turn + 10 * peer + rank for peer in range(world)]
+            numbers = [100.0 * turn + 10 * peer + rank for peer in range(world)]
             wanted = torch.cat(
-                [torch.full((length, 5), row) for length, row in zip(sent, rows, strict=True)]
+                [torch.full((n, 5), number) for n, number in zip(sent, numbers, strict=True)]
             )
             if not torch.equal(output, wanted):
                 wrong.append(f"turn {turn}")
