@@ -54,10 +54,10 @@ SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
 _ASLEEP, _BELL, _CORE = 2240, 2304, 2496
 _AREAS = 4096
-_TEXT = 64
-_AREA = _TEXT + LARGEST_MESSAGE
+TEXT = 64
+AREA = TEXT + LARGEST_MESSAGE
 _INT64 = struct.Struct("<q")
-_DATA = (_AREAS + 2 * _AREA + 4095) & ~4095
+_DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
 
@@ -100,7 +100,7 @@ class Control:
         The same object twice in one area is written once.
         """
         half = sequence & 1
-        own, area = self._bytes[self._rank], _AREAS + half * _AREA
+        own, area = self._bytes[self._rank], _AREAS + half * AREA
         words = area >> 3
         view = self.own_view
         view[words + 1] = extent
@@ -109,7 +109,7 @@ class Control:
         if self._written[half] is not payload:
             self._written[half] = None
             view[words] = len(payload)
-            own[area + _TEXT : area + _TEXT + len(payload)] = payload
+            own[area + TEXT : area + TEXT + len(payload)] = payload
             self._written[half] = payload
 
     def send(self, sequence: int) -> None:
@@ -117,37 +117,51 @@ class Control:
         self._own.release(SEQUENCE, sequence)
         self.bell.ring()
 
+    @property
+    def sequences(self) -> list[int]:
+        """The addresses of the peers' SEQUENCE words."""
+        return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
+
+    @property
+    def asleep(self) -> list[int]:
+        """The addresses of the peers' ASLEEP words."""
+        return [self.bases[peer] + _ASLEEP for peer in self.peers]
+
+    def area(self, rank: int) -> int:
+        """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
+        return self.bases[rank] + _AREAS
+
     def missing(self, sequence: int) -> list[int]:
         """Peers that have not sent message ``sequence`` yet."""
         return [p for p in self.peers if self.words[p].acquired(SEQUENCE) < sequence]
 
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
-        area = _AREAS + (sequence & 1) * _AREA
+        area = _AREAS + (sequence & 1) * AREA
         length = self.views[peer][area >> 3]
-        return bytes(self._bytes[peer][area + _TEXT : area + _TEXT + length])
+        return bytes(self._bytes[peer][area + TEXT : area + TEXT + length])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
         """Whether message ``sequence`` of ``peer`` is ``payload``."""
-        area = _AREAS + (sequence & 1) * _AREA
+        area = _AREAS + (sequence & 1) * AREA
         return (
             self.views[peer][area >> 3] == len(payload)
-            and self._bytes[peer][area + _TEXT : area + _TEXT + len(payload)] == payload
+            and self._bytes[peer][area + TEXT : area + TEXT + len(payload)] == payload
         )
 
     def extent(self, peer: int, sequence: int) -> int:
         """The number that ``peer`` sent with message ``sequence``."""
-        extent: int = self.views[peer][((_AREAS + (sequence & 1) * _AREA) >> 3) + 1]
+        extent: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 1]
         return extent
 
     def where(self, peer: int, sequence: int) -> tuple[int, int]:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
-        first = ((_AREAS + (sequence & 1) * _AREA) >> 3) + 2
+        first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
 
     def slots(self, peer: int, sequence: int) -> int:
         """The number of slots that ``peer`` sent with message ``sequence``."""
-        slots: int = self.views[peer][((_AREAS + (sequence & 1) * _AREA) >> 3) + 4]
+        slots: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 4]
         return slots
 
     def data(self, peer: int, sequence: int) -> int:
@@ -168,7 +182,7 @@ class Control:
             return
         own = self._bytes[self._rank]
         text = (reason or "no reason given").encode()[:LONGEST_REASON]
-        own[_REASON + _TEXT : _REASON + _TEXT + len(text)] = text
+        own[_REASON + TEXT : _REASON + TEXT + len(text)] = text
         _INT64.pack_into(own, _REASON, len(text))
         if not self._own_aborted.load_acquire()[0]:
             self._all_aborted.store_release(self._rank + 1)
@@ -181,7 +195,7 @@ class Control:
     def reason(self, rank: int) -> str:
         """Why ``rank`` aborted the group; empty if it did not."""
         (length,) = _INT64.unpack_from(self._bytes[rank], _REASON)
-        text = bytes(self._bytes[rank][_REASON + _TEXT : _REASON + _TEXT + length])
+        text = bytes(self._bytes[rank][_REASON + TEXT : _REASON + TEXT + length])
         return text.decode(errors="replace")
 
     def leave(self) -> None:

@@ -20,6 +20,12 @@ from interlace.runtime.reductions import fold
 _memmove = ctypes.memmove
 
 
+def adjacent(parts: Sequence[Part]) -> bool:
+    """Whether the parts are equal in size and one behind the other."""
+    first, nbytes = parts[0]
+    return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
+
+
 class Direct:
     """The direct ops of one rank of a group. ``control`` is told what ``sequence`` was about."""
 
@@ -51,9 +57,8 @@ class Direct:
         first, nbytes = parts[0]
         if nbytes * len(parts) <= SMALL_DATA:
             return 0, 0
-        for number, part in enumerate(parts):
-            if part != (first + number * nbytes, nbytes):
-                return 0, 0
+        if not adjacent(parts):
+            return 0, 0
         end = first + nbytes * len(parts)
         for target in targets:
             if target is not None and target != overwritten:

@@ -12,7 +12,7 @@ large that is, and so knows of every other where its data is and how many rounds
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,39 +21,26 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import PLACES, SMALL_DATA, Control
 from interlace.runtime.engine import Engine
-from interlace.runtime.host_direct import Direct
+from interlace.runtime.host_direct import Direct, adjacent
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.host_mail import Mail
+from interlace.runtime.host_places import Places
+from interlace.runtime.host_round_steps import RoundSteps, sums_in_rounds
 from interlace.runtime.host_rounds import (
     MEDIUM_DATA,
     MEDIUM_PLACES,
+    SLOT_BYTES,
     Part,
     Rounds,
     Target,
 )
+from interlace.runtime.host_steps import sums, verify
 from interlace.runtime.reductions import fold
+from interlace.runtime.steps import available
 from interlace.runtime.stream import Event, Outcome
+from interlace.runtime.words import ORDERED
 
 _memmove = ctypes.memmove
-
-
-class _Places:
-    """The data that goes with messages, of every rank, as tensors of one shape."""
-
-    __slots__ = ("_at", "_count", "_places", "_ranks")
-
-    def __init__(self, at: Callable[[int, int], torch.Tensor], count: int, ranks: int) -> None:
-        """``at(rank, place)`` is a view of one of ``count`` places, which are used in turn."""
-        self._at, self._count, self._ranks = at, count, ranks
-        self._places: list[list[torch.Tensor] | None] = [None] * count
-
-    def of(self, sequence: int) -> list[torch.Tensor]:
-        """The tensors that go with message ``sequence``, by rank."""
-        place = sequence % self._count
-        parts = self._places[place]
-        if parts is None:
-            parts = self._places[place] = [self._at(rank, place) for rank in range(self._ranks)]
-        return parts
 
 
 class HostEngine(Engine):
@@ -69,27 +56,23 @@ class HostEngine(Engine):
         self._rounds = Rounds(group)
         self._direct = Direct(group)
         self._mail = Mail(group)
+        with_steps = group.world_size > 1 and ORDERED and available()
+        self._steps = RoundSteps(group, self._rounds) if with_steps else None
 
     # -- agreement -----------------------------------------------------------------------------
 
     def _met(self, call: Call, control: Control, sequence: int) -> None:
         """Send the message, wait for everyone's, and compare them."""
+        if self._steps is not None and call.equal_fits:
+            self._steps.meet(call, control, sequence)
+            return
         control.send(sequence)
         self._group.await_message(sequence, call.op)
-        message = call.message
-        if call.equal_fits:
-            for peer in control.peers:
-                if not control.says(peer, sequence, message):
-                    break
-            else:
-                return
-        call.verify(self._messages(call, control, sequence))
-
-    def _messages(self, call: Call, control: Control, sequence: int) -> list[bytes]:
-        return [
-            call.message if rank == self.rank else control.message(rank, sequence)
-            for rank in range(self.world_size)
-        ]
+        if call.equal_fits and all(
+            control.says(peer, sequence, call.message) for peer in control.peers
+        ):
+            return
+        verify(call, control, sequence, self.rank)
 
     def barrier(self, call: Call) -> Event | None:
         if self.world_size > 1:
@@ -104,23 +87,42 @@ class HostEngine(Engine):
 
     def _data(self, control: Control, peer: int, sequence: int, nbytes: int) -> int:
         """The address of the data of ``peer``, of ``nbytes`` in all, that goes with a message."""
-        if nbytes <= SMALL_DATA:
-            return control.data(peer, sequence)
-        return self._rounds.data(peer, sequence)
+        holder = control if nbytes <= SMALL_DATA else self._rounds
+        return holder.data(peer, sequence)
 
     def _stride(self, extent: int) -> int:
         """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
         small, medium = self._strides
         return small if extent <= small else medium * (extent <= medium and self._rounds.opened)
 
-    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> _Places:
+    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> Places:
         """Tensors such as ``like`` at ``offset`` of data of ``nbytes`` in all."""
         model = torch.empty_like(like)
         if nbytes <= SMALL_DATA:
             at, count = control.tensor, PLACES
         else:
             at, count = self._rounds.tensor, MEDIUM_PLACES
-        return _Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+        return Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+
+    def _stepwise(self, call: Call, nbytes: int) -> RoundSteps | None:
+        """The steps of an op whose data of ``nbytes`` goes with its message, if there are any."""
+        if self._steps is None or not call.equal_fits:
+            return None
+        fits = nbytes <= SMALL_DATA or (nbytes <= MEDIUM_DATA and self._rounds.opened)
+        return self._steps if fits else None
+
+    def _met_for_rounds(self, call: Call, extent: int) -> tuple[list[int], Control, int]:
+        """Meet for an op through the rings: how many slots each rank uses, and the message's number."""
+        own = self._rounds.slots(call.op, extent) if extent else 1
+        control, sequence = self._group.begin(call.message, extent, slots=own)
+        self._met(call, control, sequence)
+        return self._rounds.all_slots(own, control, sequence), control, sequence
+
+    def _in_rounds(self, call: Call, nbytes: int, piece: int) -> RoundSteps | None:
+        """The steps of an op through the rings, in pieces of ``piece``, if there are any."""
+        if self._steps is None or not self._steps.takes(call, nbytes, piece):
+            return None
+        return self._steps
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -187,8 +189,20 @@ class HostEngine(Engine):
         if self.world_size == 1:
             _memmove(base, input.data_ptr(), nbytes)
             return None
+        where = self._direct.find(input)
+        with self._group.collective_lock:
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and not where[0]:
+                control, sequence = self._group.begin(call.message, nbytes)
+                steps.all_gather(call, control, sequence, base, input.data_ptr(), nbytes)
+                return None
+            steps = self._in_rounds(call, nbytes, SLOT_BYTES)
+            if steps is not None and not where[0]:
+                slots, control, sequence = self._met_for_rounds(call, nbytes)
+                steps.share(call, control, sequence, base, input.data_ptr(), nbytes, slots)
+                return None
         targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
-        self._share(call, input.data_ptr(), nbytes, targets, self._direct.find(input))
+        self._share(call, input.data_ptr(), nbytes, targets, where)
         return None
 
     def gather(
@@ -203,8 +217,22 @@ class HostEngine(Engine):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        targets: list[Target] = [None] * self.world_size
         where = self._direct.find(tensor)
+        if self.world_size > 1 and not where[0]:
+            with self._group.collective_lock:
+                steps = self._stepwise(call, nbytes)
+                if steps is not None:
+                    extent = nbytes if root == self.rank else 0
+                    control, sequence = self._group.begin(call.message, extent)
+                    steps.broadcast(call, control, sequence, address, nbytes, root)
+                    return None
+                steps = self._in_rounds(call, nbytes, SLOT_BYTES)
+                if steps is not None:
+                    extent = nbytes if root == self.rank else 0
+                    slots, control, sequence = self._met_for_rounds(call, extent)
+                    steps.send_all(call, control, sequence, address, nbytes, root, slots)
+                    return None
+        targets: list[Target] = [None] * self.world_size
         if root == self.rank:
             self._share(call, address, nbytes, targets, where)
         else:
@@ -237,28 +265,45 @@ class HostEngine(Engine):
                     if peer != rank:
                         _memmove(base + peer * stride, address, nbytes)
             self._met(call, control, sequence)
-            if parts and own is not None and own[0] != parts[rank][0]:
-                _memmove(own[0], *parts[rank])
             if where[0] and self._direct.everywhere(control, sequence, where[0]):
+                if own is not None and own[0] != parts[rank][0]:
+                    _memmove(own[0], *parts[rank])
                 self._direct.share(call.op, control, sequence, targets, rank)
                 return
-            large: list[int] | None = None
-            for peer in control.peers:
-                target = targets[peer]
-                theirs = control.extent(peer, sequence)
-                apart = self._stride(theirs)
-                if not apart:
-                    large = large or [0] * self.world_size
-                    large[peer] = theirs
-                elif target is not None:
-                    base = self._data(control, peer, sequence, apart * self.world_size)
-                    _memmove(target[0], base + rank * apart, target[1])
-            if not stride:
+            self._receive(call, control, sequence, parts, targets, extent, slots)
+
+    def _receive(
+        self,
+        call: Call,
+        control: Control,
+        sequence: int,
+        parts: Sequence[Part],
+        targets: Sequence[Target],
+        extent: int,
+        slots: int,
+    ) -> None:
+        """Trade once the ranks have met, each with what it said in its message; ``slots``: this rank's."""
+        rank = self.rank
+        own = targets[rank]
+        if parts and own is not None and own[0] != parts[rank][0]:
+            _memmove(own[0], *parts[rank])
+        large: list[int] | None = None
+        for peer in control.peers:
+            target = targets[peer]
+            theirs = control.extent(peer, sequence)
+            apart = self._stride(theirs)
+            if not apart:
                 large = large or [0] * self.world_size
-                large[rank] = extent
-            if large is not None:
-                all_slots = self._rounds.all_slots(slots, control, sequence)
-                self._rounds.trade(call.op, parts, targets, large, all_slots)
+                large[peer] = theirs
+            elif target is not None:
+                base = self._data(control, peer, sequence, apart * self.world_size)
+                _memmove(target[0], base + rank * apart, target[1])
+        if not self._stride(extent):
+            large = large or [0] * self.world_size
+            large[rank] = extent
+        if large is not None:
+            all_slots = self._rounds.all_slots(slots, control, sequence)
+            self._rounds.trade(call.op, parts, targets, large, all_slots)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -273,16 +318,31 @@ class HostEngine(Engine):
     def all_to_all_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
-        world_size = self.world_size
+        rank, world_size = self.rank, self.world_size
         nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
         if world_size == 1:
             _memmove(target, source, nbytes)
             return None
-        self._trade(
-            call,
-            [(source + rank * nbytes, nbytes) for rank in range(world_size)],
-            [(target + rank * nbytes, nbytes) for rank in range(world_size)],
-        )
+        parts = [(source + peer * nbytes, nbytes) for peer in range(world_size)]
+        targets = [(target + peer * nbytes, nbytes) for peer in range(world_size)]
+        with self._group.collective_lock:
+            stride = self._stride(nbytes)
+            where = self._direct.find_adjacent(parts, targets)
+            steps = self._stepwise(call, stride * world_size) if stride else None
+            if steps is not None and not where[0]:
+                control, sequence = self._group.begin(call.message, nbytes)
+                if not steps.all_to_all(call, control, sequence, target, source, nbytes, stride):
+                    self._receive(call, control, sequence, parts, targets, nbytes, 1)
+                return None
+            steps = None if stride else self._in_rounds(call, nbytes, self._rounds.section)
+            if steps is not None and not where[0]:
+                slots, control, sequence = self._met_for_rounds(call, nbytes)
+                if all(control.extent(peer, sequence) == nbytes for peer in control.peers):
+                    steps.trade(call, control, sequence, target, source, nbytes, slots)
+                else:
+                    self._receive(call, control, sequence, parts, targets, nbytes, slots[rank])
+                return None
+        self._trade(call, parts, targets)
         return None
 
     def scatter(
@@ -315,6 +375,10 @@ class HostEngine(Engine):
                 self._reduce_large(call, tensor, op, root)
                 return
             control, sequence = group.begin(call.message, nbytes)
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and root in (None, self.rank) and sums(op, tensor.dtype):
+                steps.all_reduce(call, control, sequence, tensor, op == "avg")
+                return
             places = call.prepared
             if places is None:
                 places = call.prepared = self._places(control, tensor, 0, nbytes)
@@ -330,6 +394,12 @@ class HostEngine(Engine):
         own_slots = rounds.slots(call.op, tensor.nbytes)
         control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
         if rounds.opened and not where[0]:
+            part = tensor.nbytes // self.world_size
+            if root is None and sums_in_rounds(tensor.dtype, op):
+                steps = self._in_rounds(call, part, rounds.section)
+                if steps is not None:
+                    steps.reduce(call, control, sequence, tensor, own_slots)
+                    return
             slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:
@@ -396,12 +466,22 @@ class HostEngine(Engine):
                     own = own.narrow(0, rank * n, n)
                 if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
+                    return
+                all_slots = self._rounds.all_slots(slots, control, sequence)
+                steps = self._in_rounds(call, extent, self._rounds.section)
+                if steps is not None and sums_in_rounds(output.dtype, op) and adjacent(parts):
+                    steps.scatter_sums(call, control, sequence, output, parts[0][0], all_slots)
                 else:
-                    all_slots = self._rounds.all_slots(slots, control, sequence)
                     self._rounds.reduce_scatter(call.op, parts, own, output, op, all_slots)
                 return
             control, sequence = self._group.begin(call.message, extent)
             nbytes = stride * self.world_size
+            steps = self._stepwise(call, nbytes)
+            if steps is not None and sums(op, output.dtype) and adjacent(parts):
+                steps.reduce_scatter(
+                    call, control, sequence, output, parts[0][0], stride, op == "avg"
+                )
+                return
             places = call.prepared
             if places is None:
                 places = call.prepared = self._places(control, output, rank * stride, nbytes)

@@ -81,7 +81,8 @@ class HostGroup:
         self._parent = parent
         self._sequence = 0
         self._unusable = ""
-        self._spins = SPINS if world_size <= usable_cores() else 1
+        self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
+        self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
         self._abort_lock = threading.Lock()
         self._pidfds: dict[int, int] = {}

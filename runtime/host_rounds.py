@@ -36,6 +36,7 @@ SLOT_BYTES = 1 << 20
 MEDIUM_PLACES = 8
 MEDIUM_DATA = 256 << 10
 GROWN = 64
+ALIGNED = 4
 LOOK = 16  # rounds after which the ranks look again whether they share cores evenly
 
 _memmove = ctypes.memmove
@@ -51,8 +52,8 @@ class Rounds:
         self._group = group
         self._rank, self._world_size = group.rank, group.world_size
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
-        self._section = SLOT_BYTES // group.world_size & ~63
-        self._count = 0
+        self.section = SLOT_BYTES // group.world_size & ~63
+        self.count = 0
         self.opened = False
         self._rings: list[torch.Tensor] = []
         self._bases: list[int] = []
@@ -63,7 +64,7 @@ class Rounds:
         self._depths: dict[tuple[str, int], Depth] = {}
         self._depth: Depth | None = None  # of the op that runs
 
-    def _open(self, op: str) -> None:
+    def open(self, op: str) -> None:
         if not self._rings:
             nbytes = FEW * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
             mappings = self._group.allocate(nbytes, op)
@@ -146,15 +147,16 @@ class Rounds:
         op. It may raise, and returns the peers that have not staged when it does; then ``slots`` has
         the peers' numbers.
         """
-        group, before, rank = self._group, self._count, self._rank
+        group, rank = self._group, self._rank
+        prior, before = self.begin(count)
         peers: Sequence[int] = self._peers
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
         own, addresses = slots[rank], self._slots[rank]
         late = peers
         if meet is not None:
             assert stage is not None
-            group.await_word(peers, DONE, before, op)
-            stage(0, addresses[_place(own, before, 0)])
+            group.await_word(peers, DONE, prior, op)
+            stage(0, addresses[place(own, before, 0)])
             late = meet()
             group.release(STAGED, before + 1)
         started, spread = time.perf_counter(), group.spread
@@ -164,27 +166,45 @@ class Rounds:
             if stage is not None and (0 if meet is None else 1) <= step < count:
                 if step >= own:
                     group.await_word(peers, DONE, before + step - own + 1, op)
-                stage(step, addresses[_place(own, before, step)])
+                stage(step, addresses[place(own, before, step)])
                 group.release(STAGED, before + step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
                 group.await_word(peers if c else late, STAGED, before + c + 1, op)
-                reduce(c, [_place(each, before, c) for each in slots])
+                reduce(c, [place(each, before, c) for each in slots])
                 group.release(REDUCED, before + c + 1)
             c = step - lag
             if c >= 0:
                 if collect is not None:
                     group.await_word(sources, wanted, before + c + 1, op)
-                    collect(c, [_place(each, before, c) for each in slots])
+                    collect(c, [place(each, before, c) for each in slots])
                 group.release(DONE, before + c + 1)
                 if not c % LOOK:
                     spread.look()
-        self._count = before + count
+        self.ran(op, before + count, own if stage is not None else 0, started)
+
+    def begin(self, count: int) -> tuple[int, int]:
+        """The number of rounds before an op of ``count``, and the number of its first round.
+
+        An op of more than ALIGNED rounds begins with slot 0 of whatever ring, so that it comes with the
+        same slots each time; the rounds between are nobody's. Nothing is changed: an op that the ranks do
+        not agree on has no rounds, and how many it would have had differs between them.
+        """
+        prior = self.count
+        return prior, prior if count <= ALIGNED else -(-prior // MANY) * MANY
+
+    def ran(self, op: str, end: int, own: int, started: float) -> None:
+        """After an op whose rounds end before number ``end``; ``own``: the slots that it used, or 0."""
+        self.count = end
         depth, self._depth = self._depth, None
-        if depth is not None and stage is not None:
+        if depth is not None and own:
             depth.took(own, time.perf_counter() - started)
-        if self._count >= GROWN:
+        if self.count >= GROWN:
             self._open_many(op)
+
+    def slot(self, rank: int, number: int) -> int:
+        """The address of a slot of ``rank``'s ring."""
+        return self._slots[rank][number]
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -201,7 +221,7 @@ class Rounds:
 
         ``targets[own rank]`` may be the data itself. ``slots``: how many each rank uses, here and below.
         """
-        self._open(op)
+        self.open(op)
         rank = self._rank
         own_target = targets[rank]
         own = address if own_target is None else own_target[0]
@@ -226,8 +246,8 @@ class Rounds:
         slots: list[int],
     ) -> None:
         """Part [own rank] of rank r's to ``targets[r]``, for every r whose largest part is large."""
-        self._open(op)
-        rank, section = self._rank, self._section
+        self.open(op)
+        rank, section = self._rank, self.section
         stage = self._staging(parts) if large[rank] else None
         self._move(op, stage, targets, large, slots, section, rank * section)
 
@@ -244,7 +264,7 @@ class Rounds:
         """Pieces of each rank's slots, at ``offset``, to its target, where there are both."""
         sources = [
             (peer, self._slots[peer], *target)
-            for peer, target in _around(self._rank, targets)
+            for peer, target in _others(self._rank, targets)
             if target is not None and large[peer]
         ]
 
@@ -266,8 +286,8 @@ class Rounds:
 
     def _staging(self, parts: Sequence[Part]) -> Callable[[int, int], None]:
         """Put a piece of each peer's part into its section."""
-        section = self._section
-        others = [(peer, address, size) for peer, (address, size) in _around(self._rank, parts)]
+        section = self.section
+        others = [(peer, address, size) for peer, (address, size) in _others(self._rank, parts)]
 
         def stage(c: int, slot: int) -> None:
             start = c * section
@@ -284,8 +304,8 @@ class Rounds:
         """``[rank][slot]``: the section of ``owner`` in every rank's slots, of its largest length."""
         views = self._views.get(dtype)
         if views is None:
-            size = self._section // dtype.itemsize * dtype.itemsize
-            first = owner * self._section
+            size = self.section // dtype.itemsize * dtype.itemsize
+            first = owner * self.section
             views = self._views[dtype] = [
                 [slot[first : first + size].view(dtype) for slot in slots] for slots in self._memory
             ]
@@ -300,7 +320,7 @@ class Rounds:
         """Reduce a piece of this rank's part: ``own`` and what the others have staged of it."""
         rank = self._rank
         sections = self._sections(own.dtype, rank)
-        elements = self._section // own.dtype.itemsize
+        elements = self.section // own.dtype.itemsize
         total = own.numel()
 
         def reduce(c: int, at: list[int]) -> None:
@@ -326,10 +346,10 @@ class Rounds:
         slots: list[int],
     ) -> None:
         """``output`` = the reduction of everyone's ``own``, which is what ``parts[own rank]`` is."""
-        self._open(op)
+        self.open(op)
         self._run(
             op,
-            -(-max(nbytes for _, nbytes in parts) // self._section),
+            -(-max(nbytes for _, nbytes in parts) // self.section),
             self._staging(parts),
             self._summing(own, output.view(-1), reduction),
             slots=slots,
@@ -349,15 +369,14 @@ class Rounds:
 
         ``meet`` as for :meth:`_run`; only once the ring is there.
         """
-        self._open(op)
+        self.open(op)
         rank, world_size, section, addresses = (
-            self._rank, self._world_size, self._section, self._slots,
+            self._rank, self._world_size, self.section, self._slots,
         )  # fmt: skip
         flat = tensor.view(-1)
         total, itemsize, address = flat.numel(), flat.dtype.itemsize, flat.data_ptr()
         elements = section // itemsize
-        per = -(-total // world_size // 16) * 16
-        firsts = [min(total, owner * per) for owner in range(world_size + 1)]
+        firsts = cuts(total, world_size)
         lengths = [firsts[owner + 1] - firsts[owner] for owner in range(world_size)]
         spans = [
             (address + firsts[owner] * itemsize, lengths[owner] * itemsize)
@@ -384,7 +403,7 @@ class Rounds:
                 summed = addresses[rank][at[rank]] + rank * section
                 _memmove(start + c * whole, summed, size * itemsize)
 
-        others = [(peer, address, size) for peer, (address, size) in _around(rank, spans)]
+        others = [(peer, address, size) for peer, (address, size) in _others(rank, spans)]
 
         def collect(c: int, at: list[int]) -> None:
             begin = c * whole
@@ -405,12 +424,21 @@ class Rounds:
         )
 
 
-def _place(slots: int, before: int, step: int) -> int:
+def place(slots: int, before: int, step: int) -> int:
     """The slot of round ``step`` of an op, for a rank that uses ``slots``, after ``before`` rounds."""
     return step % FEW if slots == FEW else (before + step) % slots
 
 
-def _around(rank: int, items: Sequence[T]) -> list[tuple[int, T]]:
-    """The others' items, beginning with the next rank's: no two ranks read the same one at once."""
-    size = len(items)
-    return [((rank + step) % size, items[(rank + step) % size]) for step in range(1, size)]
+def cuts(count: int, world_size: int) -> list[int]:
+    """Where the part of each rank of a tensor of ``count`` elements begins, and the end of the last."""
+    per = -(-count // world_size // 16) * 16
+    return [min(count, owner * per) for owner in range(world_size + 1)]
+
+
+def around(rank: int, world_size: int) -> list[int]:
+    """The others, beginning with the next rank: no two ranks read the same one's data at once."""
+    return [(rank + step) % world_size for step in range(1, world_size)]
+
+
+def _others(rank: int, items: Sequence[T]) -> list[tuple[int, T]]:
+    return [(peer, items[peer]) for peer in around(rank, len(items))]

@@ -331,6 +331,10 @@ def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor)
 
 def divide(total: torch.Tensor, count: int) -> None:
     """The last step of avg, in place, for who has summed in the accumulation dtype: ``total / count``."""
+    if total.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            divide(total, count)
+        return
     if total.is_complex():
         _divide(torch.view_as_real(total), count)
     elif total.is_floating_point():

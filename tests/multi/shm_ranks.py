@@ -130,7 +130,7 @@ def exchanges(count: int, areas: int) -> list[tuple[int, int]]:
     """Exchanges of changing length; (number, sender) of what arrived wrong. Rank 1 reads late."""
     wrong = []
     read = control.Control.message
-    stride = control._AREA
+    stride = control.AREA
 
     def late(self: control.Control, peer: int, sequence: int) -> bytes:
         time.sleep(0.002)
@@ -138,7 +138,7 @@ def exchanges(count: int, areas: int) -> list[tuple[int, int]]:
 
     try:
         if areas == 1:
-            control._AREA = 0  # the mutant: both areas in the same place
+            control.AREA = 0  # the mutant: both areas in the same place
         if place.rank == 1:
             control.Control.message = late  # type: ignore[method-assign]
         for number in range(count):
@@ -148,7 +148,7 @@ def exchanges(count: int, areas: int) -> list[tuple[int, int]]:
                     wrong.append((number, rank))
     finally:
         control.Control.message = read  # type: ignore[method-assign]
-        control._AREA = stride
+        control.AREA = stride
     return wrong
 
 

@@ -165,6 +165,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("sealed memfd", _show(host["sealed_memfd"])),
         ("pidfd_open", _show(host["pidfd_open"])),
         ("passing descriptors", _show(host["pass_descriptors"])),
+        ("machine code for it", _show(host["machine_code"])),
         ("/proc/self/fd", _show(host["proc_self_fd"])),
         ("this host", f"{_show(hosts['this_host'])}, the same for ranks that share it"),
         ("ranks on it", hosts["launched"] or "not launched by torchrun"),

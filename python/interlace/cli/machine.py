@@ -50,6 +50,7 @@ def inspect_machine() -> Facts:
             "sealed_memfd": _probe(_sealed_memfd),
             "pidfd_open": _probe(_pidfd_open),
             "pass_descriptors": _probe(_pass_descriptors),
+            "machine_code": _probe(_machine_code),
             "proc_self_fd": os.path.isdir("/proc/self/fd"),
         },
         "hosts": {
@@ -134,6 +135,12 @@ def _multicast() -> bool | None:
     if not count:
         return None
     return all(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, i) for i in range(count))
+
+
+def _machine_code() -> bool:
+    from interlace.runtime.steps import available
+
+    return available()
 
 
 def _nvshmem_backend() -> bool:

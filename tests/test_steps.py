@@ -1,0 +1,435 @@
+"""Steps of machine code, without ranks: every kind, every sum, and what the loader refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from interlace.runtime import host_code, steps, steps_ir
+from interlace.runtime.reductions import fold
+from interlace.runtime.steps import COMPARE, RING, SUMS, WAIT, Steps
+
+pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
+
+Write = Callable[[Steps], None]
+
+
+def listed(write: Write, *, spin: bool = False) -> Steps:
+    made = Steps()
+    write(made)
+    return made.complete(spin=spin)
+
+
+def words(*values: int) -> tuple[torch.Tensor, list[int]]:
+    """Words of memory, and their addresses."""
+    memory = torch.tensor(values, dtype=torch.int64)
+    return memory, [memory.data_ptr() + 8 * number for number in range(len(values))]
+
+
+# -- sums --------------------------------------------------------------------------------------
+
+
+def numbers(dtype: torch.dtype, seed: int, count: int) -> torch.Tensor:
+    """Of every size that the dtype has; of infinities only the positive one, and no NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    size = dtype.itemsize
+    raw = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)
+    if not dtype.is_floating_point:
+        return raw
+    ordinary = torch.randn(count, generator=generator).to(dtype)
+    strange = torch.rand(count, generator=generator) < 0.3
+    values = torch.where(strange, raw, ordinary)
+    return torch.where(values.isnan() | (values == -torch.inf), 1.5, values.double()).to(dtype)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def summed(dtype: torch.dtype, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    addresses = [part.data_ptr() for part in parts]
+    made = listed(lambda s: s.sum(dtype, target.data_ptr(), addresses, target.numel()))
+    assert made.run() == -1
+
+
+@pytest.mark.parametrize("dtype", SUMS, ids=str)
+def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
+    """Every count up to 100, so every split into vectors and a rest; and not a byte beside them."""
+    for sources in range(1, 9):
+        count = 103
+        parts = [numbers(dtype, 10 * sources + s, count) for s in range(sources)]
+        got = numbers(dtype, 0, count)
+        wanted = got.clone()
+        addresses = [part.data_ptr() for part in parts]
+        made = listed(
+            lambda s, a=addresses: s.sum(dtype, (0, 2), [(each, 1) for each in a], (0, 3))
+        )
+        whole = torch.zeros_like(wanted)
+        fold("sum", parts, whole)
+        for n in range(count - 2):
+            first = n % 3  # an address that no vector is aligned to
+            made.registers[1] = made.registers[2] = first * dtype.itemsize
+            made.registers[2] += got.data_ptr()
+            made.registers[3] = n
+            assert made.run() == -1
+            wanted[first : first + n] = whole[first : first + n]
+            assert same_bits(got, wanted), (sources, n)
+
+
+@pytest.mark.parametrize("dtype", SUMS, ids=str)
+def test_a_sum_may_take_the_place_of_any_source(dtype: torch.dtype) -> None:
+    for count in (1, 63, 1001):
+        for place in range(4):
+            parts = [numbers(dtype, s, count) for s in range(4)]
+            wanted = torch.zeros_like(parts[0])
+            fold("sum", parts, wanted)
+            summed(dtype, parts, parts[place])
+            assert same_bits(parts[place], wanted), (count, place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_rounded_once_to_the_nearest_even(dtype: torch.dtype) -> None:
+    """Between two neighbours, just beside the middle, at the largest number, and below the smallest."""
+    info = torch.finfo(dtype)
+    one, half = 1.0, info.eps / 2
+    most, step = info.max, info.max * info.eps / (2 - info.eps)  # to what would be the next
+    rows = [
+        (one, half, 0.0), (one + info.eps, half, 0.0), (one, half, half * info.eps),
+        (one, half, -half * info.eps), (-one, -half, 0.0), (most, step / 2, 0.0), (most, step / 4, 0.0),
+        (most, most, -most), (info.smallest_normal, -info.smallest_normal / 2, 0.0),
+        (info.smallest_normal * info.eps, info.smallest_normal * info.eps, 0.0),
+        (-0.0, -0.0, -0.0), (-0.0, 0.0, -0.0), (torch.inf, most, one), (-torch.inf, -most, one),
+    ]  # fmt: skip
+    columns = torch.tensor(rows, dtype=torch.float64).T.to(dtype).repeat(1, 9)  # vectors and a rest
+    parts = [column.contiguous() for column in columns]
+    got, wanted = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    fold("sum", parts, wanted)
+    summed(dtype, parts, got)
+    assert same_bits(got, wanted)
+    exact = columns.float().sum(0) if dtype == torch.bfloat16 else columns.double().sum(0)
+    assert torch.equal(got, exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in SUMS if dtype.is_floating_point], ids=str)
+def test_nan_stays_nan(dtype: torch.dtype) -> None:
+    count = 77
+    for place in range(3):
+        parts = [torch.ones(count, dtype=dtype) for _ in range(3)]
+        parts[place][::2] = torch.nan
+        parts[place][1::4] = torch.inf
+        parts[(place + 1) % 3][1::4] = -torch.inf
+        got = torch.zeros(count, dtype=dtype)
+        summed(dtype, parts, got)
+        wanted = torch.full((count,), 3.0)
+        wanted[::2] = wanted[1::4] = torch.nan
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(7.0).float(), wanted.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("bits", [b"\x7f\x80\x00\x01", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"])
+def test_no_nan_of_bfloat16_is_rounded_to_something_else(bits: bytes) -> None:
+    """One whose last bits are all that makes it NaN, and some that rounding would carry out of."""
+    pattern = torch.frombuffer(bytearray(bits[:2]), dtype=torch.uint8).flip(0).view(torch.bfloat16)
+    nan = torch.full((40,), torch.nan, dtype=torch.bfloat16)
+    nan[:] = pattern
+    nan.view(torch.int16).bitwise_or_(1)
+    got = torch.zeros(40, dtype=torch.bfloat16)
+    summed(torch.bfloat16, [nan, torch.ones_like(nan)], got)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str
+)
+def test_integers_wrap_around(dtype: torch.dtype) -> None:
+    most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    got = torch.zeros(70, dtype=dtype)
+    summed(dtype, [torch.full_like(got, most), torch.ones_like(got)], got)
+    assert (got == least).all()
+
+
+# -- the other kinds ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [-3, 0, 3, 500])
+def test_a_copy_may_overlap(shift: int) -> None:
+    memory = torch.arange(2000, dtype=torch.int16).view(torch.uint8)
+    wanted = memory.clone()
+    wanted[1000 + shift : 1700 + shift] = memory[1000:1700].clone()
+    base = memory.data_ptr()
+    made = listed(lambda s: s.copy((1000 + shift, 1), (1000, 1), (600, 2)))
+    made.registers[1], made.registers[2] = base, 100
+    assert made.run() == -1
+    assert torch.equal(memory, wanted)
+
+
+def test_a_stream_copies_any_number_of_bytes_from_anywhere_to_anywhere() -> None:
+    source = torch.arange(4000, dtype=torch.int16).view(torch.uint8)
+    made = listed(lambda s: s.stream((0, 1), (0, 2), (0, 3)))
+    for nbytes in (*range(70), 127, 128, 129, 159, 160, 255, 256, 257, 1000, 4096, 5003):
+        for to, start in ((0, 0), (1, 0), (31, 5), (32, 1), (nbytes % 64, nbytes % 37)):
+            memory = torch.full((5200,), 255, dtype=torch.uint8)
+            first = -memory.data_ptr() % 64 + to
+            wanted = memory.clone()
+            wanted[first : first + nbytes] = source[start : start + nbytes]
+            made.registers[1] = memory.data_ptr() + first
+            made.registers[2], made.registers[3] = source.data_ptr() + start, nbytes
+            assert made.run() == -1
+            assert torch.equal(memory, wanted), (nbytes, to, start)
+
+
+def test_steps_run_in_order_and_again() -> None:
+    memory, (a, b) = words(0, 0)
+
+    def write(made: Steps) -> None:
+        made.release(a, (5, 1))
+        made.copy(b, a, 8)
+        made.release(a, -1)
+
+    made = listed(write)
+    for register in (0, 37, -12):
+        made.registers[1] = register
+        assert made.run() == -1
+        assert memory.tolist() == [-1, 5 + register]
+    assert made.run(2) == -1
+    assert listed(lambda s: None).run() == -1
+
+
+def test_ring_stops_if_anyone_is_asleep() -> None:
+    memory, addresses = words(0, 0, 0)
+    made = listed(lambda s: s.ring(addresses))
+    assert made.kinds[0] == RING
+    assert made.run() == -1
+    for place in range(3):
+        memory.zero_()
+        memory[place] = 1
+        assert made.run() == 0
+        assert made.run(1) == -1
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) -> None:
+    memory, (a, b, done) = words(5, 4, 0)
+
+    def write(made: Steps) -> None:
+        made.release(done, 1)
+        made.wait([a, b], (1, 1), "note")
+        made.release(done, 2)
+
+    made = listed(write, spin=spin)
+    made.registers[1] = 4
+    assert made.run() == 1
+    assert (made.kinds[1], made.notes[1], memory[2]) == (WAIT, "note", 1)
+    assert made.run(1) == 1  # still not there
+    memory[1] = 5
+    memory[2] = 0
+    assert made.run(1) == -1
+    assert memory.tolist() == [5, 5, 2]  # and step 0 was not done again
+    memory[0] = -(2**62)  # words are signed, and may be larger
+    assert made.run() == 1
+    memory[0] = 2**62
+    assert made.run() == -1
+
+
+def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy processes each giving away of the core may take milliseconds, or many."""
+    monkeypatch.setattr(steps, "YIELDS", 1 << 40)
+    monkeypatch.setattr(steps, "PATIENCE", 20_000_000)
+    memory, addresses = words(1, 1, 0)
+    made = listed(lambda s: s.wait(addresses, 1))
+    before = time.perf_counter()
+    assert made.run() == 0
+    assert 0.02 <= time.perf_counter() - before < 5
+    memory[2] = 1
+    assert made.run() == -1
+
+
+def test_a_word_that_another_thread_stores_ends_a_wait() -> None:
+    memory, (word,) = words(0)
+    made = listed(lambda s: s.wait([word], 3), spin=True)
+    other = threading.Timer(0.02, lambda: memory.fill_(3))
+    other.start()
+    stops = 0
+    while made.run() >= 0:  # the interpreter's lock is free meanwhile, or the thread would starve
+        stops += 1
+    other.join()
+    assert stops
+
+
+def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
+    own, others = torch.arange(100, dtype=torch.uint8), torch.zeros(3, 200, dtype=torch.uint8)
+    addresses = [row.data_ptr() for row in others]
+    made = listed(lambda s: s.compare((0, 1), addresses, (0, 2), (0, 3)))
+    made.registers[1], made.registers[2] = own.data_ptr(), 70
+    for length in (0, 1, 33, 100):
+        others.fill_(255)
+        others[:, 70 : 70 + length] = own[:length]
+        made.registers[3] = length
+        assert made.run() == -1
+        for place in range(length):
+            row = place % 3
+            others[row, 70 + place] ^= 1
+            assert made.run() == 0
+            assert made.kinds[0] == COMPARE
+            assert made.run(1) == -1
+            others[row, 70 + place] ^= 1
+
+
+@pytest.mark.parametrize("kind", [steps_ir.SUM + len(steps_ir.ELEMENTS), 99, -1])
+def test_an_unknown_kind_stops(kind: int) -> None:
+    memory, (word,) = words(0)
+
+    def write(made: Steps) -> None:
+        made.release(word, 1)
+        made._add(kind, (), 0)
+        made.release(word, 2)
+
+    assert listed(write).run() == 1
+    assert memory[0] == 1
+
+
+def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
+    made = listed(lambda s: None)
+    assert len(made.registers) == steps_ir.FIRST - steps_ir.REGISTERS
+    assert made.registers[0] == 0
+    with pytest.raises(AssertionError):
+        made.ring([])
+
+
+# -- the loader --------------------------------------------------------------------------------
+
+TABLE = """
+@table = internal constant [3 x i32] [i32 7, i32 11, i32 13]
+define i32 @entry(i64 %i) {
+  %at = getelementptr [3 x i32], ptr @table, i64 0, i64 %i
+  %value = load i32, ptr %at
+  ret i32 %value
+}
+define i32 @other(i64 %i) noinline {
+  %half = lshr i64 %i, 1
+  %value = call i32 @entry(i64 %half)
+  ret i32 %value
+}
+@functions = internal constant [2 x ptr] [ptr @entry, ptr @other]
+define i32 @either(i64 %which, i64 %i) {
+  %at = getelementptr [2 x ptr], ptr @functions, i64 0, i64 %which
+  %function = load ptr, ptr %at
+  %value = call i32 %function(i64 %i)
+  ret i32 %value
+}
+"""
+
+
+def test_constants_and_calls_within_an_object() -> None:
+    loaded = host_code.load(host_code.assembled(TABLE), ["other", "entry", "either"])
+    assert loaded is not None
+    one = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64)
+    two = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
+    other, entry, either = one(loaded[0]), one(loaded[1]), two(loaded[2])
+    assert [entry(i) for i in range(3)] == [7, 11, 13]
+    assert [other(4), either(0, 1), either(1, 2)] == [13, 11, 11]
+
+
+def test_an_object_that_wants_something_from_elsewhere_is_refused() -> None:
+    made = host_code.assembled(
+        "declare i32 @elsewhere() define i32 @run() { %v = call i32 @elsewhere() ret i32 %v }"
+    )
+    with pytest.raises(ValueError, match="not self-contained: it wants elsewhere"):
+        host_code.load(made, ["run"])
+
+
+def test_an_object_whose_addresses_are_to_be_found_otherwise_is_refused() -> None:
+    made = host_code.assembled(TABLE.replace("@functions = internal", "@functions ="))
+    with pytest.raises(ValueError, match="relocation of kind"):
+        host_code.load(made, ["entry"])
+
+
+def test_a_name_that_an_object_lacks() -> None:
+    made = host_code.assembled("define void @walk() { ret void }")
+    with pytest.raises(ValueError, match=r"no \['run'\], only \['walk'\]"):
+        host_code.load(made, ["walk", "run"])
+
+
+def test_what_is_refused_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, given_back = [], []
+    mmap, munmap = host_code._libc.mmap, host_code._libc.munmap
+
+    def asking(*arguments: int) -> int:
+        asked.append(mmap(*arguments))
+        return asked[-1]
+
+    def giving(base: int, nbytes: int) -> int:
+        given_back.append(base)
+        return munmap(base, nbytes)
+
+    made = host_code.assembled("define void @walk() { ret void }")
+    monkeypatch.setattr(host_code._libc, "mmap", asking)
+    monkeypatch.setattr(host_code._libc, "munmap", giving)
+    with pytest.raises(ValueError, match="no"):
+        host_code.load(made, ["run"])
+    monkeypatch.setattr(host_code._libc, "mprotect", lambda *_: -1)
+    assert host_code.load(made, ["walk"]) is None
+    assert len(asked) == 2
+    assert asked == given_back
+
+
+def test_code_cannot_be_written_to_once_it_is_loaded() -> None:
+    loaded = host_code.load(host_code.assembled("define void @f() { ret void }"), ["f"])
+    assert loaded is not None
+    with open("/proc/self/maps") as file:
+        spans = [line.split()[:2] for line in file]
+    rights = [
+        right
+        for span, right in spans
+        if int(span.split("-")[0], 16) <= loaded[0] < int(span.split("-")[1], 16)
+    ]
+    assert rights == ["r-xp"]
+
+
+def test_where_memory_may_not_be_made_executable_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = host_code.assembled(steps_ir.ir())
+    with monkeypatch.context() as patch:
+        patch.setattr(host_code._libc, "mprotect", lambda *_: -1)
+        assert host_code.load(made, ["run"]) is None
+        patch.setattr(host_code._libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
+        assert host_code.load(made, ["run"]) is None
+    assert host_code.load(made, ["run"]) is not None
+
+
+def test_the_same_code_each_time() -> None:
+    assert steps_ir.ir() == steps_ir.ir()
+    assert host_code.assembled(steps_ir.ir()) == host_code.assembled(steps_ir.ir())
+
+
+# -- switched off ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["variable", "processor", "system", "version", "triton"])
+def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "variable":
+        monkeypatch.setenv(host_code.VARIABLE, "0")
+    elif why == "processor":
+        flags = host_code._flags()
+        monkeypatch.setattr(host_code, "_flags", lambda: flags - {"avx2"})
+    elif why == "system":
+        monkeypatch.setattr(host_code.sys, "platform", "darwin")
+    elif why == "version":
+        monkeypatch.setattr("triton.__version__", "9.0.1")
+    else:
+        from triton._C.libtriton import llvm
+
+        monkeypatch.setattr(llvm, "translate_to_asm", lambda *_: "	.text")  # not an object
+    # what is known of this process is cached
+    monkeypatch.setattr(host_code, "supported", host_code.supported.__wrapped__)
+    monkeypatch.setattr(steps, "_run", steps._run.__wrapped__)
+    assert host_code.supported() is (why == "triton")
+    assert not steps.available()
+    with pytest.raises(RuntimeError, match="no machine code"):
+        Steps()
