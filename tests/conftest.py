@@ -49,6 +49,9 @@ PRELOADED = [
     "interlace.functional",
     "interlace.compile",
     "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension",
 ]
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
