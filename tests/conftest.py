@@ -54,6 +54,7 @@ PRELOADED = [
     "torch._inductor.fx_passes.fuse_attention",
     "torch.distributed.tensor.experimental",
     "torch.utils.cpp_extension",
+    "warmed_up",
 ]
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
@@ -114,3 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
     if hasattr(config, "workerinput"):
         order.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """All tests are imported."""
+    import warmed_up  # noqa: F401
