@@ -26,7 +26,7 @@ demo: .venv/stamp  ## run the demonstration; needs no GPU
 	$(PY) -m interlace demo
 
 test: .venv/stamp  ## run the tests; those that need a GPU are skipped without one
-	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 conformance: .venv/stamp  ## torch's own tests of process groups, on interlace as a backend; minutes
 	$(PY) tests/conformance/run_suite.py

@@ -43,6 +43,11 @@ class Instruction:
         return frozenset(self.operation.split("."))
 
     @functools.cached_property
+    def kind(self) -> str:
+        """The first word of the operation."""
+        return self.operation.partition(".")[0]
+
+    @functools.cached_property
     def registers(self) -> tuple[str, ...]:
         """All registers of the operands; of a load or an arithmetic operation the results first."""
         return tuple(_REGISTER.findall(self.operands))
@@ -56,7 +61,7 @@ class Instruction:
         end = first.find("}") if first.startswith("{") else first.find(",")
         return tuple(_REGISTER.findall(first[:end] if end >= 0 else first))
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """The registers that it reads, as far as the results are known."""
         read = self.registers[len(self.results) :]

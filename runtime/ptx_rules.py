@@ -8,6 +8,7 @@ when to ignore it. Instructions are recognised by the words of their operation, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from interlace.runtime.compiled_lines import Chain, describe, later
@@ -22,25 +23,24 @@ _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 def is_global(one: Instruction) -> bool:
     """Whether memory is accessed that other programs can see, as opposed to shared or local."""
-    return not any(
-        part.split("::")[0] in ("shared", "local", "param", "const") for part in one.parts
-    )
+    return _without_space(one.parts)
 
 
-def _kind(one: Instruction) -> str:
-    return one.operation.split(".")[0]
+@functools.cache
+def _without_space(parts: frozenset[str]) -> bool:
+    return not any(part.split("::")[0] in ("shared", "local", "param", "const") for part in parts)
 
 
 def is_release(one: Instruction) -> bool:
     """An atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
-    return _kind(one) in ("atom", "red", "st", "multimem") and ordered and is_global(one)
+    return ordered and one.kind in ("atom", "red", "st", "multimem") and is_global(one)
 
 
 def is_acquire(one: Instruction) -> bool:
     """A load or an atomic that waits. ``acq_rel`` too: a counter may elect who goes on."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
-    return _kind(one) in ("ld", "atom", "multimem") and ordered and is_global(one)
+    return ordered and one.kind in ("ld", "atom", "multimem") and is_global(one)
 
 
 def _is_bulk(one: Instruction, to_global: bool) -> bool:
@@ -62,7 +62,7 @@ def is_descriptor_store(one: Instruction) -> bool:
 
 
 def _is_plain_load(one: Instruction) -> bool:
-    return _kind(one) == "ld" and is_global(one) and one.parts.isdisjoint(_ORDERED)
+    return one.kind == "ld" and is_global(one) and one.parts.isdisjoint(_ORDERED)
 
 
 def _is_data_load(one: Instruction) -> bool:
@@ -73,7 +73,7 @@ def _is_data_load(one: Instruction) -> bool:
 def _is_data_store(one: Instruction) -> bool:
     if is_descriptor_store(one):
         return True
-    writes = _kind(one) in ("st", "atom", "red") or one.operation.startswith(
+    writes = one.kind in ("st", "atom", "red") or one.operation.startswith(
         ("multimem.st", "multimem.red")
     )
     return writes and is_global(one) and one.parts.isdisjoint({*_ORDERED, "async"})
@@ -206,7 +206,7 @@ def weak_poll(program: Program) -> list[Fault]:
 
 
 def _may_poll(one: Instruction) -> bool:
-    relaxed = _kind(one) in ("ld", "atom") and "relaxed" in one.parts and is_global(one)
+    relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and is_global(one)
     return _is_plain_load(one) or relaxed
 
 
@@ -227,11 +227,11 @@ def _decides(program: Program, poll: int) -> bool:
         before = (len(known), told)
         for i in loop:
             one, shared = code[i], not is_global(code[i])
-            counts = plain and _kind(one) == "setp" and not (written - known).isdisjoint(one.inputs)
+            counts = plain and one.kind == "setp" and not (written - known).isdisjoint(one.inputs)
             reads = not known.isdisjoint(one.inputs) and not counts
-            if reads or (told and shared and _kind(one) == "ld"):
+            if reads or (told and shared and one.kind == "ld"):
                 known.update(one.results)
-                told = told or (shared and _kind(one) == "st")
+                told = told or (shared and one.kind == "st")
         if (len(known), told) == before:
             break
     return any(code[i].predicate.lstrip("!") in known for i in program.flow.exits(loop))

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import order
+
 try:
     import hypothesis
 except ImportError:  # tests/gpu does without
@@ -49,6 +51,10 @@ PRELOADED = [
     "interlace.functional",
     "interlace.compile",
     "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension",
+    "warmed_up",
 ]
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
@@ -93,11 +99,24 @@ def _no_group_left() -> Iterator[None]:
     assert not left, f"left behind: {', '.join(sorted(left))}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu, and skip it where there is no GPU."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``pytest -n auto``."""
+    return order.workers(len(os.sched_getaffinity(0)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu, and skip it where there is no GPU; sort for several workers."""
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if not HAS_CUDA and item.get_closest_marker("gpu"):
             item.add_marker(skip)
+    if hasattr(config, "workerinput"):
+        order.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """All tests are imported."""
+    import warmed_up  # noqa: F401

@@ -41,7 +41,8 @@ import fake_kernels
 from interlace.runtime.cuda_ipc import tensor_over
 from interlace.runtime.cuda_launch import Prepared
 
-MOST_IDLE = 3.0  # seconds: on a busy machine some host may not get its turn for a while
+# Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
+MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300
 CPU = torch.device("cpu")
 
 
@@ -329,12 +330,14 @@ class FakeGpu:
         return progress
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        since = time.monotonic()
+        since, turns = time.monotonic(), 0
         while not done():
+            idle = time.monotonic() > since + MOST_IDLE and turns > MOST_IDLE_TURNS
             if self.run_some(1):
-                since = time.monotonic()
-            elif self.let_hosts_run is not None and time.monotonic() < since + MOST_IDLE:
+                since, turns = time.monotonic(), 0
+            elif self.let_hosts_run is not None and not idle:
                 self.let_hosts_run()
+                turns += 1
             else:
                 heads = [queue[0].label for queue in self._queues.values() if queue]
                 raise DeviceHang(f"nothing can go on; at the heads of streams: {heads}")

@@ -152,6 +152,22 @@ def noise(
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
+@contextmanager
+def compiled_anew(**options: Any) -> Iterator[None]:
+    """Inductor makes code of graphs that it has seen before. g++ compiles only code that it has not seen.
+
+    ``force_disable_caches`` would start g++ on every rank, for seconds.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, **options),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 

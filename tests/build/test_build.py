@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from interlace.cli import build as command
-from interlace.runtime import catalogue
+from interlace.runtime import catalogue, compile_worker
 from interlace.runtime.build import Report, build
 from interlace.runtime.catalogue import ARCHES, Entry, entries
 from interlace.runtime.faults import Fault
@@ -104,6 +104,23 @@ def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], Report]) ->
     line = next(i + 1 for i, text in enumerate(lines) if text.endswith("# faulty: published"))
     (problem,) = reports["published descriptor store", 90].problems()
     assert problem.startswith(f"mutant_kernels.py:{line}: published descriptor store: ")
+
+
+def test_a_disassembly_is_made_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same machine code, whatever its file is called; of another, its own."""
+    calls: list[str] = []
+
+    def disassembler(name: str, *arguments: str) -> str:
+        calls.append(arguments[-1])
+        return f"SASS of {arguments[-1]}"
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_worker, "_tool", disassembler)
+    asked = [(b"one", "a"), (b"one", "b"), (b"two", "c"), (b"one", "d")]
+    made = [compile_worker._disassembly(*each) for each in asked]
+    assert made == ["SASS of a", "SASS of a", "SASS of c", "SASS of a"] and calls == ["a", "c"]
 
 
 @pytest.mark.parametrize("arch", ARCHES)

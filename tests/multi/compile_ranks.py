@@ -27,6 +27,7 @@ import interlace.compile
 import torch_names
 from interlace import functional
 from multi.backend_ranks import world
+from support import compiled_anew
 
 ALWAYS = {"policy": "always"}
 
@@ -385,7 +386,7 @@ def through_inductor(path: str) -> tuple[list[str], float, list[str]]:
                 legacy, fullgraph=True, options={"post_grad_custom_post_pass": fusion}
             )
             x = torch.randn(4, 8)
-            with torch._inductor.config.patch(force_disable_caches=True):
+            with compiled_anew():
                 result, code = run_and_get_code(compiled, x)
             worst = float((result - legacy(x)).abs().max())
         finally:

@@ -14,6 +14,7 @@ from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from multi.functional_ranks import Function, place
 from multi.functional_ranks_cases import CASES, expected, flat
+from support import compiled_anew
 
 
 def in_one_graph(backend: str, explicit: bool, names: list[str]) -> None:
@@ -174,7 +175,7 @@ def generated(option: bool) -> str:
 
     torch._dynamo.reset()
     x = torch.full((3, 5), 1.0 + rank)
-    with config.patch(fx_graph_cache=option, force_disable_caches=not option):
+    with config.patch(fx_graph_cache=True) if option else compiled_anew():
         result, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), x)
     assert torch.equal(x, torch.full((3, 5), 1.0 + rank))
     assert torch.equal(result, torch.full((3, 5), size * (size + 1.0)))
@@ -191,7 +192,7 @@ def generated_overlap() -> str:
 
     torch._dynamo.reset()
     inputs = torch.rand(2, 64, 64, dtype=torch.float64)
-    with config.patch(force_disable_caches=True, reorder_for_peak_memory=False):
+    with compiled_anew(reorder_for_peak_memory=False):
         result, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), *inputs)
     torch.testing.assert_close(result, run(*inputs))
     return str(code)
@@ -211,7 +212,7 @@ def memory_in_flight() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
-    with config.patch(force_disable_caches=True, reorder_for_peak_memory=False):
+    with compiled_anew(reorder_for_peak_memory=False):
         _, (code,) = run_and_get_code(compiled, *torch.rand(2, 64, 64, dtype=torch.float64))
     starts = re.findall(r"interlace\.all_gather\w*\.default\((buf\d+)(?:, \[(buf\d+)\])?", code)
     used = {name for names in starts for name in names if name}

@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import interlace
 from multi.backend_ranks import world
+from support import compiled_anew
 
 Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
@@ -306,12 +307,8 @@ def contextlib_all(calls: list[str], kernels: Any) -> Any:
     """Inductor's pass as on a machine with NCCL, and a list of the kernels that are called."""
     import contextlib
 
-    import torch._inductor.config as inductor
-
     stack = contextlib.ExitStack()
-    stack.enter_context(
-        inductor.patch(_micro_pipeline_tp=True, force_disable_caches=True, compile_threads=1)
-    )
+    stack.enter_context(compiled_anew(_micro_pipeline_tp=True, compile_threads=1))
     stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
     for name in REFERENCES:
         kernel = counted(calls, name, getattr(kernels, name))
