@@ -198,9 +198,8 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         mock.patch.object(CudaPlace, "_allocate", allocate),
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            triton.knobs.runtime.scope()
-        )  # what is set in it, TRITON_INTERPRET gets too
+        # What is set is written to TRITON_INTERPRET too; the scope takes both back, a mock would not.
+        stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = False
         for patch in patches:
             stack.enter_context(patch)
