@@ -196,9 +196,11 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(Watchdog, "look_after", lambda watchdog: None),
         mock.patch.object(CudaPlace, "_allocate", allocate),
-        mock.patch.object(triton.knobs.runtime, "interpret", False),
     ]
     with contextlib.ExitStack() as stack:
+        # What is set is written to TRITON_INTERPRET too; the scope takes both back, a mock would not.
+        stack.enter_context(triton.knobs.runtime.scope())
+        triton.knobs.runtime.interpret = False
         for patch in patches:
             stack.enter_context(patch)
         cuda_stream._external.cache_clear()  # streams of another stub, with the same handles

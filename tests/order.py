@@ -32,6 +32,7 @@ LONGEST = (
     "multi/test_shm_place.py",
     "test_installation.py",
     "multi/test_styles.py",
+    "sim/test_protocol_mutants.py",
     "sim/test_fused_ops.py",
     "sim/test_given_up_waits.py",
     "sim/test_verify_command.py",
