@@ -408,8 +408,8 @@ class Communicator:
         if self._closed:
             return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
         return InterlaceError(
-            f"rank {self.rank}: {op}: the ranks of this group are out of step, make another group; it "
-            f"began with: {self._out_of_step}"
+            f"rank {self.rank}: {op}: the ranks of this group are out of step, and it is over. It began "
+            f"with: {self._out_of_step}"
         )
 
     def transfer(

@@ -101,9 +101,23 @@ def host_function(
 
     def host(place: Place) -> Any:
         groups.install(place)
-        return fn(*args, **kwargs)
+        return _complete(fn(*args, **kwargs))
 
     return host
+
+
+def _complete(result: Any) -> Any:
+    """``result`` with plain tensors in place of those whose ops may still run: there is no rank to wait on
+    later. In processes, sending it does that.
+    """
+    from torch.utils import _pytree as pytree
+
+    from interlace.async_tensor import AsyncTensor, wait
+
+    leaves, spec = pytree.tree_flatten(result)
+    if not any(isinstance(leaf, AsyncTensor) for leaf in leaves):
+        return result
+    return pytree.tree_unflatten([wait(leaf) for leaf in leaves], spec)
 
 
 def _install(overrides: dict[str, int | bool], timeout: float, place: Place) -> Place:

@@ -111,3 +111,24 @@ def test_what_still_needs_ranks_of_its_own() -> None:
 
     error = failure(case, 2)
     assert isinstance(error, interlace.InterlaceError) and 'place="shm"' in str(error)
+
+
+def test_results_that_are_not_waited_for_are_complete_outside() -> None:
+    def started() -> dict[str, Any]:
+        return {"sum": functional.all_reduce(torch.ones(2)), "parts": [torch.zeros(1)]}
+
+    for result in interlace.run(started, 3):
+        assert type(result["sum"]) is torch.Tensor
+        assert result["sum"].tolist() == [3.0, 3.0] and result["parts"][0].item() == 0
+
+
+def test_transforms_are_refused_after_a_backward_too() -> None:
+    def backward() -> None:
+        functional.wait(functional.all_reduce(torch.ones(2, requires_grad=True))).sum().backward()
+
+    def mapped() -> None:
+        torch.vmap(lambda t: functional.all_reduce(t))(torch.ones(2, 3))
+
+    interlace.run(backward, 2)
+    with pytest.raises(interlace.InterlaceError, match=r"torch\.func .* is not supported"):
+        interlace.run(mapped, 2)

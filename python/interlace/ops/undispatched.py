@@ -84,11 +84,16 @@ class Ops:
 
 def _simulated(own: Sequence[Any]) -> bool:
     """Whether the caller is a simulated rank that has others beside it, and nobody else sees the call."""
-    if torch.compiler.is_compiling() or modes_active() or _transforms_active():
+    if torch.compiler.is_compiling() or modes_active():
         return False
     rank = groups.joined()
     if rank is None or rank.place.name != "sim" or rank.world_size == 1:
         return False
+    if _transforms_active():  # torch's own way would leave its frames among those of other ranks
+        raise NotImplementedError(
+            f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is not "
+            f"supported; use autograd, outside of the transform"
+        )
     return all(
         (type(each) in PLAIN_TYPES or type(each) is AsyncTensor) and not each.is_meta
         for each in _tensors(own)
