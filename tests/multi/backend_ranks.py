@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import datetime
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
