@@ -240,11 +240,11 @@ def _operand(name: str, word: int) -> str:
 
 def _load(e: Element, to: str, address: str, lanes: int) -> list[str]:
     """``to`` = ``lanes`` elements at ``address``, as they are in registers."""
-    kind = e.type if lanes == 1 else f"<{lanes} x {e.type}>"
+    kind = _of(e.type, lanes)
     if e.bits == e.wide:
         return [f"{to} = load {kind}, ptr {address}, align {e.bits // 8}"]
     if e.type == "half":
-        wide = "float" if lanes == 1 else f"<{lanes} x float>"
+        wide = _of("float", lanes)
         return [
             f"{to}.half = load {kind}, ptr {address}, align 2",
             f"{to} = fpext {kind} {to}.half to {wide}",
@@ -259,11 +259,11 @@ def _load(e: Element, to: str, address: str, lanes: int) -> list[str]:
 
 
 def _store(e: Element, value: str, address: str, lanes: int) -> list[str]:
-    kind = e.type if lanes == 1 else f"<{lanes} x {e.type}>"
+    kind = _of(e.type, lanes)
     if e.bits == e.wide:
         return [f"store {kind} {value}, ptr {address}, align {e.bits // 8}"]
     if e.type == "half":
-        wide = "float" if lanes == 1 else f"<{lanes} x float>"
+        wide = _of("float", lanes)
         return [
             f"{value}.narrow = fptrunc {wide} {value} to {kind}",
             f"store {kind} {value}.narrow, ptr {address}, align 2",

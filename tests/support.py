@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +37,21 @@ def payload(
     if dtype.is_floating_point or dtype.is_complex:
         return (whole / 32).to(dtype)
     return (whole % 2 == 0) if dtype == torch.bool else whole.to(dtype)
+
+
+def under_torchrun(command: str, *options: str) -> str:
+    """What ``command``, which begins with ``torchrun``, prints with these options; it must succeed."""
+    program, *arguments = shlex.split(command)
+    assert program == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the gr
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -86,9 +87,9 @@ class Collectives(NamedAsInTorch213):
         """What a synchronous call returns: torch waits for it and drops it."""
         return Work("a synchronous call", self._place, None)
 
+    @abc.abstractmethod
     def _make_dispatchable(self) -> None:
         """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
-        raise NotImplementedError
 
     # -- which way a call goes -----------------------------------------------------------------
 
@@ -188,13 +189,9 @@ class Collectives(NamedAsInTorch213):
             with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)) as last:
                 return last(super().allreduce(tensors, opts))
         (tensor,) = own
-        if tensor.layout is not torch.strided:
-            return self._run(
-                "all_reduce", own, sparse._all_reduce, tensor, opts.reduceOp, opts.asyncOp
-            )
-        return self._run(
-            "all_reduce", own, collectives._all_reduce, tensor, opts.reduceOp, opts.asyncOp
-        )
+        dense = tensor.layout is torch.strided
+        start = collectives._all_reduce if dense else sparse._all_reduce
+        return self._run("all_reduce", own, start, tensor, opts.reduceOp, opts.asyncOp)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from interlace.cli import bench_options, main
 from interlace.cli.bench import bench
 from interlace.cli.bench_options import BenchOptions
 from interlace.cli.outputs import refuse_unwritable
+from support import under_torchrun
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
 FAST: dict[str, Any] = {"repetitions": 2}
@@ -220,17 +220,16 @@ def test_less_than_a_kernel(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "out.json"
-    _, *arguments = shlex.split("torchrun --nproc-per-node 2 -m interlace bench all_reduce")
-    arguments += ["--sizes", "4K", "--repetitions", "2", "--json", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    printed = under_torchrun(
+        "torchrun --nproc-per-node 2 -m interlace bench all_reduce",
+        "--sizes",
+        "4K",
+        "--repetitions",
+        "2",
+        "--json",
+        str(path),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("All results are right.") == 1  # rank 0 alone prints
+    assert printed.count("All results are right.") == 1  # rank 0 alone prints
     found = rows(json.loads(path.read_text()))
     assert list(found) == ["auto", "gloo"] and all(row["right"] for row in found.values())
 

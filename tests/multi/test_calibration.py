@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pathlib
-import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from interlace.cli.calibrate import CalibrateOptions, calibrate
 from interlace.runtime import calibration
 from interlace.tensor.calibration import Request, measured, on_rank
 from multi import calibration_ranks
+from support import under_torchrun
 
 SLOW, FAST = 1e6, 1.0
 
@@ -95,17 +92,15 @@ def print_nothing(done: int, total: int) -> None:
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     """Its processes are the ranks."""
     file = tmp_path / "calibration.json"
-    _, *arguments = shlex.split("torchrun --nproc-per-node 2 -m interlace calibrate --backend gloo")
-    arguments += ["--repetitions", "3", "--json", "--cache", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    printed = under_torchrun(
+        "torchrun --nproc-per-node 2 -m interlace calibrate --backend gloo",
+        "--repetitions",
+        "3",
+        "--json",
+        "--cache",
+        str(file),
     )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)  # of rank 0 alone
+    said = json.loads(printed)  # of rank 0 alone
     assert said["backend"] == "gloo" and said["mesh"] == [2] and said["file"] == str(file)
     (read,) = calibration.read(file=file)
     assert read.backend == "gloo" and read.processes == "torchrun"
