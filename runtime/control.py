@@ -14,8 +14,8 @@ the header page::
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``spread.py``
-    4096 area for messages of even numbers: length, extent, range and offset of shared memory, slots of
-         the ring (int64), at byte 64 the message
+    4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
+         at byte 64 the message
     4096 + AREA    the same for odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
     behind them    outgoing boxes of messages between two ranks, see ``host_mail.py``
@@ -93,7 +93,6 @@ class Control:
         payload: bytes,
         extent: int = 0,
         where: tuple[int, int] = (0, 0),
-        slots: int = 1,
     ) -> None:
         """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
 
@@ -105,7 +104,6 @@ class Control:
         view = self.own_view
         view[words + 1] = extent
         view[words + 2], view[words + 3] = where
-        view[words + 4] = slots
         if self._written[half] is not payload:
             self._written[half] = None
             view[words] = len(payload)
@@ -158,11 +156,6 @@ class Control:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
         first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
-
-    def slots(self, peer: int, sequence: int) -> int:
-        """The number of slots that ``peer`` sent with message ``sequence``."""
-        slots: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 4]
-        return slots
 
     def data(self, peer: int, sequence: int) -> int:
         """The address of the small data of ``peer`` that goes with message ``sequence``."""

@@ -53,11 +53,11 @@ class HostEngine(Engine):
             SMALL_DATA // group.world_size & ~63,
             MEDIUM_DATA // group.world_size & ~63,
         )
-        self._rounds = Rounds(group)
+        machine_code = group.world_size > 1 and ORDERED and available()
+        self._rounds = Rounds(group, machine_code)
         self._direct = Direct(group)
         self._mail = Mail(group)
-        with_steps = group.world_size > 1 and ORDERED and available()
-        self._steps = RoundSteps(group, self._rounds) if with_steps else None
+        self._steps = RoundSteps(group, self._rounds) if machine_code else None
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -111,12 +111,13 @@ class HostEngine(Engine):
         fits = nbytes <= SMALL_DATA or (nbytes <= MEDIUM_DATA and self._rounds.opened)
         return self._steps if fits else None
 
-    def _met_for_rounds(self, call: Call, extent: int) -> tuple[list[int], Control, int]:
-        """Meet for an op through the rings: how many slots each rank uses, and the message's number."""
-        own = self._rounds.slots(call.op, extent) if extent else 1
-        control, sequence = self._group.begin(call.message, extent, slots=own)
+    def _meet(
+        self, call: Call, extent: int, where: tuple[int, int] = (0, 0)
+    ) -> tuple[Control, int]:
+        """Write the message and meet; the message's number."""
+        control, sequence = self._group.begin(call.message, extent, where)
         self._met(call, control, sequence)
-        return self._rounds.all_slots(own, control, sequence), control, sequence
+        return control, sequence
 
     def _in_rounds(self, call: Call, nbytes: int, piece: int) -> RoundSteps | None:
         """The steps of an op through the rings, in pieces of ``piece``, if there are any."""
@@ -146,8 +147,7 @@ class HostEngine(Engine):
             return
         with self._group.collective_lock:
             limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
-            slots = self._rounds.slots(call.op, nbytes) if nbytes > limit else 1
-            control, sequence = self._group.begin(call.message, nbytes, where, slots)
+            control, sequence = self._group.begin(call.message, nbytes, where)
             if nbytes <= limit:
                 _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
             self._met(call, control, sequence)
@@ -171,8 +171,7 @@ class HostEngine(Engine):
             elif own is not None and own[0] != address:
                 _memmove(own[0], address, nbytes)
             if large is not None:
-                all_slots = self._rounds.all_slots(slots, control, sequence)
-                self._rounds.share(call.op, address, nbytes, targets, large, all_slots)
+                self._rounds.share(call.op, address, nbytes, targets, large)
 
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
@@ -198,8 +197,8 @@ class HostEngine(Engine):
                 return None
             steps = self._in_rounds(call, nbytes, SLOT_BYTES)
             if steps is not None and not where[0]:
-                slots, control, sequence = self._met_for_rounds(call, nbytes)
-                steps.share(call, control, sequence, base, input.data_ptr(), nbytes, slots)
+                control, sequence = self._meet(call, nbytes)
+                steps.share(call, control, sequence, base, input.data_ptr(), nbytes)
                 return None
         targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
         self._share(call, input.data_ptr(), nbytes, targets, where)
@@ -229,8 +228,8 @@ class HostEngine(Engine):
                 steps = self._in_rounds(call, nbytes, SLOT_BYTES)
                 if steps is not None:
                     extent = nbytes if root == self.rank else 0
-                    slots, control, sequence = self._met_for_rounds(call, extent)
-                    steps.send_all(call, control, sequence, address, nbytes, root, slots)
+                    control, sequence = self._meet(call, extent)
+                    steps.send_all(call, control, sequence, address, nbytes, root)
                     return None
         targets: list[Target] = [None] * self.world_size
         if root == self.rank:
@@ -257,8 +256,7 @@ class HostEngine(Engine):
         where = self._direct.find_adjacent(parts, targets)
         with self._group.collective_lock:
             stride = self._stride(extent)
-            slots = 1 if stride else self._rounds.slots(call.op, extent)
-            control, sequence = self._group.begin(call.message, extent, where, slots)
+            control, sequence = self._group.begin(call.message, extent, where)
             if parts and stride:
                 base = self._data(control, rank, sequence, stride * self.world_size)
                 for peer, (address, nbytes) in enumerate(parts):
@@ -270,7 +268,7 @@ class HostEngine(Engine):
                     _memmove(own[0], *parts[rank])
                 self._direct.share(call.op, control, sequence, targets, rank)
                 return
-            self._receive(call, control, sequence, parts, targets, extent, slots)
+            self._receive(call, control, sequence, parts, targets, extent)
 
     def _receive(
         self,
@@ -280,9 +278,8 @@ class HostEngine(Engine):
         parts: Sequence[Part],
         targets: Sequence[Target],
         extent: int,
-        slots: int,
     ) -> None:
-        """Trade once the ranks have met, each with what it said in its message; ``slots``: this rank's."""
+        """Trade once the ranks have met, each with what it said in its message."""
         rank = self.rank
         own = targets[rank]
         if parts and own is not None and own[0] != parts[rank][0]:
@@ -302,8 +299,7 @@ class HostEngine(Engine):
             large = large or [0] * self.world_size
             large[rank] = extent
         if large is not None:
-            all_slots = self._rounds.all_slots(slots, control, sequence)
-            self._rounds.trade(call.op, parts, targets, large, all_slots)
+            self._rounds.trade(call.op, parts, targets, large)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -318,7 +314,7 @@ class HostEngine(Engine):
     def all_to_all_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
-        rank, world_size = self.rank, self.world_size
+        world_size = self.world_size
         nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
         if world_size == 1:
             _memmove(target, source, nbytes)
@@ -332,15 +328,15 @@ class HostEngine(Engine):
             if steps is not None and not where[0]:
                 control, sequence = self._group.begin(call.message, nbytes)
                 if not steps.all_to_all(call, control, sequence, target, source, nbytes, stride):
-                    self._receive(call, control, sequence, parts, targets, nbytes, 1)
+                    self._receive(call, control, sequence, parts, targets, nbytes)
                 return None
             steps = None if stride else self._in_rounds(call, nbytes, self._rounds.section)
             if steps is not None and not where[0]:
-                slots, control, sequence = self._met_for_rounds(call, nbytes)
+                control, sequence = self._meet(call, nbytes)
                 if all(control.extent(peer, sequence) == nbytes for peer in control.peers):
-                    steps.trade(call, control, sequence, target, source, nbytes, slots)
+                    steps.trade(call, control, sequence, target, source, nbytes)
                 else:
-                    self._receive(call, control, sequence, parts, targets, nbytes, slots[rank])
+                    self._receive(call, control, sequence, parts, targets, nbytes)
                 return None
         self._trade(call, parts, targets)
         return None
@@ -391,30 +387,26 @@ class HostEngine(Engine):
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         rounds = self._rounds
         where = self._direct.find(tensor) if root is None else (0, 0)
-        own_slots = rounds.slots(call.op, tensor.nbytes)
-        control, sequence = self._group.begin(call.message, tensor.nbytes, where, own_slots)
+        control, sequence = self._group.begin(call.message, tensor.nbytes, where)
         if rounds.opened and not where[0]:
             part = tensor.nbytes // self.world_size
             if root is None and sums_in_rounds(tensor.dtype, op):
                 steps = self._in_rounds(call, part, rounds.section)
                 if steps is not None:
-                    steps.reduce(call, control, sequence, tensor, own_slots)
+                    steps.reduce(call, control, sequence, tensor)
                     return
-            slots = [own_slots] * self.world_size
 
             def meet() -> list[int]:
                 self._met(call, control, sequence)
-                slots[:] = rounds.all_slots(own_slots, control, sequence)
                 return [peer for peer in control.peers if control.where(peer, sequence)[0]]
 
-            rounds.reduce(call.op, tensor, op, root, slots, meet)
+            rounds.reduce(call.op, tensor, op, root, meet)
             return
         self._met(call, control, sequence)
         if self._direct.everywhere(control, sequence, where[0]):
             self._direct.reduce(call.op, control, sequence, tensor, op)
         else:
-            slots = rounds.all_slots(own_slots, control, sequence)
-            rounds.reduce(call.op, tensor, op, root, slots)
+            rounds.reduce(call.op, tensor, op, root)
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
@@ -458,21 +450,18 @@ class HostEngine(Engine):
                 where = self._direct.find_adjacent(
                     parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
                 )
-                slots = self._rounds.slots(call.op, extent)
-                control, sequence = self._group.begin(call.message, extent, where, slots)
-                self._met(call, control, sequence)
+                control, sequence = self._meet(call, extent, where)
                 own, n = input.view(-1), output.numel()
                 if own.numel() != n:
                     own = own.narrow(0, rank * n, n)
                 if where[0] and self._direct.everywhere(control, sequence, where[0]):
                     self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
                     return
-                all_slots = self._rounds.all_slots(slots, control, sequence)
                 steps = self._in_rounds(call, extent, self._rounds.section)
                 if steps is not None and sums_in_rounds(output.dtype, op) and adjacent(parts):
-                    steps.scatter_sums(call, control, sequence, output, parts[0][0], all_slots)
+                    steps.scatter_sums(call, control, sequence, output, parts[0][0])
                 else:
-                    self._rounds.reduce_scatter(call.op, parts, own, output, op, all_slots)
+                    self._rounds.reduce_scatter(call.op, parts, own, output, op)
                 return
             control, sequence = self._group.begin(call.message, extent)
             nbytes = stride * self.world_size

@@ -251,11 +251,7 @@ class HostGroup:
             ]
 
     def begin(
-        self,
-        payload: bytes,
-        extent: int = 0,
-        where: tuple[int, int] = (0, 0),
-        slots: int = 1,
+        self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
     ) -> tuple[Control, int]:
         """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
         control = self._control
@@ -263,7 +259,7 @@ class HostGroup:
             self.check_usable()
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
         self._sequence = sequence = self._sequence + 1
-        control.write(sequence, payload, extent, where, slots)
+        control.write(sequence, payload, extent, where)
         if not sequence % LOOK:
             control.spread.say()
         return control, sequence

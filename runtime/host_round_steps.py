@@ -1,29 +1,29 @@
 """Large collectives of processes on one host as steps: the rounds of ``host_rounds.py``, written down.
 
 The steps of all rounds of an op are one list, which is kept: an op of as many bytes comes back to it, if
-its rounds are in the same slots. Addresses in the caller's tensors are counted from registers.
+it is written into the ring alike. Addresses in the caller's tensors are counted from registers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from interlace.runtime.call import Call
 from interlace.runtime.control import DONE, REDUCED, STAGED, Control
 from interlace.runtime.host_group import LOOK
-from interlace.runtime.host_rounds import SLOT_BYTES, around, cuts, place
+from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS, STREAMED, around, cuts
 from interlace.runtime.host_steps import BEFORE, INPUT, OUTPUT, HostSteps, Key, meeting
 from interlace.runtime.steps import SUMS, Operand, Steps
 
-STREAMED = 8 << 20  # bytes of an output that are written past the caches: they would not stay there
 MOST = 64  # rounds of an op in steps: beside more the time of Python is small
 
-Stage = Callable[[Steps, int, int], None]
-Act = Callable[[Steps, int, Sequence[int]], None]
+Copy = Callable[[Operand, Operand, Operand], None]
+Act = Callable[[Steps, int], None]
+Stage = Callable[[Copy, int, int], None]
+"""How to write into the ring, the round, and its slot."""
 
 
 class RoundSteps(HostSteps):
@@ -35,166 +35,150 @@ class RoundSteps(HostSteps):
         """Whether an op whose largest part has ``nbytes``, in pieces of ``section``, is done here."""
         return call.equal_fits and nbytes <= MOST * section
 
-    def reduce(
-        self, call: Call, control: Control, sequence: int, tensor: torch.Tensor, own_slots: int
-    ) -> None:
+    def reduce(self, call: Call, control: Control, sequence: int, tensor: torch.Tensor) -> None:
         """``tensor`` = the sum of everyone's, on all ranks; the ring is there. See ``Rounds.reduce``."""
         rounds, kept, spans = self._rounds, self._kept, Spans(tensor, self._world_size)
-        count = -(-spans.largest // rounds.section)
-        prior, before = rounds.begin(count)
-        first = place(own_slots, before, 0)
+        rank, count = self._rank, -(-spans.largest // rounds.section)
+        choice = rounds.choice(call.op, count)
+        past = choice.past()
 
-        def stage(steps: Steps, c: int, slot: int) -> None:
-            for peer in around(self._rank, self._world_size):
+        def stage(write: Copy, c: int, slot: int) -> None:
+            for peer in around(rank, self._world_size):
                 offset, size = spans.piece(peer, c, rounds.section)
                 if size:
-                    steps.copy(slot + peer * rounds.section, (offset, INPUT), size)
+                    write(slot + peer * rounds.section, (offset, INPUT), size)
 
-        def collect(steps: Steps, c: int, at: Sequence[int]) -> None:
-            for peer in around(self._rank, self._world_size):
+        def collect(steps: Steps, c: int) -> None:
+            for peer in around(rank, self._world_size):
                 offset, size = spans.piece(peer, c, rounds.section)
                 if size:
-                    source = rounds.slot(peer, at[peer]) + peer * rounds.section
-                    steps.copy((offset, INPUT), source, size)
+                    source = rounds.slot(peer, c) + peer * rounds.section
+                    _output(steps, tensor.nbytes)((offset, INPUT), source, size)
 
-        def reduce(steps: Steps, c: int, at: Sequence[int]) -> None:
-            offset, size = spans.piece(self._rank, c, rounds.section)
-            own = self._sections(at)[self._rank]
+        def reduce(steps: Steps, c: int) -> None:
+            offset, size = spans.piece(rank, c, rounds.section)
             if size:
-                self._sum(steps, tensor.dtype, own, (offset, INPUT), at, size)
+                self._sum(steps, tensor.dtype, (offset, INPUT), (offset, INPUT), c, size)
+                write = _into_ring(steps, past)
+                write(rounds.slot(rank, c) + rank * rounds.section, (offset, INPUT), size)
             self._release(steps, control, REDUCED, c + 1)
-            if size:
-                steps.copy((offset, INPUT), own, size)
 
-        key: Key = "staging", tensor.nbytes, tensor.dtype, first
+        key: Key = "staging", tensor.nbytes, tensor.dtype, past
         steps = kept.get(key)
         if steps is None:
             steps = Steps()
             self._wait(steps, control, DONE, control.peers, 0)
-            stage(steps, 0, rounds.slot(self._rank, first))
-            meeting(steps, control, self._rank)
+            stage(_into_ring(steps, past), 0, rounds.slot(rank, 0))
+            meeting(steps, control, rank)
             self._keep_as(key, steps)
-        steps.registers[INPUT], steps.registers[BEFORE] = tensor.data_ptr(), prior
+        steps.registers[INPUT], steps.registers[BEFORE] = tensor.data_ptr(), rounds.count
         self._run(steps, call, control, sequence)
-        slots = rounds.all_slots(own_slots, control, sequence)
         late = [peer for peer in control.peers if control.where(peer, sequence)[0]]
         key = "reduce", tensor.nbytes, tensor.dtype, tuple(late)
         self._rounds_of(
-            call, control, sequence, key, (tensor.data_ptr(), 0), slots, before, count,
-            stage, reduce, collect, late=late,
+            call, control, sequence, key, (tensor.data_ptr(), 0), count,
+            stage, reduce, collect, late=late, past=past,
         )  # fmt: skip
 
     def scatter_sums(
-        self, call: Call, control: Control, sequence: int, output: torch.Tensor, address: int,
-        slots: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, call: Call, control: Control, sequence: int, output: torch.Tensor, address: int
+    ) -> None:
         """``output`` = the sum of everyone's part for this rank; the own parts begin at ``address``."""
         rounds, nbytes, section = self._rounds, output.nbytes, self._rounds.section
         rounds.open(call.op)
 
-        def stage(steps: Steps, c: int, slot: int) -> None:
+        def stage(write: Copy, c: int, slot: int) -> None:
             size = min(section, nbytes - c * section)
             for peer in around(self._rank, self._world_size):
-                steps.copy(slot + peer * section, (peer * nbytes + c * section, INPUT), size)
+                write(slot + peer * section, (peer * nbytes + c * section, INPUT), size)
 
-        def reduce(steps: Steps, c: int, at: Sequence[int]) -> None:
+        def reduce(steps: Steps, c: int) -> None:
             size = min(section, nbytes - c * section)
             own = self._rank * nbytes + c * section, INPUT
-            self._sum(steps, output.dtype, (c * section, OUTPUT), own, at, size)
+            self._sum(steps, output.dtype, (c * section, OUTPUT), own, c, size)
             self._release(steps, control, REDUCED, c + 1)
 
-        count = -(-nbytes // section)
-        _, before = rounds.begin(count)
         key = "scatter_sums", nbytes, output.dtype
         self._rounds_of(
-            call, control, sequence, key, (address, output.data_ptr()), slots, before, count,
+            call, control, sequence, key, (address, output.data_ptr()), -(-nbytes // section),
             stage, reduce, None,
         )  # fmt: skip
 
     def share(
-        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int,
-        slots: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int
+    ) -> None:
         """all_gather: everyone's ``nbytes`` at ``source``, behind each other at ``target``."""
         self._rounds.open(call.op)
-        rank = self._rank
+        rank, rounds = self._rank, self._rounds
         total = nbytes * self._world_size
         in_place = source == target + rank * nbytes
 
-        def stage(steps: Steps, c: int, slot: int) -> None:
+        def stage(write: Copy, c: int, slot: int) -> None:
+            start = c * SLOT_BYTES
+            write(slot, (start, INPUT), min(SLOT_BYTES, nbytes - start))
+
+        def collect(steps: Steps, c: int) -> None:
             start = c * SLOT_BYTES
             size = min(SLOT_BYTES, nbytes - start)
-            steps.copy(slot, (start, INPUT), size)
+            output = _output(steps, total)
             if not in_place:
-                _output(steps, total)((rank * nbytes + start, OUTPUT), (start, INPUT), size)
-
-        def collect(steps: Steps, c: int, at: Sequence[int]) -> None:
-            start = c * SLOT_BYTES
-            size = min(SLOT_BYTES, nbytes - start)
+                output((rank * nbytes + start, OUTPUT), (start, INPUT), size)
             for peer in around(rank, self._world_size):
-                slot = self._rounds.slot(peer, at[peer])
-                _output(steps, total)((peer * nbytes + start, OUTPUT), slot, size)
+                output((peer * nbytes + start, OUTPUT), rounds.slot(peer, c), size)
 
-        count = -(-nbytes // SLOT_BYTES)
-        _, before = self._rounds.begin(count)
         key = "share", nbytes, in_place
         self._rounds_of(
-            call, control, sequence, key, (source, target), slots, before, count,
+            call, control, sequence, key, (source, target), -(-nbytes // SLOT_BYTES),
             stage, None, collect,
         )  # fmt: skip
 
     def send_all(
-        self, call: Call, control: Control, sequence: int, address: int, nbytes: int, root: int,
-        slots: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, call: Call, control: Control, sequence: int, address: int, nbytes: int, root: int
+    ) -> None:
         """broadcast: the ``nbytes`` at ``root``'s ``address`` to everyone's."""
         self._rounds.open(call.op)
 
-        def stage(steps: Steps, c: int, slot: int) -> None:
+        def stage(write: Copy, c: int, slot: int) -> None:
             start = c * SLOT_BYTES
-            steps.copy(slot, (start, INPUT), min(SLOT_BYTES, nbytes - start))
+            write(slot, (start, INPUT), min(SLOT_BYTES, nbytes - start))
 
-        def collect(steps: Steps, c: int, at: Sequence[int]) -> None:
+        def collect(steps: Steps, c: int) -> None:
             start = c * SLOT_BYTES
-            slot = self._rounds.slot(root, at[root])
-            steps.copy((start, INPUT), slot, min(SLOT_BYTES, nbytes - start))
+            slot, size = self._rounds.slot(root, c), min(SLOT_BYTES, nbytes - start)
+            _output(steps, nbytes)((start, INPUT), slot, size)
 
         is_root = root == self._rank
-        count = -(-nbytes // SLOT_BYTES)
-        _, before = self._rounds.begin(count)
         key = "send_all", nbytes, root
         self._rounds_of(
-            call, control, sequence, key, (address, 0), slots, before, count,
+            call, control, sequence, key, (address, 0), -(-nbytes // SLOT_BYTES),
             stage if is_root else None, None, None if is_root else collect, sources=[root],
         )  # fmt: skip
 
     def trade(
-        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int,
-        slots: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, call: Call, control: Control, sequence: int, target: int, source: int, nbytes: int
+    ) -> None:
         """all_to_all: everyone's part for this rank, of ``nbytes``, from ``source`` to ``target``."""
         self._rounds.open(call.op)
-        rank, section = self._rank, self._rounds.section
+        rank, rounds, section = self._rank, self._rounds, self._rounds.section
         total = nbytes * self._world_size
 
-        def stage(steps: Steps, c: int, slot: int) -> None:
+        def stage(write: Copy, c: int, slot: int) -> None:
             size = min(section, nbytes - c * section)
             for peer in around(rank, self._world_size):
-                steps.copy(slot + peer * section, (peer * nbytes + c * section, INPUT), size)
+                write(slot + peer * section, (peer * nbytes + c * section, INPUT), size)
 
-        def collect(steps: Steps, c: int, at: Sequence[int]) -> None:
+        def collect(steps: Steps, c: int) -> None:
             size = min(section, nbytes - c * section)
+            output = _output(steps, total)
             for peer in around(rank, self._world_size):
-                part = self._rounds.slot(peer, at[peer]) + rank * section
-                _output(steps, total)((peer * nbytes + c * section, OUTPUT), part, size)
+                part = rounds.slot(peer, c) + rank * section
+                output((peer * nbytes + c * section, OUTPUT), part, size)
             own = rank * nbytes + c * section
-            _output(steps, total)((own, OUTPUT), (own, INPUT), size)
+            output((own, OUTPUT), (own, INPUT), size)
 
-        count = -(-nbytes // section)
-        _, before = self._rounds.begin(count)
         key = "trade", nbytes
         self._rounds_of(
-            call, control, sequence, key, (source, target), slots, before, count,
+            call, control, sequence, key, (source, target), -(-nbytes // section),
             stage, None, collect,
         )  # fmt: skip
 
@@ -205,10 +189,8 @@ class RoundSteps(HostSteps):
         call: Call,
         control: Control,
         sequence: int,
-        key: tuple[Any, ...],
+        key: Key,
         addresses: tuple[int, int],
-        slots: Sequence[int],
-        before: int,
         count: int,
         stage: Stage | None,
         reduce: Act | None,
@@ -216,76 +198,77 @@ class RoundSteps(HostSteps):
         *,
         sources: Sequence[int] | None = None,
         late: Sequence[int] | None = None,
+        past: bool = False,
     ) -> None:
-        """Run all rounds of an op whose ranks have met; the first is staged already if ``late`` is given.
+        """Run all rounds of an op whose ranks have met; ``sources``: from whom is collected.
 
-        ``slots``: how many each rank uses. ``sources``: from whom is collected. ``late``: who had not
-        staged the first round when we met.
+        If ``late`` is given, the first round is staged already, ``past`` the caches or not, and those
+        are who had not staged it when we met.
         """
         started = time.perf_counter()
-        own_slots = slots[self._rank]
-        firsts = tuple(place(n, before, 0) for n in slots)
-        key = (*key, tuple(slots), firsts)
+        choice = None if stage is None else self._rounds.choice(call.op, count)
+        if choice is not None and late is None:
+            past = choice.past()
+        key = (*key, past)
         steps = self._kept.get(key)
         if steps is None:
-            at = [[place(n, before, c) for n in slots] for c in range(count)]
             steps = Steps()
             if late is not None:
                 self._release(steps, control, STAGED, 1)
-            self._write(steps, control, at, own_slots, stage, reduce, collect, sources, late)
+            self._write(steps, control, count, stage, past, reduce, collect, sources, late)
             self._keep_as(key, steps)
         registers = steps.registers
         registers[INPUT], registers[OUTPUT] = addresses
-        registers[BEFORE] = before
+        registers[BEFORE] = self._rounds.count
         self._run(steps, call, control, sequence)
         if not sequence % LOOK:
             control.spread.look()
-        self._rounds.ran(call.op, before + count, own_slots if stage is not None else 0, started)
+        self._rounds.count += count
+        if choice is not None:
+            choice.took(past, time.perf_counter() - started)
 
     def _write(
         self,
         steps: Steps,
         control: Control,
-        at: Sequence[Sequence[int]],
-        own_slots: int,
+        count: int,
         stage: Stage | None,
+        past: bool,
         reduce: Act | None,
         collect: Act | None,
         sources: Sequence[int] | None,
         late: Sequence[int] | None,
     ) -> None:
-        """As ``Rounds._run``: staging runs ahead of reducing and collecting. ``at[c][r]``: slot numbers."""
-        rank, count, peers = self._rank, len(at), control.peers
+        """As ``Rounds._run``: staging runs ahead of reducing and collecting."""
+        rank, peers = self._rank, control.peers
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
         for step in range(count + lag):
             if stage is not None and (0 if late is None else 1) <= step < count:
-                if step >= own_slots:
-                    self._wait(steps, control, DONE, peers, step - own_slots + 1)
-                stage(steps, step, self._rounds.slot(rank, at[step][rank]))
+                if step >= SLOTS:
+                    self._wait(steps, control, DONE, peers, step - SLOTS + 1)
+                stage(_into_ring(steps, past), step, self._rounds.slot(rank, step))
                 self._release(steps, control, STAGED, step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
                 from_whom = peers if c or late is None else late
                 self._wait(steps, control, STAGED, from_whom, c + 1)
-                reduce(steps, c, at[c])
+                reduce(steps, c)
             c = step - lag
             if c >= 0:
                 if collect is not None:
                     from_whom = peers if sources is None else sources
                     self._wait(steps, control, wanted, from_whom, c + 1)
-                    collect(steps, c, at[c])
+                    collect(steps, c)
                 self._release(steps, control, DONE, c + 1)
 
-    def _sections(self, at: Sequence[int]) -> list[int]:
-        """The address of this rank's section of every rank's slot."""
-        first = self._rank * self._rounds.section
-        return [self._rounds.slot(peer, slot) + first for peer, slot in enumerate(at)]
-
     def _sum(
-        self, steps: Steps, dtype: torch.dtype, target: Operand, own: Operand, at: Sequence[int],
-        nbytes: int,
-    ) -> None:  # fmt: skip
-        sources: list[Operand] = [*self._sections(at)]
+        self, steps: Steps, dtype: torch.dtype, target: Operand, own: Operand, c: int, nbytes: int
+    ) -> None:
+        """``target`` = the sum of this rank's sections of everyone's slots, its own from ``own``."""
+        first = self._rank * self._rounds.section
+        sources: list[Operand] = [
+            self._rounds.slot(peer, c) + first for peer in range(self._world_size)
+        ]
         sources[self._rank] = own
         steps.sum(dtype, target, sources, nbytes // dtype.itemsize)
 
@@ -300,9 +283,13 @@ class RoundSteps(HostSteps):
         steps.ring(control.asleep)
 
 
-def _output(steps: Steps, nbytes: int) -> Callable[[Operand, Operand, Operand], None]:
+def _output(steps: Steps, nbytes: int) -> Copy:
     """How to write into an output of ``nbytes`` in all."""
     return steps.stream if nbytes >= STREAMED else steps.copy
+
+
+def _into_ring(steps: Steps, past: bool) -> Copy:
+    return steps.stream if past else steps.string
 
 
 class Spans:

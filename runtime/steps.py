@@ -24,7 +24,7 @@ import torch
 from interlace.runtime import host_code, steps_ir
 from interlace.runtime.steps_ir import COMPARE, RING, WAIT
 
-__all__ = ["COMPARE", "RING", "SUMS", "WAIT", "Steps", "available"]
+__all__ = ["COMPARE", "RING", "SUMS", "WAIT", "Copier", "Steps", "available"]
 
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
@@ -110,6 +110,10 @@ class Steps:
         """A copy past the caches, for what will not be read soon; they must not overlap."""
         self._add(steps_ir.STREAM, (), 0, target, source, nbytes)
 
+    def string(self, target: Operand, source: Operand, nbytes: Operand) -> None:
+        """A copy by the instruction for strings, into lines that are not read first; no overlap."""
+        self._add(steps_ir.STRING, (), 0, target, source, nbytes)
+
     def release(self, address: int, value: Operand) -> None:
         """Store a word; what was written before comes before it."""
         self._add(steps_ir.RELEASE, (), 0, address, value)
@@ -169,6 +173,20 @@ class Steps:
     def run(self, first: int = 0) -> int:
         """Run from step ``first``: -1 at the end, or the number of the step that stopped it."""
         return self._code(self._address, first)
+
+
+class Copier:
+    """A single copy: ``copier(target, source, nbytes)``, past the caches or through them."""
+
+    def __init__(self, *, past: bool) -> None:
+        self._steps = steps = Steps()
+        (steps.stream if past else steps.string)((0, 1), (0, 2), (0, 3))
+        steps.complete(spin=False)
+
+    def __call__(self, target: int, source: int, nbytes: int) -> None:
+        registers = self._steps.registers
+        registers[1], registers[2], registers[3] = target, source, nbytes
+        self._steps.run()
 
 
 def _pair(operand: Operand) -> tuple[int, int]:

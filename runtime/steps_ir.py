@@ -16,7 +16,7 @@ YIELD, MOVE, COMPARE_BYTES, CLOCK, SPINS, YIELDS, PATIENCE = range(7)  # what do
 REGISTERS = 8  # the word of register 0, which is 0 always
 FIRST = 16  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
-END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, SUM = range(8)
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, STRING, SUM = range(9)
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ next:
     i64 {WAIT}, label %wait
     i64 {COMPARE}, label %compare
     i64 {STREAM}, label %stream
+    i64 {STRING}, label %string
 {sums}
   ]
 advance:
@@ -180,6 +181,10 @@ compare.one:
   %compare.k1 = add i64 %compare.k, 1
   %compare.is = icmp eq i32 %compare.same, 0
   br i1 %compare.is, label %compare.each, label %stop
+string:
+  call {{ i64, i64, i64 }} asm sideeffect "rep movsb",
+    "={{di}},={{si}},={{cx}},0,1,2,~{{memory}},~{{dirflag}},~{{flags}}"(i64 %x, i64 %y, i64 %z)
+  br label %advance
 stream:
   %stream.before = sub i64 0, %x
   %stream.odd = and i64 %stream.before, 31

@@ -12,7 +12,7 @@ import torch
 
 from interlace.runtime import host_code, steps, steps_ir
 from interlace.runtime.reductions import fold
-from interlace.runtime.steps import COMPARE, RING, SUMS, WAIT, Steps
+from interlace.runtime.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
@@ -168,18 +168,17 @@ def test_a_copy_may_overlap(shift: int) -> None:
     assert torch.equal(memory, wanted)
 
 
-def test_a_stream_copies_any_number_of_bytes_from_anywhere_to_anywhere() -> None:
+@pytest.mark.parametrize("past", [False, True])
+def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> None:
     source = torch.arange(4000, dtype=torch.int16).view(torch.uint8)
-    made = listed(lambda s: s.stream((0, 1), (0, 2), (0, 3)))
+    copier = Copier(past=past)
     for nbytes in (*range(70), 127, 128, 129, 159, 160, 255, 256, 257, 1000, 4096, 5003):
         for to, start in ((0, 0), (1, 0), (31, 5), (32, 1), (nbytes % 64, nbytes % 37)):
             memory = torch.full((5200,), 255, dtype=torch.uint8)
             first = -memory.data_ptr() % 64 + to
             wanted = memory.clone()
             wanted[first : first + nbytes] = source[start : start + nbytes]
-            made.registers[1] = memory.data_ptr() + first
-            made.registers[2], made.registers[3] = source.data_ptr() + start, nbytes
-            assert made.run() == -1
+            copier(memory.data_ptr() + first, source.data_ptr() + start, nbytes)
             assert torch.equal(memory, wanted), (nbytes, to, start)
 
 

@@ -9,22 +9,21 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import interlace
 from interlace import groups
-from interlace.runtime import host_rounds
 from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.control import SMALL_DATA
 from interlace.runtime.engine import Engine
 from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES
+from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
 from interlace.runtime.reductions import fold
-from interlace.runtime.ring_depth import FEW, MANY, Depth
+from interlace.runtime.ring_writes import Choice
+from interlace.runtime.steps import available
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -50,7 +49,7 @@ def data(rank: int, elements: int, dtype: torch.dtype, key: int = 0) -> torch.Te
 
 def sizes(itemsize: int, world_size: int) -> list[int]:
     """Numbers of elements around everything that changes the way data goes."""
-    edges = [SMALL_DATA, SMALL_DATA // world_size, MEDIUM_DATA, SLOT_BYTES * (FEW + 2)]
+    edges = [SMALL_DATA, SMALL_DATA // world_size, MEDIUM_DATA, SLOT_BYTES * (SLOTS + 2)]
     return [0, 1, 3, *(edge // itemsize + more for edge in edges for more in (-1, 0, 5))]
 
 
@@ -133,78 +132,55 @@ def uneven() -> list[str]:
     return wrong
 
 
-def many_slots(differently: bool) -> list[str]:
-    """Ops of many rounds, often: with few slots, then many; or each rank with its own number."""
+def many_rounds(way: str) -> list[str]:
+    """Ops of many rounds, often, written into the rings in one ``way``; some with steps, some without."""
     e, wrong = engine(), []
     rank, world = e.rank, e.world_size
-    n = SLOT_BYTES * 9 + 5
+    n = SLOT_BYTES * 9 + 8
     mine = [data(peer, n, torch.uint8) for peer in range(world)]
-    total = torch.zeros(n, dtype=torch.uint8)
-    fold("max", mine, total)
-    used: set[int] = set()
-    choose, took = Depth.choice, Depth.took
+    total, most = torch.zeros(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+    fold("sum", mine, total)
+    fold("max", mine, most)
+    used: set[bool] = set()
+    one = {"through": False, "past": True, "differently": rank % 2 == 1}
+    choose = Choice.past
 
-    def choice(self: Depth) -> int:
-        slots = (FEW, MANY, FEW + 3)[rank % 3] if differently else choose(self)
-        used.add(slots)
-        return slots
+    def past(self: Choice) -> bool:
+        chosen = one[way] if way in one else choose(self)
+        used.add(chosen)
+        return chosen
 
-    Depth.choice = choice  # type: ignore[method-assign]
-    if differently:
-        Depth.took = lambda *_: None  # type: ignore[method-assign]
+    Choice.past = past  # type: ignore[method-assign]
     try:
-        for turn in range(6):
+        for turn in range(8):
             tensor, root = mine[rank].clone(), turn % world
             e.broadcast(Call("b"), tensor, root)
             wrong += _check(f"broadcast {turn}", tensor, mine[root])
-            tensor = mine[rank].clone()
-            e.all_reduce(Call("r"), tensor, "max")
-            wrong += _check(f"all_reduce {turn}", tensor, total)
+            for op, wanted in (("sum", total), ("max", most)):
+                tensor = mine[rank].clone()
+                e.all_reduce(Call("r"), tensor, op)
+                wrong += _check(f"all_reduce {op} {turn}", tensor, wanted)
+                scattered = torch.zeros(n // world, dtype=torch.uint8)
+                parts = mine[rank][: n // world * world].chunk(world)
+                e.reduce_scatter(Call("s"), scattered, parts, op)
+                part = slice(n // world * rank, n // world * (rank + 1))
+                wrong += _check(f"reduce_scatter {op} {turn}", scattered, wanted[part])
             outputs = [torch.zeros_like(each) for each in mine]
             e.all_to_all(Call("t"), outputs, [mine[rank] + peer for peer in range(world)])
             for peer, output in enumerate(outputs):
                 wrong += _check(f"all_to_all {turn} of {peer}", output, mine[peer] + rank)
-            scattered = torch.zeros(n // world, dtype=torch.uint8)
-            e.reduce_scatter(
-                Call("s"), scattered, mine[rank][: n // world * world].chunk(world), "max"
-            )
-            part = slice(n // world * rank, n // world * (rank + 1))
-            wrong += _check(f"reduce_scatter {turn}", scattered, total[part])
+            whole = torch.zeros(world * n, dtype=torch.uint8)
+            e.all_gather(Call("g"), whole.split(n), mine[rank])
+            wrong += _check(f"all_gather {turn}", whole, torch.cat(mine))
+            whole.zero_()
+            e.all_gather_single(Call("h"), whole, mine[rank])
+            wrong += _check(f"all_gather_single {turn}", whole, torch.cat(mine))
     finally:
-        Depth.choice = choose  # type: ignore[method-assign]
-        Depth.took = took  # type: ignore[method-assign]
-    return wrong + (
-        [] if used - {FEW} or (differently and rank == 0) else [f"only {used} slots were used"]
-    )
-
-
-def more_slots_fail(fault: str) -> list[str]:
-    """More slots cannot be had, for a reason that one rank sees: everybody goes on with few."""
-    e = engine()
-    grown, host_rounds.GROWN = host_rounds.GROWN, 10
-    group: Any = e._group  # type: ignore[attr-defined]
-    e.all_reduce(Call("first"), torch.zeros(1 << 20), "sum")  # makes the ring
-
-    def failing(*_: Any) -> Any:
-        if fault == "accept":
-            raise InterlaceError("no descriptor came with the message")
-        raise OSError(24, "Too many open files")
-
-    if e.rank == 1:
-        where = {"accept": "_accept", "send": "_send"}.get(fault)
-        owner = group if where is None else group._rendezvous
-        setattr(owner, where or "new_segment", failing)
-    mine = [data(peer, 6 << 20, torch.uint8) for peer in range(e.world_size)]
-    total, wrong = torch.zeros_like(mine[0]), []
-    fold("max", mine, total)
-    for turn in range(4):
-        tensor = mine[e.rank].clone()
-        e.all_reduce(Call("r"), tensor, "max")
-        wrong += _check(f"all_reduce {turn}", tensor, total)
-    host_rounds.GROWN = grown  # these processes are used again
-    rounds: Any = e._rounds  # type: ignore[attr-defined]
-    slots = len(rounds._slots[0])
-    return wrong + ([] if slots == FEW else [f"{slots} slots"])
+        Choice.past = choose  # type: ignore[method-assign]
+    if not available():
+        return wrong
+    ways = {one[way]} if way in one else {False, True}
+    return wrong + ([] if used == ways else [f"ways used: {used}"])
 
 
 def killed_in_broadcast(folder: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.ring_depth import AGAIN, FEW, MANY, TRIES, Depth
+from interlace.runtime.ring_writes import AGAIN, TRIES, Choice
 from multi import engine_ranks
 
 
@@ -23,30 +23,26 @@ def test_every_op_in_every_size(fn: Any, world_size: int) -> None:
     assert run(fn, world_size) == [[]] * world_size
 
 
-@pytest.mark.parametrize("differently", [False, True])
+@pytest.mark.parametrize("way", ["through", "past", "differently", "measured"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_few_slots_and_many(world_size: int, differently: bool) -> None:
-    assert run(engine_ranks.many_slots, world_size, differently) == [[]] * world_size
+def test_writing_into_rings(world_size: int, way: str) -> None:
+    assert run(engine_ranks.many_rounds, world_size, way) == [[]] * world_size
 
 
-def test_the_faster_number_of_slots_is_chosen_and_tried_again() -> None:
-    for best in (FEW, MANY):
-        depth, chosen = Depth(), []
-        for _ in range(2 * AGAIN):
-            chosen.append(depth.choice())
-            depth.took(chosen[-1], 1e-6 if chosen[-1] == best else 2e-6)
-        other = FEW + MANY - best
-        assert chosen[: 2 * TRIES].count(best) == TRIES
-        assert [n for n, each in enumerate(chosen) if each == other][TRIES:] == [AGAIN]
-        while depth.choice() == best:  # the ranks have moved
-            depth.took(best, 3e-6)
-        assert depth.choice() == other
-
-
-@pytest.mark.parametrize("fault", ["accept", "send", "memory"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_without_memory_for_many_slots_all_go_on_with_few(world_size: int, fault: str) -> None:
-    assert run(engine_ranks.more_slots_fail, world_size, fault) == [[]] * world_size
+@pytest.mark.parametrize("best", [False, True])
+def test_the_faster_way_of_writing_is_chosen_and_the_other_tried_again(best: bool) -> None:
+    choice, chosen = Choice(), []
+    for _ in range(2 * AGAIN):
+        chosen.append(choice.past())
+        choice.took(chosen[-1], 1e-6 if chosen[-1] == best else 2e-6)
+    assert chosen[: 2 * TRIES].count(best) == TRIES
+    assert [n for n, each in enumerate(chosen) if each != best][TRIES:] == [AGAIN]
+    assert choice.past() != best  # tried again: the ranks have moved, the best is slow now
+    choice.took(not best, 0.5e-6)
+    assert choice.past() != best
+    for _ in range(2):
+        choice.took(not best, 3e-6)
+    assert choice.past() == best
 
 
 def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
