@@ -6,6 +6,7 @@ it is written into the ring alike. Addresses in the caller's tensors are counted
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -59,7 +60,7 @@ class RoundSteps(HostSteps):
             offset, size = spans.piece(rank, c, rounds.section)
             if size:
                 self._sum(steps, tensor.dtype, (offset, INPUT), (offset, INPUT), c, size)
-                write = _into_ring(steps, past)
+                write = _streams(steps, past)
                 write(rounds.slot(rank, c) + rank * rounds.section, (offset, INPUT), size)
             self._release(steps, control, REDUCED, c + 1)
 
@@ -68,7 +69,7 @@ class RoundSteps(HostSteps):
         if steps is None:
             steps = Steps()
             self._wait(steps, control, DONE, control.peers, 0)
-            stage(_into_ring(steps, past), 0, rounds.slot(rank, 0))
+            stage(_streams(steps, past), 0, rounds.slot(rank, 0))
             meeting(steps, control, rank)
             self._keep_as(key, steps)
         steps.registers[INPUT], steps.registers[BEFORE] = tensor.data_ptr(), rounds.count
@@ -246,7 +247,7 @@ class RoundSteps(HostSteps):
             if stage is not None and (0 if late is None else 1) <= step < count:
                 if step >= SLOTS:
                     self._wait(steps, control, DONE, peers, step - SLOTS + 1)
-                stage(_into_ring(steps, past), step, self._rounds.slot(rank, step))
+                stage(_streams(steps, past), step, self._rounds.slot(rank, step))
                 self._release(steps, control, STAGED, step + 1)
             c = step - 1
             if reduce is not None and 0 <= c < count:
@@ -285,11 +286,11 @@ class RoundSteps(HostSteps):
 
 def _output(steps: Steps, nbytes: int) -> Copy:
     """How to write into an output of ``nbytes`` in all."""
-    return steps.stream if nbytes >= STREAMED else steps.copy
+    return _streams(steps, past=nbytes >= STREAMED)
 
 
-def _into_ring(steps: Steps, past: bool) -> Copy:
-    return steps.stream if past else steps.string
+def _streams(steps: Steps, past: bool) -> Copy:
+    return functools.partial(steps.stream, past=past)
 
 
 class Spans:

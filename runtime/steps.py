@@ -106,13 +106,9 @@ class Steps:
         """``nbytes`` from ``source`` to ``target``, which may overlap."""
         self._add(steps_ir.COPY, (), 0, target, source, nbytes)
 
-    def stream(self, target: Operand, source: Operand, nbytes: Operand) -> None:
-        """A copy past the caches, for what will not be read soon; they must not overlap."""
-        self._add(steps_ir.STREAM, (), 0, target, source, nbytes)
-
-    def string(self, target: Operand, source: Operand, nbytes: Operand) -> None:
-        """A copy by the instruction for strings, into lines that are not read first; no overlap."""
-        self._add(steps_ir.STRING, (), 0, target, source, nbytes)
+    def stream(self, target: Operand, source: Operand, nbytes: Operand, *, past: bool) -> None:
+        """A copy of many bytes, ``past`` the caches or through them; they must not overlap."""
+        self._add(steps_ir.PAST if past else steps_ir.STREAM, (), 0, target, source, nbytes)
 
     def release(self, address: int, value: Operand) -> None:
         """Store a word; what was written before comes before it."""
@@ -180,7 +176,7 @@ class Copier:
 
     def __init__(self, *, past: bool) -> None:
         self._steps = steps = Steps()
-        (steps.stream if past else steps.string)((0, 1), (0, 2), (0, 3))
+        steps.stream((0, 1), (0, 2), (0, 3), past=past)
         steps.complete(spin=False)
 
     def __call__(self, target: int, source: int, nbytes: int) -> None:

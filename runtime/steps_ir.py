@@ -16,7 +16,7 @@ YIELD, MOVE, COMPARE_BYTES, CLOCK, SPINS, YIELDS, PATIENCE = range(7)  # what do
 REGISTERS = 8  # the word of register 0, which is 0 always
 FIRST = 16  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
-END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, STRING, SUM = range(9)
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM = range(9)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ _UNROLLED = 4
 _RUN = """
 declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.sfence()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare i64 @llvm.umin.i64(i64, i64)
 
 define i64 @run(ptr %words, i64 %first) nounwind {{
 entry:
@@ -91,7 +93,7 @@ next:
     i64 {WAIT}, label %wait
     i64 {COMPARE}, label %compare
     i64 {STREAM}, label %stream
-    i64 {STRING}, label %string
+    i64 {PAST}, label %past
 {sums}
   ]
 advance:
@@ -181,55 +183,72 @@ compare.one:
   %compare.k1 = add i64 %compare.k, 1
   %compare.is = icmp eq i32 %compare.same, 0
   br i1 %compare.is, label %compare.each, label %stop
-string:
-  call {{ i64, i64, i64 }} asm sideeffect "rep movsb",
-    "={{di}},={{si}},={{cx}},0,1,2,~{{memory}},~{{dirflag}},~{{flags}}"(i64 %x, i64 %y, i64 %z)
-  br label %advance
-stream:
-  %stream.before = sub i64 0, %x
-  %stream.odd = and i64 %stream.before, 31
-  %stream.short = icmp ult i64 %z, %stream.odd
-  %stream.head = select i1 %stream.short, i64 %z, i64 %stream.odd
-  %stream.to = inttoptr i64 %x to ptr
-  %stream.from = inttoptr i64 %y to ptr
-  call ptr %env.move(ptr %stream.to, ptr %stream.from, i64 %stream.head)
-  %stream.rest = sub i64 %z, %stream.head
-  %stream.whole = and i64 %stream.rest, -128
-  %stream.end = add i64 %stream.head, %stream.whole
-  br label %stream.next
-stream.next:
-  %stream.j = phi i64 [%stream.head, %stream], [%stream.j1, %stream.block]
-  %stream.more = icmp ult i64 %stream.j, %stream.end
-  br i1 %stream.more, label %stream.block, label %stream.tail
-stream.block:
-  %stream.source = getelementptr i8, ptr %stream.from, i64 %stream.j
-  %stream.target = getelementptr i8, ptr %stream.to, i64 %stream.j
 {streams}
-  %stream.j1 = add i64 %stream.j, 128
-  br label %stream.next
-stream.tail:
-  %stream.last = sub i64 %z, %stream.end
-  %stream.source.last = getelementptr i8, ptr %stream.from, i64 %stream.end
-  %stream.target.last = getelementptr i8, ptr %stream.to, i64 %stream.end
-  call ptr %env.move(ptr %stream.target.last, ptr %stream.source.last, i64 %stream.last)
-  call void @llvm.x86.sse.sfence()
-  br label %advance
 {blocks}
 }}
 !0 = !{{i32 1}}
 """
 
 
-def _streams() -> str:
-    """128 bytes from %stream.source to %stream.target, past the caches."""
+_PAGE, _AHEAD = 4096, 2 * 4096  # bytes
+
+
+def _stream(name: str, past: bool) -> str:
+    """A copy of many bytes, to lines of 32, past the caches or through them.
+
+    The hardware looks ahead within a page only; so where it goes on two pages further is told it here.
+    """
+    hint = ", !nontemporal !0" if past else ""
     loads, stores = [], []
     for at in range(0, 128, 32):
-        v = f"%stream.{at}"
-        loads.append(f"  {v}.from = getelementptr i8, ptr %stream.source, i64 {at}")
+        v = f"%{name}.{at}"
+        loads.append(f"  {v}.from = getelementptr i8, ptr %{name}.source, i64 {at}")
         loads.append(f"  {v} = load <4 x i64>, ptr {v}.from, align 1")
-        stores.append(f"  {v}.to = getelementptr i8, ptr %stream.target, i64 {at}")
-        stores.append(f"  store <4 x i64> {v}, ptr {v}.to, align 32, !nontemporal !0")
-    return "\n".join(loads + stores)
+        stores.append(f"  {v}.to = getelementptr i8, ptr %{name}.target, i64 {at}")
+        stores.append(f"  store <4 x i64> {v}, ptr {v}.to, align 32{hint}")
+    fence = "  call void @llvm.x86.sse.sfence()\n" if past else ""
+    return f"""\
+{name}:
+  %{name}.before = sub i64 0, %x
+  %{name}.odd = and i64 %{name}.before, 31
+  %{name}.short = icmp ult i64 %z, %{name}.odd
+  %{name}.head = select i1 %{name}.short, i64 %z, i64 %{name}.odd
+  %{name}.to = inttoptr i64 %x to ptr
+  %{name}.from = inttoptr i64 %y to ptr
+  call ptr %env.move(ptr %{name}.to, ptr %{name}.from, i64 %{name}.head)
+  %{name}.rest = sub i64 %z, %{name}.head
+  %{name}.whole = and i64 %{name}.rest, -128
+  %{name}.end = add i64 %{name}.head, %{name}.whole
+  br label %{name}.page
+{name}.page:
+  %{name}.p = phi i64 [%{name}.head, %{name}], [%{name}.p1, %{name}.next]
+  %{name}.pages = icmp ult i64 %{name}.p, %{name}.end
+  br i1 %{name}.pages, label %{name}.ahead, label %{name}.tail
+{name}.ahead:
+  %{name}.further = add i64 %{name}.p, {_AHEAD}
+  %{name}.soon = getelementptr i8, ptr %{name}.from, i64 %{name}.further
+  call void @llvm.prefetch.p0(ptr %{name}.soon, i32 0, i32 3, i32 1)
+  %{name}.there = getelementptr i8, ptr %{name}.to, i64 %{name}.further
+  call void @llvm.prefetch.p0(ptr %{name}.there, i32 0, i32 3, i32 1)
+  %{name}.full = add i64 %{name}.p, {_PAGE}
+  %{name}.p1 = call i64 @llvm.umin.i64(i64 %{name}.full, i64 %{name}.end)
+  br label %{name}.next
+{name}.next:
+  %{name}.j = phi i64 [%{name}.p, %{name}.ahead], [%{name}.j1, %{name}.block]
+  %{name}.more = icmp ult i64 %{name}.j, %{name}.p1
+  br i1 %{name}.more, label %{name}.block, label %{name}.page
+{name}.block:
+  %{name}.source = getelementptr i8, ptr %{name}.from, i64 %{name}.j
+  %{name}.target = getelementptr i8, ptr %{name}.to, i64 %{name}.j
+{chr(10).join(loads + stores)}
+  %{name}.j1 = add i64 %{name}.j, 128
+  br label %{name}.next
+{name}.tail:
+  %{name}.last = sub i64 %z, %{name}.end
+  %{name}.source.last = getelementptr i8, ptr %{name}.from, i64 %{name}.end
+  %{name}.target.last = getelementptr i8, ptr %{name}.to, i64 %{name}.end
+  call ptr %env.move(ptr %{name}.target.last, ptr %{name}.source.last, i64 %{name}.last)
+{fence}  br label %advance"""
 
 
 def _operand(name: str, word: int) -> str:
@@ -395,6 +414,6 @@ def ir() -> str:
         sums="\n".join(
             f"    i64 {SUM + number}, label %sum.{e.name}" for number, e in enumerate(ELEMENTS)
         ),
-        streams=_streams(),
+        streams=_stream("stream", past=False) + "\n" + _stream("past", past=True),
         blocks="\n".join(_sum(e) for e in ELEMENTS),
     )
