@@ -190,7 +190,7 @@ compare.one:
 """
 
 
-_PAGE, _AHEAD = 4096, 2 * 4096  # bytes
+_PAGE, _AHEAD, _BLOCK = 4096, 2 * 4096, 256  # bytes
 
 
 def _stream(name: str, past: bool) -> str:
@@ -200,7 +200,7 @@ def _stream(name: str, past: bool) -> str:
     """
     hint = ", !nontemporal !0" if past else ""
     loads, stores = [], []
-    for at in range(0, 128, 32):
+    for at in range(0, _BLOCK, 32):
         v = f"%{name}.{at}"
         loads.append(f"  {v}.from = getelementptr i8, ptr %{name}.source, i64 {at}")
         loads.append(f"  {v} = load <4 x i64>, ptr {v}.from, align 1")
@@ -217,7 +217,7 @@ def _stream(name: str, past: bool) -> str:
   %{name}.from = inttoptr i64 %y to ptr
   call ptr %env.move(ptr %{name}.to, ptr %{name}.from, i64 %{name}.head)
   %{name}.rest = sub i64 %z, %{name}.head
-  %{name}.whole = and i64 %{name}.rest, -128
+  %{name}.whole = and i64 %{name}.rest, -{_BLOCK}
   %{name}.end = add i64 %{name}.head, %{name}.whole
   br label %{name}.page
 {name}.page:
@@ -241,7 +241,7 @@ def _stream(name: str, past: bool) -> str:
   %{name}.source = getelementptr i8, ptr %{name}.from, i64 %{name}.j
   %{name}.target = getelementptr i8, ptr %{name}.to, i64 %{name}.j
 {chr(10).join(loads + stores)}
-  %{name}.j1 = add i64 %{name}.j, 128
+  %{name}.j1 = add i64 %{name}.j, {_BLOCK}
   br label %{name}.next
 {name}.tail:
   %{name}.last = sub i64 %z, %{name}.end
