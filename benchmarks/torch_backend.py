@@ -3,8 +3,8 @@
 Every op is called as a user calls it, ``dist.all_reduce(tensor, group=...)``. ``bytes`` is the size of the
 input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes, with all ranks copying at
 once, and ``streamed copy`` the same past the caches, the fastest copy that we know: no op that writes every
-byte once can take less. OpenMPI runs the same ops through mpi4py, before the others on the same machine, where ``mpirun`` and
-a Python with mpi4py are found (``MPI_PYTHON`` names it).
+byte once can take less. OpenMPI runs the same ops through mpi4py, before the others on the same machine,
+where ``mpirun`` and a Python with mpi4py are found (``MPI_PYTHON`` names it).
 
 Protocol: blocks of back-to-back calls, as many as take about BLOCK_SECONDS, so that the ranks' different
 starts do not count; candidates alternate block by block; a block's time per call is that of its slowest
