@@ -16,7 +16,11 @@ from collections import deque
 from statistics import median
 
 TRIES = 3  # of each, at first
-AGAIN = 64  # ops after which the other one is tried again: ranks may have moved
+SOON, AGAIN = (
+    8,
+    64,
+)  # ops after which the other one is tried again: if times have changed, and anyway
+CHANGED = 1.25  # times as long, or as short: the ranks have moved
 
 
 class Choice:
@@ -25,17 +29,32 @@ class Choice:
     def __init__(self) -> None:
         self._ops = 0
         self._times = deque[float](maxlen=TRIES), deque[float](maxlen=TRIES)
+        self._then = 0.0  # what the better one took when the other was tried last
 
     def past(self) -> bool:
-        """Whether the next op writes past the caches; ranks that have measured as many ops try alike."""
+        """Whether the next op writes past the caches; ranks that have measured alike try alike."""
         if self._ops < 2 * TRIES:
             return self._ops % 2 == 1
-        through, past = map(median, self._times)
-        return (past < through) != (self._ops % AGAIN == 0)
+        best = self._best()
+        return best != self._tries(best)
 
     def took(self, past: bool, seconds: float) -> None:
         """An op done in this way, from the meeting of the ranks to its end."""
-        if self._ops >= 2 * TRIES and self._ops % AGAIN == 0:
+        tried = self._ops >= 2 * TRIES and past != self._best()
+        if tried:
             self._times[past].clear()  # that was long ago
         self._times[past].append(seconds)
         self._ops += 1
+        if tried or self._ops == 2 * TRIES:
+            self._then = median(self._times[self._best()])
+
+    def _best(self) -> bool:
+        through, past = map(median, self._times)
+        return past < through
+
+    def _tries(self, best: bool) -> bool:
+        """Whether the other one is tried now, at one of the ops at which all ranks may."""
+        if self._ops % SOON:
+            return False
+        change = median(self._times[best]) / self._then
+        return self._ops % AGAIN == 0 or not 1 / CHANGED < change < CHANGED

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.ring_writes import AGAIN, TRIES, Choice
+from interlace.runtime.ring_writes import AGAIN, SOON, TRIES, Choice
 from multi import engine_ranks
 
 
@@ -29,20 +29,39 @@ def test_writing_into_rings(world_size: int, way: str) -> None:
     assert run(engine_ranks.many_rounds, world_size, way) == [[]] * world_size
 
 
+def chosen(choice: Choice, ops: int, through: float, past: float) -> list[bool]:
+    """What is chosen in so many ops, of which each takes as long as this."""
+    ways = []
+    for _ in range(ops):
+        ways.append(choice.past())
+        choice.took(ways[-1], past if ways[-1] else through)
+    return ways
+
+
 @pytest.mark.parametrize("best", [False, True])
-def test_the_faster_way_of_writing_is_chosen_and_the_other_tried_again(best: bool) -> None:
-    choice, chosen = Choice(), []
-    for _ in range(2 * AGAIN):
-        chosen.append(choice.past())
-        choice.took(chosen[-1], 1e-6 if chosen[-1] == best else 2e-6)
-    assert chosen[: 2 * TRIES].count(best) == TRIES
-    assert [n for n, each in enumerate(chosen) if each != best][TRIES:] == [AGAIN]
-    assert choice.past() != best  # tried again: the ranks have moved, the best is slow now
-    choice.took(not best, 0.5e-6)
-    assert choice.past() != best
-    for _ in range(2):
-        choice.took(not best, 3e-6)
-    assert choice.past() == best
+def test_the_faster_way_of_writing_is_chosen(best: bool) -> None:
+    times = (2e-6, 1e-6) if best else (1e-6, 2e-6)
+    choice = Choice()
+    ways = chosen(choice, 2 * AGAIN, *times)
+    assert ways[: 2 * TRIES].count(best) == TRIES
+    assert [n for n, way in enumerate(ways) if way != best][TRIES:] == [AGAIN]
+    changed = chosen(choice, 2 * AGAIN, *times[::-1])  # the ranks have moved
+    assert changed.count(best) <= 4
+    both = [2 * each for each in times[::-1]]  # slower, but the order is the same
+    assert chosen(choice, AGAIN, *both).count(best) == 2
+
+
+def test_a_way_that_became_faster_is_found_though_the_other_did_not_change() -> None:
+    choice = Choice()
+    chosen(choice, AGAIN - 3, 8.0, 3.7)
+    assert chosen(choice, 10, 3.0, 3.7)[-1] is False
+
+
+def test_a_single_slow_op_changes_nothing() -> None:
+    choice = Choice()
+    chosen(choice, SOON - 1, 2.0, 1.0)
+    choice.took(True, 50.0)
+    assert chosen(choice, SOON, 2.0, 1.0) == [True] * SOON
 
 
 def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
