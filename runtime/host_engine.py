@@ -149,7 +149,7 @@ class HostEngine(Engine):
             limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
             control, sequence = self._group.begin(call.message, nbytes, where)
             if nbytes <= limit:
-                _memmove(self._data(control, rank, sequence, nbytes), address, nbytes)
+                self._rounds.stage(self._data(control, rank, sequence, nbytes), address, nbytes)
             self._met(call, control, sequence)
             if where[0] and self._direct.everywhere(control, sequence, where[0]):
                 if own is not None and own[0] != address:
@@ -261,7 +261,7 @@ class HostEngine(Engine):
                 base = self._data(control, rank, sequence, stride * self.world_size)
                 for peer, (address, nbytes) in enumerate(parts):
                     if peer != rank:
-                        _memmove(base + peer * stride, address, nbytes)
+                        self._rounds.stage(base + peer * stride, address, nbytes)
             self._met(call, control, sequence)
             if where[0] and self._direct.everywhere(control, sequence, where[0]):
                 if own is not None and own[0] != parts[rank][0]:
@@ -379,7 +379,7 @@ class HostEngine(Engine):
             if places is None:
                 places = call.prepared = self._places(control, tensor, 0, nbytes)
             own = self._data(control, self.rank, sequence, nbytes)
-            _memmove(own, tensor.data_ptr(), nbytes)
+            self._rounds.stage(own, tensor.data_ptr(), nbytes)
             self._met(call, control, sequence)
             if root is None or root == self.rank:
                 fold(op, places.of(sequence), tensor)
@@ -476,7 +476,7 @@ class HostEngine(Engine):
                 places = call.prepared = self._places(control, output, rank * stride, nbytes)
             base = self._data(control, rank, sequence, nbytes)
             for owner, (address, size) in enumerate(parts):
-                _memmove(base + owner * stride, address, size)
+                self._rounds.stage(base + owner * stride, address, size)
             self._met(call, control, sequence)
             fold(op, places.of(sequence), output)
 

@@ -21,9 +21,9 @@ from interlace.runtime.control import (
     Control,
 )
 from interlace.runtime.host_group import LOOK, HostGroup
-from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, Rounds
+from interlace.runtime.host_rounds import MEDIUM_DATA, MEDIUM_PLACES, PAST_FROM, Rounds
 from interlace.runtime.reductions import divide
-from interlace.runtime.steps import RING, SUMS, WAIT, Steps
+from interlace.runtime.steps import RING, SUMS, WAIT, Operand, Steps
 
 _NUMBER, _AREA, _LENGTH, INPUT, OUTPUT, _PLACE, BEFORE = range(1, 8)
 """Registers: of the message, of its area, its bytes, two addresses, the place of the data, rounds."""
@@ -65,7 +65,7 @@ class HostSteps:
             places = self._places(control, medium)
 
             def before(steps: Steps) -> None:
-                steps.copy((places[self._rank], _PLACE), (0, INPUT), nbytes)
+                _stage(steps, (places[self._rank], _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 sources = [(place, _PLACE) for place in places]
@@ -92,7 +92,7 @@ class HostSteps:
             def before(steps: Steps) -> None:
                 for owner in range(self._world_size):
                     target = places[rank] + owner * stride, _PLACE
-                    steps.copy(target, (owner * nbytes, INPUT), nbytes)
+                    _stage(steps, target, (owner * nbytes, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 sources = [(place + rank * stride, _PLACE) for place in places]
@@ -115,7 +115,7 @@ class HostSteps:
             places = self._places(control, medium)
 
             def before(steps: Steps) -> None:
-                steps.copy((places[self._rank], _PLACE), (0, INPUT), nbytes)
+                _stage(steps, (places[self._rank], _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 for peer in control.peers:
@@ -143,7 +143,7 @@ class HostSteps:
             def before(steps: Steps) -> None:
                 for peer in control.peers:
                     to = places[rank] + peer * stride, _PLACE
-                    steps.copy(to, (peer * nbytes, INPUT), nbytes)
+                    _stage(steps, to, (peer * nbytes, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 steps.copy((rank * nbytes, OUTPUT), (rank * nbytes, INPUT), nbytes)
@@ -167,7 +167,7 @@ class HostSteps:
 
             def before(steps: Steps) -> None:
                 if root == self._rank:
-                    steps.copy((place, _PLACE), (0, INPUT), nbytes)
+                    _stage(steps, (place, _PLACE), (0, INPUT), nbytes)
 
             def after(steps: Steps) -> None:
                 if root != self._rank:
@@ -242,6 +242,14 @@ class HostSteps:
                 return False
             stopped = steps.run(stopped)
         return True
+
+
+def _stage(steps: Steps, target: Operand, source: Operand, nbytes: int) -> None:
+    """Put data beside a message."""
+    if nbytes >= PAST_FROM:
+        steps.stream(target, source, nbytes, past=True)
+    else:
+        steps.copy(target, source, nbytes)
 
 
 def sums(op: str, dtype: torch.dtype) -> bool:

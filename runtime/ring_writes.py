@@ -12,6 +12,7 @@ Every rank chooses for its own ring; the others read it alike.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -49,7 +50,7 @@ class Choice:
             self._then = median(self._times[self._best()])
 
     def _best(self) -> bool:
-        through, past = map(median, self._times)
+        through, past = (median(times) if times else math.inf for times in self._times)
         return past < through
 
     def _tries(self, best: bool) -> bool:
