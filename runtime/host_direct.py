@@ -7,17 +7,14 @@ staged, so a rank may leave the op only when its peers have read its tensor: ran
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from interlace.runtime.control import MET, SMALL_DATA, Control
 from interlace.runtime.host_group import HostGroup
-from interlace.runtime.host_rounds import Part, Target
+from interlace.runtime.host_rounds import Part, Rounds, Target
 from interlace.runtime.reductions import fold
-
-_memmove = ctypes.memmove
 
 
 def adjacent(parts: Sequence[Part]) -> bool:
@@ -29,8 +26,8 @@ def adjacent(parts: Sequence[Part]) -> bool:
 class Direct:
     """The direct ops of one rank of a group. ``control`` is told what ``sequence`` was about."""
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group = group
+    def __init__(self, group: HostGroup, rounds: Rounds) -> None:
+        self._group, self._rounds = group, rounds
         self._rank, self._world_size = group.rank, group.world_size
         self._peers = [
             (group.rank + step) % group.world_size for step in range(1, group.world_size)
@@ -100,11 +97,12 @@ class Direct:
         part: int,
     ) -> None:
         """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
+        copy = self._rounds.into(targets)
         for peer in self._peers:
             target = targets[peer]
             if target is not None:
                 address = self._address(control, sequence, peer) + part * target[1]
-                _memmove(target[0], address, target[1])
+                copy(target[0], address, target[1])
         self._meet(op)
 
     def reduce_scatter(
@@ -141,9 +139,10 @@ class Direct:
             fold(reduction, parts, own)
         self._meet(op)
         itemsize = flat.dtype.itemsize
+        copy = self._rounds.into([(flat.data_ptr(), flat.nbytes)])
         for peer in self._peers:
             start, length = firsts[peer] * itemsize, (firsts[peer + 1] - firsts[peer]) * itemsize
             if length:
                 source = self._address(control, sequence, peer) + start
-                _memmove(flat.data_ptr() + start, source, length)
+                copy(flat.data_ptr() + start, source, length)
         self._meet(op)

@@ -55,7 +55,7 @@ class HostEngine(Engine):
         )
         machine_code = group.world_size > 1 and ORDERED and available()
         self._rounds = Rounds(group, machine_code)
-        self._direct = Direct(group)
+        self._direct = Direct(group, self._rounds)
         self._mail = Mail(group)
         self._steps = RoundSteps(group, self._rounds) if machine_code else None
 

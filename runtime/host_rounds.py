@@ -183,7 +183,7 @@ class Rounds:
         rank = self._rank
         own_target = targets[rank]
         own = address if own_target is None else own_target[0]
-        output = self._into(targets)
+        output = self.into(targets)
 
         def stage(c: int, slot: int) -> None:
             start = c * SLOT_BYTES
@@ -224,7 +224,7 @@ class Rounds:
             for peer, target in _others(self._rank, targets)
             if target is not None and large[peer]
         ]
-        output = self._into(targets)
+        output = self.into(targets)
 
         def collect(c: int) -> None:
             start = c * piece
@@ -241,7 +241,7 @@ class Rounds:
             sources=[peer for peer, *_ in sources],
         )
 
-    def _into(self, targets: Sequence[Target]) -> Copy:
+    def into(self, targets: Sequence[Target]) -> Copy:
         """How to write into these."""
         return self._copies[sum(target[1] for target in targets if target) >= STREAMED]
 
@@ -364,7 +364,7 @@ class Rounds:
                 _memmove(start + c * whole, summed, size * itemsize)
 
         others = [(peer, address, size) for peer, (address, size) in _others(rank, spans)]
-        output = self._into(spans)
+        output = self.into(spans)
 
         def collect(c: int) -> None:
             begin = c * whole

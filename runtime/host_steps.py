@@ -28,7 +28,6 @@ from interlace.runtime.steps import RING, SUMS, WAIT, Operand, Steps
 _NUMBER, _AREA, _LENGTH, INPUT, OUTPUT, _PLACE, BEFORE = range(1, 8)
 """Registers: of the message, of its area, its bytes, two addresses, the place of the data, rounds."""
 
-MOST_ROUNDS = 64
 KEPT = 256  # lists of steps; each is made in some 50 us
 KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
 
