@@ -19,7 +19,7 @@ from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS, STREAMED, around, c
 from interlace.runtime.host_steps import BEFORE, INPUT, OUTPUT, HostSteps, Key, meeting
 from interlace.runtime.steps import SUMS, Operand, Steps
 
-MOST = 64  # rounds of an op in steps: beside more the time of Python is small
+MOST = 4096  # rounds of an op in steps, times ranks: their list has some 300 bytes for each
 
 Copy = Callable[[Operand, Operand, Operand], None]
 Act = Callable[[Steps, int], None]
@@ -34,7 +34,7 @@ class RoundSteps(HostSteps):
 
     def takes(self, call: Call, nbytes: int, section: int) -> bool:
         """Whether an op whose largest part has ``nbytes``, in pieces of ``section``, is done here."""
-        return call.equal_fits and nbytes <= MOST * section
+        return call.equal_fits and nbytes <= MOST // self._world_size * section
 
     def reduce(self, call: Call, control: Control, sequence: int, tensor: torch.Tensor) -> None:
         """``tensor`` = the sum of everyone's, on all ranks; the ring is there. See ``Rounds.reduce``."""
