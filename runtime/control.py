@@ -14,6 +14,7 @@ the header page::
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``spread.py``
+    2560 WAYS    bytes up to 4096, stored by the last rank: how all write, see ``ring_writes.py``
     4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
          at byte 64 the message
     4096 + AREA    the same for odd numbers
@@ -52,7 +53,7 @@ BOXES_BYTES = 256 << 10
 _LEFT, _REASON = 128, 192
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
-_ASLEEP, _BELL, _CORE = 2240, 2304, 2496
+_ASLEEP, _BELL, _CORE, _WAYS = 2240, 2304, 2496, 2560
 _AREAS = 4096
 TEXT = 64
 AREA = TEXT + LARGEST_MESSAGE
@@ -84,6 +85,11 @@ class Control:
         self._written: list[object] = [None, None]
         self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
         self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
+
+    @property
+    def ways(self) -> memoryview:
+        """The WAYS of the last rank."""
+        return self._bytes[-1][_WAYS:_AREAS]
 
     # -- messages ------------------------------------------------------------------------------
 

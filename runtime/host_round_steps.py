@@ -15,7 +15,7 @@ import torch
 from interlace.runtime.call import Call
 from interlace.runtime.control import DONE, REDUCED, STAGED, Control
 from interlace.runtime.host_group import LOOK
-from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS, STREAMED, around, cuts
+from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS, STREAMED, around, cuts, whole
 from interlace.runtime.host_steps import BEFORE, INPUT, OUTPUT, HostSteps, Key, meeting
 from interlace.runtime.steps import SUMS, Operand, Steps
 
@@ -40,8 +40,7 @@ class RoundSteps(HostSteps):
         """``tensor`` = the sum of everyone's, on all ranks; the ring is there. See ``Rounds.reduce``."""
         rounds, kept, spans = self._rounds, self._kept, Spans(tensor, self._world_size)
         rank, count = self._rank, -(-spans.largest // rounds.section)
-        choice = rounds.choice(call.op, count)
-        past = choice.past()
+        past = rounds.ways.past(call.op, count)
 
         def stage(write: Copy, c: int, slot: int) -> None:
             for peer in around(rank, self._world_size):
@@ -206,10 +205,9 @@ class RoundSteps(HostSteps):
         If ``late`` is given, the first round is staged already, ``past`` the caches or not, and those
         are who had not staged it when we met.
         """
-        started = time.perf_counter()
-        choice = None if stage is None else self._rounds.choice(call.op, count)
-        if choice is not None and late is None:
-            past = choice.past()
+        ways = self._rounds.ways
+        if late is None:
+            past = ways.past(call.op, count)
         key = (*key, past)
         steps = self._kept.get(key)
         if steps is None:
@@ -221,12 +219,13 @@ class RoundSteps(HostSteps):
         registers = steps.registers
         registers[INPUT], registers[OUTPUT] = addresses
         registers[BEFORE] = self._rounds.count
-        self._run(steps, call, control, sequence)
+        started = time.perf_counter()
+        with whole(call.op):
+            self._run(steps, call, control, sequence)
         if not sequence % LOOK:
             control.spread.look()
         self._rounds.count += count
-        if choice is not None:
-            choice.took(past, time.perf_counter() - started)
+        ways.took(call.op, count, past, time.perf_counter() - started)
 
     def _write(
         self,

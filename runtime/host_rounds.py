@@ -2,9 +2,9 @@
 
 Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot
 c mod SLOTS and says so (STAGED); the others take it from there and say so too (DONE). A slot is written
-again when everyone is done with the round that used it last. Whether a rank writes into its ring through
-its caches or past them is its own choice, see ``ring_writes.py``; what will not stay in a cache, an output
-of STREAMED bytes or more, is always written past them.
+again when everyone is done with the round that used it last. Whether rings are written through the caches
+or past them is measured, see ``ring_writes.py``; what is copied into an output of STREAMED bytes or more
+is written past them, because it would not stay there.
 
 In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
 of a part sums it from everyone's sections, in rank order; where others want the sum, it goes into the
@@ -13,16 +13,19 @@ owner's own section, which nobody stages into (REDUCED).
 Rounds are counted over the life of the group, alike on all ranks. An op begins when everybody has called
 it, and nobody calls an op before it is done with the last, so its first rounds find their slots free.
 
-Behind the slots are places for data of middle size, which goes with its message like small data. Such
-data is always written past the caches, from PAST_FROM bytes on: that was never slower (2 ranks, all_reduce
-of 64 KiB: 24 and 24 us under one shared cache, 50 and 27 us without; November 2026).
+Behind the slots are places for data of middle size, which goes with its message like small data. What
+goes with messages is written past the caches from PAST_FROM bytes on: that was never slower (2 ranks,
+all_reduce of 64 KiB: 24 and 24 us under one shared cache, 50 and 27 us without; November 2026).
+
+Without machine code everything is a ``memmove``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -30,7 +33,7 @@ import torch
 from interlace.runtime.control import DONE, REDUCED, STAGED
 from interlace.runtime.host_group import HostGroup
 from interlace.runtime.reductions import fold
-from interlace.runtime.ring_writes import Choice
+from interlace.runtime.ring_writes import Ways
 from interlace.runtime.steps import Copier
 
 SLOT_BYTES = 1 << 20
@@ -61,11 +64,11 @@ class Rounds:
         self._rings: list[torch.Tensor] = []
         self._bases: list[int] = []
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-        self._choices: dict[tuple[str, int], Choice] = {}
         self._copies: tuple[Copy, Copy] = _memmove, _memmove  # through the caches, and past them
         if machine_code:
             self._copies = Copier(past=False), Copier(past=True)
-        self._may_choose = machine_code
+        self._chooses = machine_code
+        self._ways: Ways | None = None
         self._write: Copy = _memmove  # into the ring, in the op that runs
 
     def open(self, op: str) -> None:
@@ -76,16 +79,14 @@ class Rounds:
             self._bases = [mapping.data_address for mapping in mappings]
             self.opened = True
 
-    def choice(self, op: str, count: int) -> Choice:
-        """How this rank writes into its ring in an ``op`` of ``count`` rounds.
-
-        Each op has its own record: an all_gather takes W times as long as a broadcast of as many bytes.
-        """
-        key = op, count.bit_length()
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = Choice()
-        return choice
+    @property
+    def ways(self) -> Ways:
+        """How the ranks write into their rings; once they have joined."""
+        if self._ways is None:
+            assert self._group.control is not None
+            last = self._rank == self._world_size - 1
+            self._ways = Ways(self._group.control.ways, decides=last)
+        return self._ways
 
     def data(self, peer: int, sequence: int) -> int:
         """The address of the data of middle size of ``peer`` that goes with message ``sequence``."""
@@ -128,8 +129,8 @@ class Rounds:
         peers: Sequence[int] = self._peers
         lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
         late = peers
-        choice = self.choice(op, count) if stage is not None and self._may_choose else None
-        past = choice is not None and choice.past()
+        how = f"{op} by Python"
+        past = self._chooses and self.ways.past(how, count)
         self._write = self._copies[past]
         if meet is not None:
             assert stage is not None
@@ -138,32 +139,31 @@ class Rounds:
             late = meet()
             group.release(STAGED, before + 1)
         started, spread = time.perf_counter(), group.spread
-        for step in range(count + lag):
-            if not step % LOOK:
-                spread.say()
-            if stage is not None and (0 if meet is None else 1) <= step < count:
-                if step >= SLOTS:
-                    group.await_word(peers, DONE, before + step - SLOTS + 1, op)
-                stage(step, self.slot(rank, step))
-                group.release(STAGED, before + step + 1)
-            c = step - 1
-            if reduce is not None and 0 <= c < count:
-                group.await_word(peers if c else late, STAGED, before + c + 1, op)
-                reduce(c)
-                group.release(REDUCED, before + c + 1)
-            c = step - lag
-            if c >= 0:
-                if collect is not None:
-                    group.await_word(sources, wanted, before + c + 1, op)
-                    collect(c)
-                group.release(DONE, before + c + 1)
-                if not c % LOOK:
-                    spread.look()
-        self.count = (
-            before + count
-        )  # only now: ranks may not agree on an op that fails before its rounds
-        if choice is not None:
-            choice.took(past, time.perf_counter() - started)
+        with whole(op):
+            for step in range(count + lag):
+                if not step % LOOK:
+                    spread.say()
+                if stage is not None and (0 if meet is None else 1) <= step < count:
+                    if step >= SLOTS:
+                        group.await_word(peers, DONE, before + step - SLOTS + 1, op)
+                    stage(step, self.slot(rank, step))
+                    group.release(STAGED, before + step + 1)
+                c = step - 1
+                if reduce is not None and 0 <= c < count:
+                    group.await_word(peers if c else late, STAGED, before + c + 1, op)
+                    reduce(c)
+                    group.release(REDUCED, before + c + 1)
+                c = step - lag
+                if c >= 0:
+                    if collect is not None:
+                        group.await_word(sources, wanted, before + c + 1, op)
+                        collect(c)
+                    group.release(DONE, before + c + 1)
+                    if not c % LOOK:
+                        spread.look()
+        self.count = before + count  # not before: ranks may not agree on an op
+        if self._chooses:
+            self.ways.took(how, count, past, time.perf_counter() - started)
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -382,6 +382,15 @@ class Rounds:
             sources=self._peers,
             meet=meet,
         )
+
+
+@contextlib.contextmanager
+def whole(op: str) -> Iterator[None]:
+    """While data moves: what is a refusal that all ranks share elsewhere is this rank's failure here."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"{op} failed while data moved: {error}") from error
 
 
 def cuts(count: int, world_size: int) -> list[int]:

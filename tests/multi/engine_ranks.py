@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import interlace
 from interlace import groups
+from interlace.runtime import host_rounds
 from interlace.runtime.call import Call
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.control import SMALL_DATA
@@ -22,7 +24,7 @@ from interlace.runtime.errors import InterlaceError
 from interlace.runtime.host_engine import HostEngine
 from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
 from interlace.runtime.reductions import fold
-from interlace.runtime.ring_writes import Choice
+from interlace.runtime.ring_writes import Ways
 from interlace.runtime.steps import available
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
@@ -143,14 +145,14 @@ def many_rounds(way: str) -> list[str]:
     fold("max", mine, most)
     used: set[bool] = set()
     one = {"through": False, "past": True, "differently": rank % 2 == 1}
-    choose = Choice.past
+    choose = Ways.past
 
-    def past(self: Choice) -> bool:
-        chosen = one[way] if way in one else choose(self)
+    def past(self: Ways, op: str, count: int) -> bool:
+        chosen = one[way] if way in one else choose(self, op, count)
         used.add(chosen)
         return chosen
 
-    Choice.past = past  # type: ignore[method-assign]
+    Ways.past = past  # type: ignore[method-assign]
     try:
         for turn in range(8 if way == "measured" else 2):
             tensor, root = mine[rank].clone(), turn % world
@@ -176,11 +178,30 @@ def many_rounds(way: str) -> list[str]:
             e.all_gather_single(Call("h"), whole, mine[rank])
             wrong += _check(f"all_gather_single {turn}", whole, torch.cat(mine))
     finally:
-        Choice.past = choose  # type: ignore[method-assign]
+        Ways.past = choose  # type: ignore[method-assign]
     if not available():
         return wrong
     ways = {one[way]} if way in one else {False, True}
     return wrong + ([] if used == ways else [f"ways used: {used}"])
+
+
+def failing_in_the_middle() -> str:
+    """Rank 1 fails while data moves, with an error that all ranks would share before: what each gets."""
+    tensor = torch.ones(1 << 20)
+    interlace.all_reduce(tensor, op="max")
+    if interlace.get_rank() == 1:
+
+        def failing(*_: Any) -> None:
+            raise ValueError("odd")
+
+        host_rounds.fold = failing  # type: ignore[assignment]
+    try:
+        interlace.all_reduce(tensor, op="max")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        host_rounds.fold = fold
+    return "nothing"
 
 
 def killed_in_broadcast(folder: str) -> None:

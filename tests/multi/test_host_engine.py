@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.ring_writes import AGAIN, SOON, TRIES, Choice
+from interlace.runtime.ring_writes import AGAIN, FIRST, SOON, Choice, Ways
 from multi import engine_ranks
 
 
@@ -43,8 +43,9 @@ def test_the_faster_way_of_writing_is_chosen(best: bool) -> None:
     times = (2e-6, 1e-6) if best else (1e-6, 2e-6)
     choice = Choice()
     ways = chosen(choice, 2 * AGAIN, *times)
-    assert ways[: 2 * TRIES].count(best) == TRIES
-    assert [n for n, way in enumerate(ways) if way != best][TRIES:] == [AGAIN]
+    tried = len(FIRST) // 2
+    assert ways[: len(FIRST)].count(best) == tried
+    assert [n for n, way in enumerate(ways) if way != best][tried:] == [AGAIN]
     changed = chosen(choice, 2 * AGAIN, *times[::-1])  # the ranks have moved
     assert changed.count(best) <= 4
     both = [2 * each for each in times[::-1]]  # slower, but the order is the same
@@ -62,6 +63,35 @@ def test_a_single_slow_op_changes_nothing() -> None:
     chosen(choice, SOON - 1, 2.0, 1.0)
     choice.took(True, 50.0)
     assert chosen(choice, SOON, 2.0, 1.0) == [True] * SOON
+
+
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    assert chosen(Choice(), 2 * AGAIN, 0.0, 0.0).count(True) < AGAIN
+
+
+def test_the_last_rank_decides_how_all_write() -> None:
+    table = bytearray(64)
+    first, last = Ways(table, decides=False), Ways(table, decides=True)
+    times = {
+        ("a", 3): (1.0, 2.0),
+        ("a", 40): (2.0, 1.0),
+        ("b", 3): (2.0, 1.0),
+        ("b", 2): (4 / 3, 2 / 3),
+    }
+    for _ in range(SOON):
+        for (op, count), both in times.items():
+            past = first.past(op, count)
+            assert past == last.past(op, count)
+            first.took(op, count, not past, 99.0)
+            last.took(op, count, past, both[past])
+    found = {key: first.past(*key) for key in times}
+    assert found == {("a", 3): False, ("a", 40): True, ("b", 3): True, ("b", 2): True}
+
+
+def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
+    others, own = run(engine_ranks.failing_in_the_middle, 2)
+    assert own == "RuntimeError: all_reduce failed while data moved: odd"
+    assert others.startswith("AbortedError: rank 1 aborted the group: all_reduce failed")
 
 
 def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
