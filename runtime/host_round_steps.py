@@ -19,7 +19,7 @@ from interlace.runtime.host_rounds import SLOT_BYTES, SLOTS, STREAMED, around, c
 from interlace.runtime.host_steps import BEFORE, INPUT, OUTPUT, HostSteps, Key, meeting
 from interlace.runtime.steps import SUMS, Operand, Steps
 
-MOST = 4096  # rounds of an op in steps, times ranks: their list has some 300 bytes for each
+MOST = 4096  # rounds of an op in steps, times ranks: a list has 200 to 500 bytes for each
 
 Copy = Callable[[Operand, Operand, Operand], None]
 Act = Callable[[Steps, int], None]
