@@ -7,11 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from gpu_shapes import close, record
-from gpu_timing import Time, alternating
+from gpu_timing import Record, Time, alternating, close, record
 
 import interlace
 
@@ -19,7 +17,6 @@ CALLS = 200
 REPLAYS = 100
 SHAPE = (256, 256, 256)
 
-Record = dict[str, Any]
 
 CASE = """
 import torch, interlace

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_shapes import close, record
-from gpu_timing import WARM_UP, Time, alternating, launch_now, overlap
+from gpu_timing import WARM_UP, Record, Time, alternating, close, launch_now, overlap, record
 from lone_rank import LoneRank
 from torch_pipelined import TorchPipelined
 
@@ -27,7 +26,6 @@ VIRTUAL_SHAPES = ((4096, 3584, 8192), (8192, 3584, 8192), (8192, 6656, 16384))
 SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
 COPIERS = 8
 
-Record = dict[str, Any]
 _shared: dict[str, Any] = {}
 _lock = threading.Lock()
 

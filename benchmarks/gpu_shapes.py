@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
-from typing import Any
 
 import torch
-from gpu_timing import Time, alternating, inputs_past_cache, launch_now
+from gpu_overlap import timed_together
+from gpu_timing import Record, alternating, close, inputs_past_cache, launch_now, record
 from lone_rank import LoneRank
 
 import interlace
@@ -24,26 +23,6 @@ SMALL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MOST_CALLS = 16
 ENOUGH_MICROSECONDS = 3000.0
 PEAK = 8e14  # operations per second, to guess how many calls make a measurable time
-
-Record = dict[str, Any]
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal but for the rounding of a product in another order."""
-    difference = (found.double() - wanted.double()).norm() / wanted.double().norm()
-    return bool(difference < (1e-5 if found.dtype == torch.float32 else 1e-2))
-
-
-def record(part: str, case: str, times: dict[str, Time], correct: bool, **derived: float) -> Record:
-    """One line of the results. A wrong result has no times."""
-    shown = {name: asdict(value) for name, value in times.items()} if correct else {}
-    return {
-        "part": part,
-        "case": case,
-        "correct": correct,
-        "microseconds": shown,
-        "derived": derived if correct else {},
-    }
 
 
 def matmul(dry_run: bool, repetitions: int) -> list[Record]:
@@ -126,8 +105,6 @@ def small(dry_run: bool, repetitions: int) -> list[Record]:
 
 
 def _few_rows(rows: list[int], n: int, k: int, repetitions: int) -> list[Record]:
-    from gpu_overlap import timed_together
-
     device, world_size = interlace.device(), interlace.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found = []

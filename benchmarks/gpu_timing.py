@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import torch
 from interlace.runtime.launch import KernelLaunch
 
 WARM_UP = 3
+
+Record = dict[str, Any]  # a line of the results
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,21 @@ def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
 def overlap(matmul: float, transfer: float, fused: float) -> float:
     """The fraction of the shorter one that is hidden: 1 if fused takes as long as the longer alone."""
     return (matmul + transfer - fused) / min(matmul, transfer)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal but for the rounding of a product in another order."""
+    difference = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    return bool(difference < (1e-5 if found.dtype == torch.float32 else 1e-2))
+
+
+def record(part: str, case: str, times: dict[str, Time], correct: bool, **derived: float) -> Record:
+    """One line of the results. A wrong result has no times."""
+    shown = {name: asdict(value) for name, value in times.items()} if correct else {}
+    return {
+        "part": part,
+        "case": case,
+        "correct": correct,
+        "microseconds": shown,
+        "derived": derived if correct else {},
+    }

@@ -15,7 +15,7 @@ import torch
 
 from interlace.groups import default_group
 from interlace.kernels import all_gather_matmul, signal, transfer
-from interlace.runtime import launch_formulas as formulas
+from interlace.kernels import launch_formulas as formulas
 from interlace.runtime.collective_algorithms import resident_programs
 from interlace.runtime.configuration import Configuration, choose
 from interlace.runtime.launch import KernelLaunch

@@ -14,7 +14,7 @@ from model_machines import Machine
 from model_matmul import BYTES
 from model_predict import default_configuration, orders, predict
 
-from interlace.runtime import launch_formulas as formulas
+from interlace.kernels import launch_formulas as formulas
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
 COPIERS = (0, 32)

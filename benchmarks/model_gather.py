@@ -17,8 +17,8 @@ from model_engine import Process
 from model_kernels import Logged, Multiplier, Shape, Span, library_matmul, persistent, tiling_of
 from model_matmul import BYTES
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import arrival_order, chunks_of
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.configuration import Configuration
 
 

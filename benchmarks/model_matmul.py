@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from model_machines import Machine
 
-from interlace.runtime.launch_formulas import ceil_div
+from interlace.kernels.launch_formulas import ceil_div
 
 BYTES = 2  # of an element: bf16
 _FULL = 128 * 256 / (128 + 256)  # a tile of this form keeps the tensor cores busy

@@ -25,9 +25,9 @@ from model_kernels import Multiplier, Shape, persistent, tiling_of
 from model_matmul import BYTES, Tiling
 from model_reduce import sum_tile_us
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import node_order
 from interlace.kernels.tiling import arrival_order
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.configuration import Configuration
 
 SUM_BYTES = 4  # partial sums travel in fp32

@@ -23,8 +23,8 @@ from model_kernels import Multiplier, Shape, library_matmul, persistent
 from model_matmul import BYTES, Tiling, triton_tiling
 from model_nodes import gather as interlace_node_gather
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.configuration import Configuration
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import reduction, transfer
 from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.hierarchical_algorithms import gather_parts

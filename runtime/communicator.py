@@ -28,6 +28,7 @@ from interlace.runtime.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.memory import Arena, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.place import Place
 from interlace.runtime.stream import Event, Outcome
+from interlace.runtime.torch_modes import modes_active
 from interlace.runtime.work import Work
 
 CHANNELS = 2
@@ -35,8 +36,6 @@ MESSAGE_LENGTH = 2000
 MOST_CALLS = 1024
 MOST_PASSING_TABLES = 64
 DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
-
-modes_active = torch._C._len_torch_dispatch_stack
 
 
 class Communicator:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.runtime import hosts
+from interlace.runtime.cuda_available import gpu_problem, own_gpu
 from interlace.runtime.errors import PlaceUnavailableError
 from interlace.runtime.place import Place
 from interlace.runtime.place_hosts import HostsPlace
@@ -58,24 +59,6 @@ def connect_place(
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     hosts.forget(store, rank, prefix=prefix, nonce=nonce)  # joining has waited for everybody
     return place
-
-
-def gpu_problem() -> str:
-    """Why this process cannot run kernels on a GPU; "" if it can."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    from triton import knobs
-
-    return "TRITON_INTERPRET is set, which compiles no kernels" if knobs.runtime.interpret else ""
-
-
-def own_gpu() -> torch.device:
-    """The GPU of this process: its current one, which is made that of its number on the host if it was
-    never chosen and ``torchrun`` has given it one."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None and not torch.cuda.is_initialized():
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def on_gpu(

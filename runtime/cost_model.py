@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from interlace.kernels.launch_formulas import ceil_div, chunk_rows
 from interlace.runtime.chips import Chip
 from interlace.runtime.configuration import Configuration
-from interlace.runtime.launch_formulas import ceil_div, chunk_rows
 
 LARGE_TILE = 128 * 256
 HOST_US = 150.0  # assumed: a call that is not planned

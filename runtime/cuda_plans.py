@@ -42,6 +42,7 @@ from interlace.runtime.cuda_watcher import (
 )
 from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.stream import Outcome, Settled
+from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -49,11 +50,8 @@ if TYPE_CHECKING:
 
 MOST_PLANS = 512
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _MISSED: Any = object()
-
-modes_active = torch._C._len_torch_dispatch_stack
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ class Plans:
                 for each in given if type(given) in (list, tuple) else (given,):
                     if each is None:
                         key.append(None)
-                    elif type(each) in PLAIN and not each.is_neg():
+                    elif type(each) in PLAIN_TYPES and not each.is_neg():
                         address = each.data_ptr()
                         key += (
                             each.shape, each.stride(), each.dtype, each.get_device(),

@@ -41,6 +41,8 @@ from interlace.runtime.call import Call
 from interlace.runtime.cuda_launch import LaunchCache
 from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point, Target, stream_of
 from interlace.runtime.cuda_watchdog import StreamWaits
+from interlace.runtime.engine import Engine
+from interlace.runtime.engine_choice import on_streams
 from interlace.runtime.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.memory import SymmetricBuffer, Workspace
@@ -174,6 +176,9 @@ class DevicePlace(Place):
             self._start = None
 
     # -- streams -------------------------------------------------------------------------------
+
+    def new_engine(self, communicator: Any) -> Engine:
+        return on_streams(communicator)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         urgent = priority or self.high_priority

@@ -22,6 +22,7 @@ import torch
 
 from interlace.runtime.call import Call
 from interlace.runtime.cuda_agreement import Agreement
+from interlace.runtime.cuda_plans import Plans
 from interlace.runtime.cuda_stream import DeviceEvent, Point
 from interlace.runtime.cuda_watchdog import StreamWaits, Watchdog
 from interlace.runtime.device_messages import HostMessages
@@ -83,8 +84,6 @@ class DeviceProcessPlace(DevicePlace):
             self._watchdog.timeout = seconds
 
     def new_plans(self, communicator: Any) -> Any:
-        from interlace.runtime.cuda_plans import Plans  # which needs places itself
-
         return Plans(communicator, self)
 
     @functools.cached_property

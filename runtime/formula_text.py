@@ -11,8 +11,7 @@ import ast
 import inspect
 from collections.abc import Iterable
 
-from interlace.kernels import tiling
-from interlace.runtime import launch_formulas
+from interlace.kernels import launch_formulas, tiling
 
 # What the evaluator in interlace/aot.py offers by itself.
 BUILTINS = ("len", "max", "min", "range", "sum")

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels import all_gather_matmul as all_gather_matmul_kernels
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
 from interlace.runtime import hierarchical_fused
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import (
     all_gather_copy,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from interlace.kernels import grouped_matmul
-from interlace.runtime import launch_formulas as formulas
+from interlace.kernels import launch_formulas as formulas
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import resident_programs
 from interlace.runtime.communicator import Communicator

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from interlace.kernels.launch_formulas import Line, ceil_div
 from interlace.kernels.tiling import chunks_of, prefix_sums
-from interlace.runtime.launch_formulas import Line, ceil_div
 
 Counts = Sequence[Sequence[int]]
 

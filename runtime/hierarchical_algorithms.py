@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import hierarchical, hierarchical_reduction, node_order, transfer
-from interlace.runtime import launch_formulas as formulas
+from interlace.kernels import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration, choose
 from interlace.runtime.hierarchical_nodes import Nodes

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime import configuration as configurations
 from interlace.runtime import hierarchical_algorithms as algorithms
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import matmul_node_reduce_scatter as kernels
 from interlace.kernels import node_order
 from interlace.runtime import hierarchical_algorithms as algorithms
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.collective_algorithms import resident_programs
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration

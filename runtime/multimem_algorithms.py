@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import multimem
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.launch import KernelLaunch

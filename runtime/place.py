@@ -32,6 +32,7 @@ class Place(ABC):
     device : where tensors of this rank live.
     interpreted : True where Triton kernels run in the interpreter.
     linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
+    virtual : True where ranks share one process and its GPU.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
     nodes : which ranks share a node, where not all memory is mapped; None on one node.
     """
@@ -43,6 +44,7 @@ class Place(ABC):
     interpreted: bool
     direct_access: bool
     linger = 0.0
+    virtual = False
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     watcher: Any = None  # of what a call enqueues, where that is planned; see ``cuda_plans.py``
     nodes: Nodes | None = None
@@ -72,6 +74,10 @@ class Place(ABC):
     def depart(self) -> None:
         """All ranks have come; the caller's later torch code is after all of theirs."""
         return
+
+    @abstractmethod
+    def new_engine(self, communicator: Any) -> Engine:
+        """What does the plain collectives of ``communicator``, which is on this place."""
 
     @abstractmethod
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
@@ -172,15 +178,6 @@ class Place(ABC):
     def poll_limit(self) -> int:
         """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
         return 1 << 62
-
-    def new_engine(self, communicator: Any) -> Engine:
-        """What does the plain collectives of ``communicator``, which is on this place."""
-        from interlace.runtime.hierarchical_engine import HierarchicalEngine  # which need places
-        from interlace.runtime.stream_engine import StreamEngine
-
-        if self.nodes is not None:
-            return HierarchicalEngine(communicator, self.nodes)
-        return StreamEngine(communicator)
 
     def new_plans(self, communicator: Any) -> Any:
         """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.connect import gpu_problem
+from interlace.runtime.cuda_available import gpu_problem
 from interlace.runtime.device_place import DevicePlace
 from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.memory import SymmetricBuffer
@@ -37,6 +37,7 @@ class VirtualRankPlace(DevicePlace):
     """One virtual rank of one group. ``members`` are ranks of the run, in group order."""
 
     name = "cuda"
+    virtual = True
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime import multicast, trace
+from interlace.runtime.engine import Engine
+from interlace.runtime.engine_choice import on_streams
 from interlace.runtime.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.launch import KernelLaunch
 from interlace.runtime.local_memory import Array, LocalMemory, aligned
@@ -393,6 +395,9 @@ class SimPlace(Place):
                 f"{launch.op}: this memory belongs to a simulated run that has ended"
             )
         launch.kernel[launch.extents](**launch.arguments)
+
+    def new_engine(self, communicator: Any) -> Engine:
+        return on_streams(communicator)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         return SimStream(self, name)

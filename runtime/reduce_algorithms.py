@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
 from interlace.runtime import hierarchical_fused, hierarchical_reduce
-from interlace.runtime import launch_formulas as formulas
 from interlace.runtime.activations import activate
 from interlace.runtime.call import Call
 from interlace.runtime.collective_algorithms import resident_programs, segment_table

@@ -42,7 +42,6 @@ from interlace.runtime.communicator import Communicator
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.cost_model import Problem as Problem
 from interlace.runtime.place import Place
-from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 from interlace.runtime.valid_configurations import sending_candidates, why_not
 
 NEAR = 2
@@ -268,7 +267,7 @@ class Gather:
 
 def own_gather(place: Place) -> Gather | None:
     """What this rank's calibration says, where it counts: among processes of one node."""
-    if place.name == SIM or place.nodes is not None or isinstance(place, VirtualRankPlace):
+    if place.name == SIM or place.nodes is not None or place.virtual:
         return None
     meshes = calibration.read(place.device.type)
     found = calibration.find(meshes, calibration.OWN, (place.world_size,))

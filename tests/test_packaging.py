@@ -52,7 +52,7 @@ def upward_imports(source: str, floor: str) -> list[str]:
         if name.startswith("."):
             bad = True  # relative imports hide which floor they reach
         elif floor == "kernels":
-            down = ("__future__", "triton", "interlace.kernels")
+            down = ("__future__", "collections.abc", "typing", "triton", "interlace.kernels")
             bad = not any(inside(name, package) for package in down)
         elif floor == "runtime":
             down = ("interlace.runtime", "interlace.kernels")

@@ -40,11 +40,15 @@ from interlace.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
-from interlace.fused_gather import all_gather_matmul
-from interlace.fused_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
-from interlace.fused_reduce import matmul_all_reduce, matmul_reduce_scatter
 from interlace.groups import Group, device, get_rank, get_world_size, init, shutdown
 from interlace.launcher import run
+from interlace.matmuls import (
+    all_gather_grouped_matmul,
+    all_gather_matmul,
+    all_to_all_grouped_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from interlace.monitored import monitored_barrier
 from interlace.new_groups import (
     new_group,

@@ -9,8 +9,8 @@ import torch
 from torch._C._distributed_c10d import _register_work
 from torch.utils._pytree import tree_map_only
 
-from interlace.process_group_rules import PLAIN_TYPES
 from interlace.runtime.errors import InterlaceError
+from interlace.runtime.torch_modes import PLAIN_TYPES
 from interlace.runtime.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default

@@ -22,18 +22,33 @@ group, before any data moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from interlace import ops as ops
-from interlace import reduce_ops
-from interlace.async_tensor import AsyncTensor, wait, wrapped, wrapped_together
+from interlace.async_tensor import AsyncTensor, wait
+from interlace.functional_calls import (
+    allow_in_graph,
+    check,
+    direct,
+    ints,
+    reduction,
+    started,
+    traceable,
+    traceable_out,
+    without_gradient,
+)
+from interlace.functional_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
+from interlace.functional_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from interlace.functional_scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from interlace.group_specs import GroupSpec, bound, describe
-from interlace.ops import plain, undispatched
-from interlace.ops.pending import Started
-from interlace.process_group_rules import PLAIN_TYPES, modes_active
+from interlace.ops import plain
 
 __all__ = [
     "AsyncTensor",
@@ -57,124 +72,23 @@ __all__ = [
     "wait",
 ]
 
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_allow_in_graph: Any = torch._dynamo.allow_in_graph
-_allow_in_graph(wait)
+allow_in_graph(wait)
 
 
-def _traceable(name: str) -> Callable[..., Any]:
-    """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
-
-    def start(*args: Any) -> Any:
-        result = undispatched.call(name, *args)
-        if isinstance(result, torch.Tensor):
-            return wrapped(result)
-        return wrapped_together(result)
-
-    start.__name__ = start.__qualname__ = name
-    _allow_in_graph(start)
-    return start
-
-
-def _traceable_out(name: str) -> Callable[..., Any]:
-
-    def start(*args: Any) -> Any:
-        *own, out = args
-        undispatched.call_out(name, *own, out=out)
-        return out
-
-    start.__name__ = start.__qualname__ = f"{name}_out"
-    _allow_in_graph(start)
-    return start
-
-
-_all_reduce = _traceable("all_reduce")
-_all_gather = _traceable("all_gather")
-_reduce_scatter = _traceable("reduce_scatter")
-_all_to_all = _traceable("all_to_all")
-_broadcast = _traceable("broadcast")
-_reduce = _traceable("reduce")
-_permute = _traceable("permute")
-_gather = _traceable("gather")
-_scatter = _traceable("scatter")
-_all_reduce_out = _traceable_out("all_reduce")
-_all_gather_out = _traceable_out("all_gather")
-_reduce_scatter_out = _traceable_out("reduce_scatter")
-_all_to_all_out = _traceable_out("all_to_all")
-_broadcast_out = _traceable_out("broadcast")
-
-
-def _direct(*tensors: Any) -> bool:
-    """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if torch.compiler.is_compiling() or modes_active() or _transforms_active():
-        return False
-    recording = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if (
-            type(tensor) not in PLAIN_TYPES
-            or tensor.is_meta
-            or (recording and tensor.requires_grad)
-        ):
-            return False
-    return True
-
-
-def _refuse(op: str, group: Any, tag: str, error: Exception) -> NoReturn:
-    """Raise ``error``; where the op would run now, on all ranks of the group."""
-    if not torch.compiler.is_compiling() and not modes_active():
-        with bound(group, tag).accepting(op):
-            raise error
-    raise error
-
-
-def _check(
-    op: str, group: Any, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
-) -> None:
-    """Raise TypeError unless everything is what its name says; ``out`` and ``bias`` may be None."""
-    for name, value in tensors.items():
-        if value is None and name in ("out", "bias"):
-            continue
-        if not isinstance(value, torch.Tensor):
-            text = f"{name} must be a tensor, got {type(value).__name__}"
-            _refuse(op, group, tag, TypeError(text))
-    for name, value in (ints or {}).items():
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            text = f"{name} must be an int, got {type(value).__name__}"
-            _refuse(op, group, tag, TypeError(text))
-
-
-def _ints(op: str, group: Any, tag: str, name: str, value: Any) -> list[Any]:
-    """A list of ints, whatever sequence it came as; else TypeError."""
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
-    ):
-        _refuse(op, group, tag, TypeError(f"{name} must be a list of ints, got {value!r}"))
-    return list(value)
-
-
-def _without_gradient(op: str, *tensors: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
-
-
-def _started(started: Started) -> AsyncTensor:
-    return AsyncTensor(started.outputs[0], started.work)
-
-
-def _reduction(
-    op: str, group: Any, tag: str, reduce_op: Any, input: torch.Tensor
-) -> tuple[str, torch.Tensor]:
-    """The reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
-    if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
-        return reduce_op, input
-    try:
-        name, factor = reduce_ops.parse(reduce_op, 0)
-    except (TypeError, ValueError):
-        text = f"reduce_op must be one of {', '.join(reduce_ops.OPS)}, got {reduce_op!r}"
-        _refuse(op, group, tag, ValueError(text))
-    return (name, input) if factor is None else ("sum", input * factor)
+_all_reduce = traceable("all_reduce")
+_all_gather = traceable("all_gather")
+_reduce_scatter = traceable("reduce_scatter")
+_all_to_all = traceable("all_to_all")
+_broadcast = traceable("broadcast")
+_reduce = traceable("reduce")
+_permute = traceable("permute")
+_gather = traceable("gather")
+_scatter = traceable("scatter")
+_all_reduce_out = traceable_out("all_reduce")
+_all_gather_out = traceable_out("all_gather")
+_reduce_scatter_out = traceable_out("reduce_scatter")
+_all_to_all_out = traceable_out("all_to_all")
+_broadcast_out = traceable_out("broadcast")
 
 
 # -- reductions ----------------------------------------------------------------------------------------
@@ -203,13 +117,13 @@ def all_reduce(
     >>> interlace.run(lambda: functional.all_reduce(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    _check("all_reduce", group, tag, input=input, out=out)
-    reduce_op, input = _reduction("all_reduce", group, tag, reduce_op, input)
-    if _direct(input, out):
-        return _started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
+    check("all_reduce", group, tag, input=input, out=out)
+    reduce_op, input = reduction("all_reduce", group, tag, reduce_op, input)
+    if direct(input, out):
+        return started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
     name, size = describe(group, tag)
     if out is not None:
-        _without_gradient("all_reduce", input, out)
+        without_gradient("all_reduce", input, out)
         return _all_reduce_out(input, reduce_op, size, name, out)  # type: ignore[no-any-return]
     return _all_reduce(input, reduce_op, size, name)  # type: ignore[no-any-return]
 
@@ -236,13 +150,13 @@ def reduce_scatter(
     >>> interlace.run(lambda: functional.reduce_scatter(torch.arange(4)).tolist(), 2)
     [[0, 2], [4, 6]]
     """
-    _check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
-    reduce_op, input = _reduction("reduce_scatter", group, tag, reduce_op, input)
-    if _direct(input, out):
-        return _started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
+    check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
+    reduce_op, input = reduction("reduce_scatter", group, tag, reduce_op, input)
+    if direct(input, out):
+        return started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
     name, size = describe(group, tag)
     if out is not None:
-        _without_gradient("reduce_scatter", input, out)
+        without_gradient("reduce_scatter", input, out)
         return _reduce_scatter_out(input, reduce_op, scatter_dim, size, name, out)  # type: ignore[no-any-return]
     return _reduce_scatter(input, reduce_op, scatter_dim, size, name)  # type: ignore[no-any-return]
 
@@ -263,10 +177,10 @@ def reduce(
     >>> interlace.run(lambda: functional.reduce(torch.ones(2), "sum", 1).tolist(), 2)
     [[0.0, 0.0], [2.0, 2.0]]
     """
-    _check("reduce", group, tag, {"dst": dst}, input=input)
-    reduce_op, input = _reduction("reduce", group, tag, reduce_op, input)
-    if _direct(input):
-        return _started(plain.reduce(bound(group, tag), input, reduce_op, dst))
+    check("reduce", group, tag, {"dst": dst}, input=input)
+    reduce_op, input = reduction("reduce", group, tag, reduce_op, input)
+    if direct(input):
+        return started(plain.reduce(bound(group, tag), input, reduce_op, dst))
     name, size = describe(group, tag)
     return _reduce(input, reduce_op, dst, size, name)  # type: ignore[no-any-return]
 
@@ -295,12 +209,12 @@ def all_gather(
     >>> interlace.run(lambda: functional.all_gather(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """
-    _check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
-    if _direct(input, out):
-        return _started(plain.all_gather(bound(group, tag), input, gather_dim, out))
+    check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
+    if direct(input, out):
+        return started(plain.all_gather(bound(group, tag), input, gather_dim, out))
     name, size = describe(group, tag)
     if out is not None:
-        _without_gradient("all_gather", input, out)
+        without_gradient("all_gather", input, out)
         return _all_gather_out(input, gather_dim, size, name, out)  # type: ignore[no-any-return]
     return _all_gather(input, gather_dim, size, name)  # type: ignore[no-any-return]
 
@@ -329,18 +243,18 @@ def all_to_all(
     >>> interlace.run(exchanged, 2)
     [[0, 10], [1, 11]]
     """
-    _check("all_to_all_single", group, tag, input=input, out=out)
+    check("all_to_all_single", group, tag, input=input, out=out)
     received = output_split_sizes
     if received is not None:
-        received = _ints("all_to_all_single", group, tag, "output_split_sizes", received)
+        received = ints("all_to_all_single", group, tag, "output_split_sizes", received)
     sent = input_split_sizes
     if sent is not None:
-        sent = _ints("all_to_all_single", group, tag, "input_split_sizes", sent)
-    if _direct(input, out):
-        return _started(plain.all_to_all(bound(group, tag), input, received, sent, out))
+        sent = ints("all_to_all_single", group, tag, "input_split_sizes", sent)
+    if direct(input, out):
+        return started(plain.all_to_all(bound(group, tag), input, received, sent, out))
     name, size = describe(group, tag)
     if out is not None:
-        _without_gradient("all_to_all", input, out)
+        without_gradient("all_to_all", input, out)
         return _all_to_all_out(input, received, sent, size, name, out)  # type: ignore[no-any-return]
     return _all_to_all(input, received, sent, size, name)  # type: ignore[no-any-return]
 
@@ -365,12 +279,12 @@ def broadcast(
     >>> interlace.run(lambda: functional.broadcast(torch.tensor(interlace.get_rank()), 1).item(), 2)
     [1, 1]
     """
-    _check("broadcast", group, tag, {"src": src}, input=input, out=out)
-    if _direct(input, out):
-        return _started(plain.broadcast(bound(group, tag), input, src, out))
+    check("broadcast", group, tag, {"src": src}, input=input, out=out)
+    if direct(input, out):
+        return started(plain.broadcast(bound(group, tag), input, src, out))
     name, size = describe(group, tag)
     if out is not None:
-        _without_gradient("broadcast", input, out)
+        without_gradient("broadcast", input, out)
         return _broadcast_out(input, src, size, name, out)  # type: ignore[no-any-return]
     return _broadcast(input, src, size, name)  # type: ignore[no-any-return]
 
@@ -390,10 +304,10 @@ def permute(
     >>> interlace.run(lambda: functional.permute(torch.tensor(interlace.get_rank()), [1, 2, 0]).item(), 3)
     [2, 0, 1]
     """
-    _check("permute", group, tag, input=input)
-    targets = _ints("permute", group, tag, "src_dst", src_dst)
-    if _direct(input):
-        return _started(plain.permute(bound(group, tag), input, targets))
+    check("permute", group, tag, input=input)
+    targets = ints("permute", group, tag, "src_dst", src_dst)
+    if direct(input):
+        return started(plain.permute(bound(group, tag), input, targets))
     name, size = describe(group, tag)
     return _permute(input, targets, size, name)  # type: ignore[no-any-return]
 
@@ -411,9 +325,9 @@ def gather(
     >>> interlace.run(lambda: functional.gather(torch.ones(1), 0).tolist(), 2)
     [[1.0, 1.0], [0.0, 0.0]]
     """
-    _check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
-    if _direct(input):
-        return _started(plain.gather(bound(group, tag), input, dst, gather_dim))
+    check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
+    if direct(input):
+        return started(plain.gather(bound(group, tag), input, dst, gather_dim))
     name, size = describe(group, tag)
     return _gather(input, dst, gather_dim, size, name)  # type: ignore[no-any-return]
 
@@ -434,20 +348,8 @@ def scatter(
     >>> interlace.run(lambda: functional.scatter(torch.arange(2) + interlace.get_rank(), 1).tolist(), 2)
     [[1], [2]]
     """
-    _check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
-    if _direct(input):
-        return _started(plain.scatter(bound(group, tag), input, src, scatter_dim))
+    check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
+    if direct(input):
+        return started(plain.scatter(bound(group, tag), input, src, scatter_dim))
     name, size = describe(group, tag)
     return _scatter(input, src, scatter_dim, size, name)  # type: ignore[no-any-return]
-
-
-from interlace.functional_grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul  # noqa: E402
-from interlace.functional_matmul import (  # noqa: E402
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
-from interlace.functional_scaled import (  # noqa: E402  (it needs what is above)
-    all_gather_scaled_matmul,
-    scaled_matmul_reduce_scatter,
-)

@@ -1,6 +1,6 @@
 """The functional forms of the grouped matmuls; part of ``interlace.functional``.
 
-See ``fused_grouped.py`` for the order of rows. ``functional.py`` is loaded first, always.
+See ``fused_grouped.py`` for the order of rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from interlace import functional
+from interlace.async_tensor import AsyncTensor
+from interlace.functional_calls import check, direct, ints, traceable
 from interlace.group_specs import bound, describe
 from interlace.ops import grouped
 
 _traced = {
-    name: functional._traceable(name)
-    for name in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
+    name: traceable(name) for name in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
 }
 
 
@@ -106,13 +106,13 @@ def _grouped(
     algorithm: str,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    functional._check(op, group, tag, input=input, weight=weight, bias=bias)
-    sent = functional._ints(op, group, tag, "input_splits", input_splits)
-    received = functional._ints(op, group, tag, "output_splits", output_splits)
+    check(op, group, tag, input=input, weight=weight, bias=bias)
+    sent = ints(op, group, tag, "input_splits", input_splits)
+    received = ints(op, group, tag, "output_splits", output_splits)
     own = (input, weight, bias, sent, received)
-    if functional._direct(input, weight, bias):
+    if direct(input, weight, bias):
         started = start(bound(group, tag), *own, return_received, algorithm, out_dtype)
-        made: Any = [functional.AsyncTensor(each, started.work) for each in started.outputs]
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
     else:
         name, size = describe(group, tag)
         wanted = torch.is_grad_enabled() and weight.requires_grad

@@ -1,7 +1,4 @@
-"""The functional forms of the fused matmuls; part of ``interlace.functional``.
-
-``functional.py`` is loaded first, always.
-"""
+"""The functional forms of the fused matmuls; part of ``interlace.functional``."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from typing import Any
 
 import torch
 
-from interlace import functional
+from interlace.async_tensor import AsyncTensor
+from interlace.functional_calls import check, direct, refuse, started, traceable
 from interlace.group_specs import bound, describe
 from interlace.ops import fused
 
-_all_gather_matmul = functional._traceable("all_gather_matmul")
-_matmul_reduce_scatter = functional._traceable("matmul_reduce_scatter")
-_matmul_all_reduce = functional._traceable("matmul_all_reduce")
+_all_gather_matmul = traceable("all_gather_matmul")
+_matmul_reduce_scatter = traceable("matmul_reduce_scatter")
+_matmul_all_reduce = traceable("matmul_all_reduce")
 
 
 def _name_of(reduce_op: Any) -> str:
@@ -55,20 +53,20 @@ def all_gather_matmul(
     >>> interlace.run(gathered, 2)
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    functional._check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
+    check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
     several = not isinstance(weight, torch.Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
         text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
-        functional._refuse("all_gather_matmul", group, tag, TypeError(text))
+        refuse("all_gather_matmul", group, tag, TypeError(text))
     weights: list[Any] = list(weight) if several else [weight]
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if len(biases) != len(weights):
         text = f"bias has {len(biases)} entries, weight has {len(weights)}"
-        functional._refuse("all_gather_matmul", group, tag, ValueError(text))
+        refuse("all_gather_matmul", group, tag, ValueError(text))
     for each in weights:
-        functional._check("all_gather_matmul", group, tag, weight=each)
+        check("all_gather_matmul", group, tag, weight=each)
     for each in biases:
-        functional._check("all_gather_matmul", group, tag, bias=each)
+        check("all_gather_matmul", group, tag, bias=each)
     if all(each is None for each in biases):
         biases = []
     elif any(each is None for each in biases):
@@ -77,7 +75,7 @@ def all_gather_matmul(
             w.new_zeros(w.shape[1:]) if b is None else b
             for w, b in zip(weights, biases, strict=True)
         ]
-    if functional._direct(input, *weights, *biases):
+    if direct(input, *weights, *biases):
         started = fused.all_gather_matmul(
             bound(group, tag),
             input,
@@ -88,7 +86,7 @@ def all_gather_matmul(
             algorithm,
             out_dtype,
         )
-        made: Any = [functional.AsyncTensor(each, started.work) for each in started.outputs]
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
     else:
         name, size = describe(group, tag)
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
@@ -129,7 +127,7 @@ def matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    functional._check(
+    check(
         "matmul_reduce_scatter",
         group,
         tag,
@@ -138,8 +136,8 @@ def matmul_reduce_scatter(
         weight=weight,
         bias=bias,
     )
-    if functional._direct(input, weight, bias):
-        return functional._started(
+    if direct(input, weight, bias):
+        return started(
             fused.matmul_reduce_scatter(
                 bound(group, tag), input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype
             )
@@ -176,9 +174,9 @@ def matmul_all_reduce(
     >>> interlace.run(summed, 2)
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
-    functional._check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
-    if functional._direct(input, weight, bias):
-        return functional._started(
+    check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
+    if direct(input, weight, bias):
+        return started(
             fused.matmul_all_reduce(
                 bound(group, tag), input, weight, bias, reduce_op, algorithm, out_dtype
             )

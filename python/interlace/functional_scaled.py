@@ -1,6 +1,6 @@
 """The functional forms of the fused ops on scaled (fp8) operands; part of ``interlace.functional``.
 
-See ``ops/scaled.py`` for what scales are. ``functional.py`` is loaded first, always.
+See ``ops/scaled.py`` for what scales are.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from interlace import functional
+from interlace.async_tensor import AsyncTensor
+from interlace.functional_calls import check, direct, started, traceable
 from interlace.group_specs import bound, describe
 from interlace.ops import scaled
 
-_all_gather_scaled_matmul = functional._traceable("all_gather_scaled_matmul")
-_scaled_matmul_reduce_scatter = functional._traceable("scaled_matmul_reduce_scatter")
+_all_gather_scaled_matmul = traceable("all_gather_scaled_matmul")
+_scaled_matmul_reduce_scatter = traceable("scaled_matmul_reduce_scatter")
 
 
 def all_gather_scaled_matmul(
@@ -67,14 +68,14 @@ def all_gather_scaled_matmul(
     for number, (each, scale) in enumerate(zip(weights, scales, strict=False)):
         named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
         dims = {"gather_dim": gather_dim}
-        functional._check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
+        check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
     own = (
         input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    if functional._direct(input, input_scale, *weights, *scales, *biases):
+    if direct(input, input_scale, *weights, *scales, *biases):
         started = scaled.all_gather_scaled_matmul(bound(group, tag), *own)
-        made: Any = [functional.AsyncTensor(each, started.work) for each in started.outputs]
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
     else:
         name, size = describe(group, tag)
         made = _all_gather_scaled_matmul(*own, size, name)
@@ -118,7 +119,7 @@ def scaled_matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[8.0, 8.0], [8.0, 8.0]]
     """
-    functional._check(
+    check(
         "scaled_matmul_reduce_scatter",
         group,
         tag,
@@ -132,7 +133,7 @@ def scaled_matmul_reduce_scatter(
         input, weight, input_scale, weight_scale, bias, reduce_op, scatter_dim, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    if functional._direct(input, weight, input_scale, weight_scale, bias):
-        return functional._started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))
+    if direct(input, weight, input_scale, weight_scale, bias):
+        return started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))
     name, size = describe(group, tag)
     return _scaled_matmul_reduce_scatter(*own, size, name)  # type: ignore[no-any-return]

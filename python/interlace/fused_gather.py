@@ -12,111 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import checks, recorded
-from interlace.groups import resolve
+from interlace import checks
 from interlace.kernels.tiling import prefix_sums
 from interlace.runtime import activations, collective_algorithms, configuration, tuning
 from interlace.runtime import gather_algorithms as algorithms
-from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear, multiply
 from interlace.runtime.stream import Outcome
 from interlace.shapes import rows_of, unrows
-
-
-def all_gather_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
-    *,
-    gather_dim: int = 0,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    activation: str | Sequence[str | None] | None = None,
-    group: Any = None,
-    return_gathered: bool = False,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
-
-    Parameters
-    ----------
-    input : this rank's shard, ``[..., k]``, 2-D or more. Shards may differ in length along
-        ``gather_dim``; all other lengths agree. Any strides.
-    weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
-        sequence of weights that share the gather. ``n`` may differ between ranks.
-    gather_dim : dimension of ``input`` that is sharded; the last one too.
-    bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
-    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the output, taken before
-        it is rounded; for several weights also a sequence with one entry (or None) each.
-    return_gathered : also return the gathered input, contiguous along ``gather_dim``.
-    algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
-    out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
-
-    Returns
-    -------
-    The output ``[..., n]`` (a list for several weights), or ``(gathered, output)`` with
-    ``return_gathered``; with ``async_op`` a :class:`Work` whose ``wait()`` returns it. For
-    ``gather_dim`` other than 0 the output is a permuted view, as in torch's fused ops.
-
-    Raises ValueError or TypeError naming the argument, both values and the rank.
-
-    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike; the
-    activation is then torch's, after the op, because its gradient needs what it was taken of.
-
-    Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
-
-    >>> import interlace, torch
-    >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
-    [tensor(128.), tensor(128.)]
-    """
-    if (
-        recorded.wanted(input, weight, bias)
-        and isinstance(input, torch.Tensor)
-        and input.dim() > 1
-        and recorded.equal_shards(group, input, gather_dim)
-    ):
-        several = not isinstance(weight, torch.Tensor)
-        rank = resolve(group).rank
-        names = _activations(activation, len(weight) if several else 1, several, rank)
-        return recorded.run(
-            "all_gather_matmul",
-            async_op,
-            lambda functional: functional.all_gather_matmul(
-                input,
-                weight,
-                gather_dim,
-                bias=bias,
-                group=group,
-                return_gathered=return_gathered,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: _activated(result, names, several, return_gathered),
-        )
-    checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
-    return _all_gather_matmul(
-        resolve(group).on(input),
-        input,
-        weight,
-        gather_dim=gather_dim,
-        bias=bias,
-        activation=activation,
-        return_gathered=return_gathered,
-        async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-    )
-
-
-def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
-    """What the op returns, after the activations."""
-    outputs = result[1] if with_gathered else result
-    outputs = outputs if several else [outputs]
-    done: Any = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
-    done = done if several else done[0]
-    return (result[0], done) if with_gathered else done
 
 
 class Buffers(NamedTuple):
@@ -126,7 +30,7 @@ class Buffers(NamedTuple):
     gathered: torch.Tensor | None
 
 
-def _all_gather_matmul(
+def all_gather_matmul(
     communicator: Communicator,
     input: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
@@ -166,7 +70,7 @@ def _all_gather_matmul(
         result_dtype = checks.output_dtype(out_dtype, input, rank)
         checks.fused_algorithm_allowed(algorithm, input.dtype, result_dtype, rank)
         weights, biases = _weights_and_biases(weight, bias, input, along_k, communicator)
-        names = _activations(activation, len(weights), several, rank)
+        names = activation_names(activation, len(weights), several, rank)
 
     def host() -> Outcome:
         explicit = configuration.override_key()
@@ -210,7 +114,7 @@ def _all_gather_matmul(
 Products = list[tuple[torch.Tensor, torch.Tensor | None, str]]  # weight, bias, activation
 
 
-def _activations(activation: Any, count: int, several: bool, rank: int) -> list[str]:
+def activation_names(activation: Any, count: int, several: bool, rank: int) -> list[str]:
     """One name for each of ``count`` weights."""
     if not several or activation is None or isinstance(activation, str):
         return [activations.checked("activation", activation, rank)] * count

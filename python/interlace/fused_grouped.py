@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import checks, recorded
+from interlace import checks
 from interlace.all_to_all import whole_numbers
-from interlace.groups import resolve
 from interlace.runtime import activations, configuration
 from interlace.runtime import grouped_algorithms as algorithms
-from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.grouped_routes import Routes
@@ -36,157 +34,6 @@ from interlace.runtime.operands import Linear
 from interlace.runtime.stream import Event, Outcome
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
-
-
-def all_gather_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Sequence[int] | torch.Tensor,
-    output_splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    return_received: bool = False,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """Every rank multiplies the rows of all ranks, each by its expert's weight, as they arrive.
-
-    For experts of which every rank has a slice (tensor parallel): ``weight`` holds all E experts.
-
-    Parameters
-    ----------
-    input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
-    weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
-        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
-    input_splits : rows for each of the E experts: ints, or a tensor of integers (one on a GPU is waited
-        for). They add up to ``t``.
-    output_splits : what the caller expects in the result, E * W ints by expert and source rank; compared
-        with what the ranks have. None: not compared.
-    bias : ``(E, n)``.
-    activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
-    return_received : also return the rows as they were multiplied.
-
-    Returns
-    -------
-    ``(output, splits)``, or ``(received, output, splits)`` with ``return_received``; with ``async_op`` a
-    :class:`Work` whose ``wait()`` returns it. ``output`` is ``(r, n)``, rows by expert, then by source
-    rank, then as the source had them; ``splits`` is int64 ``(E, W)``, on the CPU.
-
-    Raises ValueError or TypeError naming the argument, both values and the rank.
-
-    Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
-
-    >>> import interlace, torch
-    >>> def layer():
-    ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
-    ...     rows = torch.full((3, 4), float(1 + rank))
-    ...     output, splits = interlace.all_gather_grouped_matmul(rows, weight, [1 + rank, 2 - rank])
-    ...     return output.flatten().tolist(), splits.tolist()
-    >>> interlace.run(layer, 2)[0]
-    ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
-    """
-    return _public(
-        GATHER, input, weight, input_splits, output_splits, bias, activation, group,
-        return_received, async_op, algorithm, out_dtype,
-    )  # fmt: skip
-
-
-def all_to_all_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Sequence[int] | torch.Tensor,
-    output_splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    return_received: bool = False,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
-
-    For experts that are spread over ranks (expert parallel): of E experts rank r has those from
-    ``r * E / W`` on, and ``weight`` is theirs, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
-    rows for one rank lie together, as for ``torch.distributed.all_to_all_single``. Splits may be as uneven
-    as they like, zeros included.
-
-    ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
-    Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
-    Raises what that does.
-
-    The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
-    ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
-
-    >>> import interlace, torch
-    >>> def layer():
-    ...     rank = interlace.get_rank()
-    ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
-    ...     rows = torch.full((3, 4), 1.0 + rank)
-    ...     output, splits = interlace.all_to_all_grouped_matmul(rows, weight, [2, 1])
-    ...     return output.flatten().tolist(), splits.tolist()
-    >>> interlace.run(layer, 2)
-    [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
-    """
-    return _public(
-        EXCHANGE, input, weight, input_splits, output_splits, bias, activation, group,
-        return_received, async_op, algorithm, out_dtype,
-    )  # fmt: skip
-
-
-def _public(
-    op: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Any,
-    output_splits: Any,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    group: Any,
-    return_received: bool,
-    async_op: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
-) -> Any:
-    asked = Asked(
-        op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
-    )
-    if recorded.wanted(input, weight, bias):
-        communicator = resolve(group).on(input)
-        call = checked(communicator, input, weight, bias, asked)
-        first = f"{op} of tensors that require gradients"  # on all ranks, then
-        routes = communicator.run(
-            first, lambda: Outcome(_agree(communicator, asked, call, first), None), async_op=False
-        )
-        rows = {sum(each) for each in routes.counts}
-        if op == EXCHANGE or len(rows) == 1:
-            splits = routes.splits()
-
-            def start(functional: Any) -> Any:
-                return getattr(functional, op)(
-                    input,
-                    weight,
-                    call.input_splits,
-                    [rows for each in splits for rows in each],
-                    bias=bias,
-                    group=group,
-                    return_received=return_received,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                )
-
-            def finish(made: Any) -> Any:
-                received, output = made if return_received else (None, made)
-                output = activate(output, call.activation)
-                return _result(received, output, splits)
-
-            return recorded.run(op, async_op, start, finish)
-    checks.warn_without_gradients(op, input, weight, bias)
-    return grouped_matmul(resolve(group).on(input), input, weight, bias, asked, async_op=async_op)
 
 
 class Buffers(NamedTuple):
@@ -221,7 +68,7 @@ class Checked(NamedTuple):
     dtype: torch.dtype
 
 
-def _result(received: Any, output: torch.Tensor, splits: list[list[int]]) -> Any:
+def result(received: Any, output: torch.Tensor, splits: list[list[int]]) -> Any:
     counts = torch.tensor(splits, dtype=torch.int64)
     return (output, counts) if received is None else (received, output, counts)
 
@@ -240,7 +87,7 @@ def grouped_matmul(
     call = checked(communicator, input, weight, bias, asked)
 
     def host() -> Outcome:
-        routes = _agree(communicator, asked, call)
+        routes = agree(communicator, asked, call)
         made = buffers
         if made is None:
             shape = (routes.received(communicator.rank), call.weight.shape[2])
@@ -250,7 +97,7 @@ def grouped_matmul(
         event = _start(communicator, asked.op, call, routes, made)
         if buffers is not None:
             return Outcome(None, event)
-        return Outcome(_result(made.received, made.output, routes.splits()), event)
+        return Outcome(result(made.received, made.output, routes.splits()), event)
 
     return communicator.run(asked.op, host, async_op=async_op)
 
@@ -376,7 +223,7 @@ def counts(name: str, value: Any, rank: int) -> list[int]:
     return numbers
 
 
-def _agree(
+def agree(
     communicator: Communicator, asked: Asked, call: Checked, said: str | None = None
 ) -> Routes:
     """The routes; raises unless all ranks' arguments fit together, on every rank the same.

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from interlace import checks, recorded
-from interlace.groups import resolve
+from interlace import checks
 from interlace.kernels.tiling import split_rows
 from interlace.runtime import activations, collective_algorithms, configuration, tuning
 from interlace.runtime import reduce_algorithms as algorithms
-from interlace.runtime.activations import activate
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.cost import choose_algorithm
 from interlace.runtime.operands import Linear
@@ -26,98 +24,6 @@ from interlace.shapes import rows_of, unrows
 
 
 def matmul_reduce_scatter(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    reduce_op: str = "sum",
-    scatter_dim: int = 0,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
-
-    Parameters
-    ----------
-    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks.
-    weight : ``(k, n)`` with any strides.
-    reduce_op : "sum" or "avg" (sum divided by the world size).
-    scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
-        ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
-    bias : ``(n,)``, added once to the reduced output.
-    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the reduced output and
-        the bias, taken before they are rounded.
-    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
-
-    Returns
-    -------
-    The own part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
-    fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
-    the output is a permuted view, as in torch's fused ops.
-
-    Raises ValueError or TypeError naming the argument, both values and the rank.
-
-    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike; the
-    activation is then torch's, after the op, because its gradient needs what it was taken of.
-
-    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
-
-    >>> import interlace, torch
-    >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
-    [tensor([[16.],
-            [16.]]), tensor([[16.],
-            [16.]])]
-    """
-    if (
-        recorded.wanted(input, weight, bias)
-        and _are_matrices(input, weight)
-        and recorded.equal_parts(group, input, weight, scatter_dim)
-    ):
-        name = activations.checked("activation", activation, resolve(group).rank)
-        return recorded.run(
-            "matmul_reduce_scatter",
-            async_op,
-            lambda functional: functional.matmul_reduce_scatter(
-                input,
-                weight,
-                reduce_op,
-                scatter_dim,
-                bias=bias,
-                group=group,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: activate(result, name),
-        )
-    checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
-    return _matmul_reduce_scatter(
-        resolve(group).on(input),
-        input,
-        weight,
-        reduce_op=reduce_op,
-        scatter_dim=scatter_dim,
-        bias=bias,
-        activation=activation,
-        async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-    )
-
-
-def _are_matrices(input: Any, weight: Any) -> bool:
-    """Whether there are shapes to go by; what is not is refused where there is a group to say it to."""
-    return (
-        isinstance(input, torch.Tensor)
-        and isinstance(weight, torch.Tensor)
-        and input.dim() > 1
-        and weight.dim() == 2
-    )
-
-
-def _matmul_reduce_scatter(
     communicator: Communicator,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -297,62 +203,6 @@ ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
 def matmul_all_reduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    reduce_op: str = "sum",
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
-
-    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
-    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
-    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
-    an all-gather of the parts.
-
-    Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
-    ``torch.matmul``, then ``torch.distributed.all_reduce``.
-
-    >>> import interlace, torch
-    >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
-    [tensor([[16.]]), tensor([[16.]])]
-    """
-    if recorded.wanted(input, weight, bias) and _are_matrices(input, weight):
-        name = activations.checked("activation", activation, resolve(group).rank)
-        return recorded.run(
-            "matmul_all_reduce",
-            async_op,
-            lambda functional: functional.matmul_all_reduce(
-                input,
-                weight,
-                reduce_op,
-                bias=bias,
-                group=group,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: activate(result, name),
-        )
-    checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
-    return _matmul_all_reduce(
-        resolve(group).on(input),
-        input,
-        weight,
-        reduce_op=reduce_op,
-        bias=bias,
-        activation=activation,
-        async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-    )
-
-
-def _matmul_all_reduce(
     communicator: Communicator,
     input: torch.Tensor,
     weight: torch.Tensor,

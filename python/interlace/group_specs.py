@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace import rank_lists
-from interlace.groups import default_group, joined, resolve, simulated, world_size_of
-from interlace.process_group_collectives import Collectives
+from interlace.groups import OnInterlace, default_group, joined, resolve, simulated, world_size_of
 from interlace.runtime.communicator import Communicator
 
 RANKS = "ranks:"
@@ -109,7 +108,7 @@ def describe(group: Any, tag: str = "") -> tuple[str, int]:
     if isinstance(group, GroupSpec):
         size = torch.ops.interlace.group_size(group.name) if group.size is None else group.size
         named = group.name, size
-    elif isinstance(group, (Communicator, Collectives)):
+    elif isinstance(group, (Communicator, OnInterlace)):
         named = _of_object(id(group))
     elif group is None:
         named = _of_default()

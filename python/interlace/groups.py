@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,8 @@ def joined() -> Communicator | None:
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
         # the backend may be interlace; not kept, for it ends with that group
-        communicator = getattr(dist.group.WORLD, "interlace_communicator", None)
+        whole: Any = dist.group.WORLD
+        communicator = whole.interlace_communicator if isinstance(whole, OnInterlace) else None
     return communicator
 
 
@@ -83,6 +84,12 @@ def simulated() -> int:
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
     return 0 if mode is None else len(mode.ranks)
+
+
+class OnInterlace:
+    """A torch process group whose collectives are this project's."""
+
+    interlace_communicator: Communicator
 
 
 def world_size_of(name: str) -> int:
@@ -265,9 +272,8 @@ def _from_mesh(mesh: Any, dim: int | str | None) -> Communicator:
 
 
 def _from_process_group(group: dist.ProcessGroup) -> Communicator:
-    own = getattr(group, "interlace_communicator", None)
-    if own is not None:
-        return cast(Communicator, own)
+    if isinstance(group, OnInterlace):
+        return group.interlace_communicator
     communicator = _of_process_group.get(group)
     if communicator is None:
         whole = default_group()

@@ -8,6 +8,7 @@ from typing import Any
 
 from interlace import groups
 from interlace.runtime import configuration
+from interlace.runtime.cuda_available import gpu_problem
 from interlace.runtime.place import Place
 
 PLACES = ("sim", "shm", "cuda")
@@ -133,6 +134,6 @@ def _install_on_gpu(overrides: dict[str, int | bool], timeout: float, place: Pla
 
     from interlace.runtime import connect
 
-    if not connect.gpu_problem():
+    if not gpu_problem():
         torch.cuda.set_device(place.rank % torch.cuda.device_count())
     return _install(overrides, timeout, connect.on_gpu(place, timeout=timeout))

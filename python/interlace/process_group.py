@@ -32,6 +32,7 @@ from interlace.process_group_collectives import Collectives
 from interlace.process_group_rules import keep_outside_compilation, underlying
 from interlace.process_group_staging import HostCopies
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.cuda_available import gpu_problem
 from interlace.runtime.place import Place
 from interlace.runtime.work import Work
 
@@ -112,9 +113,7 @@ class InterlaceProcessGroup(Collectives):
     @functools.cached_property
     def _has_gpus(self) -> bool:
         """Whether ranks' tensors on GPUs are served there; ranks of one job find the same."""
-        from interlace.runtime import connect
-
-        return self._place.name == "shm" and not connect.gpu_problem()
+        return self._place.name == "shm" and not gpu_problem()
 
     def _unusual(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         plain = underlying(tensors)

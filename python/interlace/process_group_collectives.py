@@ -35,20 +35,19 @@ from interlace.coalesced import (
     _all_reduce_coalesced,
     _reduce_scatter_tensor_coalesced,
 )
+from interlace.groups import OnInterlace
 from interlace.process_group_dispatch import is_simulated, needs_backend, returning_to
 from interlace.process_group_overloads import all_flat, flat, long_form
 from interlace.process_group_rules import (
-    PLAIN_TYPES,
     NamedAsInTorch213,
     keep_outside_compilation,
-    modes_active,
     renamed,
     underlying,
 )
 from interlace.process_group_staging import HostCopies
-from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.place import Place
+from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.work import Work
 
 Tensors = list[torch.Tensor]
@@ -67,13 +66,12 @@ _DEFAULT_BARRIER = BarrierOptions()
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class Collectives(NamedAsInTorch213):
+class Collectives(OnInterlace, NamedAsInTorch213):
     """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
     """
 
-    interlace_communicator: Communicator
     _place: Place
     _group_name: str
     _sequence = 0

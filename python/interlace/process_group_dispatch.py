@@ -26,7 +26,8 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.process_group_rules import modes_active, underlying
+from interlace.process_group_rules import underlying
+from interlace.runtime.torch_modes import modes_active
 
 _C: Any = torch._C
 _c10d: Any = c10d

@@ -24,11 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
-
-modes_active = torch._C._len_torch_dispatch_stack
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

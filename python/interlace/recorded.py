@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from interlace import checks
 from interlace.groups import resolve
-from interlace.process_group_rules import modes_active
 from interlace.runtime.stream import Outcome
+from interlace.runtime.torch_modes import modes_active
 
 
 def wanted(*tensors: Any) -> bool:

@@ -31,7 +31,6 @@ import torch
 from interlace import groups
 from interlace.runtime.communicator import Communicator
 from interlace.runtime.errors import InterlaceError
-from interlace.runtime.place_cuda_virtual import VirtualRankPlace
 
 Result = TypeVar("Result")
 
@@ -79,7 +78,7 @@ def prepare(communicator: Communicator, *tensors: Any) -> None:
     if place.name == "sim":
         install()
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
-    if recorded and isinstance(place, VirtualRankPlace):
+    if recorded and place.virtual:
         raise InterlaceError(
             f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "
             'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'

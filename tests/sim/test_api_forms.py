@@ -260,7 +260,7 @@ def test_a_group_of_every_kind() -> None:
 
 
 def test_a_process_group_with_a_communicator_of_its_own() -> None:
-    class Ours(dist.ProcessGroup):
+    class Ours(interlace.groups.OnInterlace, dist.ProcessGroup):
         pass
 
     def on_rank() -> None:

@@ -290,7 +290,7 @@ def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
 
 
 def test_orders_come_from_the_kernels_and_not_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    formulas = module("interlace.runtime.launch_formulas")
+    formulas = module("interlace.kernels.launch_formulas")
     slow = machine("h200-pcie")  # where the link is the limit, to take the last chunk first costs
     case = shape(GATHER, 8192)
     before = predict(slow, case).microseconds

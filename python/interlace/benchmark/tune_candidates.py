@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from interlace.kernels.launch_formulas import ceil_div
 from interlace.runtime import chips, cost_model, tuning
 from interlace.runtime.configuration import Configuration
 from interlace.runtime.cost import FUSED_DTYPES, choose_algorithm
-from interlace.runtime.launch_formulas import ceil_div
 from interlace.runtime.tuning import Problem
 from interlace.runtime.valid_configurations import sending_candidates, tile_candidates, why_not
 

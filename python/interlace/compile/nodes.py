@@ -12,15 +12,15 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-import interlace
 import interlace.ops as _defined  # noqa: F401  torch.ops.interlace
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 wait_tensor: Any = c10d.wait_tensor.default
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (torch, interlace)
+_LIBRARIES = tuple(  # the folders of torch and of interlace
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (str(torch.__file__), os.path.dirname(__file__))
 )
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from interlace.nn.dtensor_layout import layout
 from interlace.nn.sharding import HeldGroup, Sharding
 from interlace.runtime.communicator import Communicator
 
@@ -186,8 +187,6 @@ def _split_as(parameter: Any, value: torch.Tensor) -> Any:
 
 def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
     """What this rank, or all of them, holds of a DTensor; communicates if that lies otherwise."""
-    from interlace.nn.state_dicts import layout
-
     mesh, placements = layout(sharding, value.device_mesh.device_type)
     same = tuple(value.placements) == tuple(placements) and torch.equal(
         value.device_mesh.mesh, mesh.mesh

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.fused_gather import Buffers, _all_gather_matmul
-from interlace.fused_reduce import _matmul_all_reduce, _matmul_reduce_scatter
+from interlace import fused_gather, fused_reduce
+from interlace.fused_gather import Buffers
 from interlace.ops import shapes
 from interlace.ops.pending import Started
 from interlace.runtime.communicator import Communicator
@@ -55,7 +55,7 @@ def all_gather_matmul(
         with communicator.accepting(op):
             raise
     matrices = [product.matrix for product in products]
-    work = _all_gather_matmul(
+    work = fused_gather.all_gather_matmul(
         communicator,
         input,
         weights,
@@ -106,7 +106,7 @@ def matmul_reduce_scatter(
     except Exception:
         with communicator.accepting(op):
             raise
-    work = _matmul_reduce_scatter(
+    work = fused_reduce.matmul_reduce_scatter(
         communicator,
         input,
         weight,
@@ -136,7 +136,7 @@ def matmul_all_reduce(
     except Exception:
         with communicator.accepting(op):
             raise
-    work = _matmul_all_reduce(
+    work = fused_reduce.matmul_all_reduce(
         communicator,
         input,
         weight,

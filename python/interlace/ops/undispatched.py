@@ -25,8 +25,8 @@ import torch
 from interlace import group_specs, groups
 from interlace.async_tensor import AsyncTensor, wait
 from interlace.ops.pending import Started, finish
-from interlace.process_group_rules import PLAIN_TYPES, modes_active
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
 from interlace.simulated_backward import prepare
 
 _dispatched: Any = torch.ops.interlace

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace import checks, functional, rank_lists
 from interlace.all_to_all import _all_to_all
 from interlace.async_tensor import AsyncTensor, wrapped
+from interlace.functional_calls import direct
 from interlace.group_specs import bound
 from interlace.groups import simulated
-from interlace.process_group_rules import PLAIN_TYPES, modes_active
 from interlace.rooted import _broadcast, _scatter
 from interlace.runtime.communicator import Communicator
+from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.work import Work
 
 
@@ -221,8 +222,8 @@ def shard_dim_alltoall(
     [[[0], [2]], [[1], [3]]]
     """
     group = (mesh, mesh_dim)
-    direct = functional._direct(input) if isinstance(input, torch.Tensor) else True
-    if not direct:
+    plain = direct(input) if isinstance(input, torch.Tensor) else True
+    if not plain:
         made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
         return wrapped(made) if async_op and not made.is_meta else made
     communicator = _row("all_to_all", *group).on(input)

@@ -1,0 +1,417 @@
+"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones.
+
+Validation, agreement between ranks and the choice of an algorithm are in the files imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import checks, recorded
+from interlace import fused_gather as gather
+from interlace import fused_grouped as grouped
+from interlace import fused_reduce as reduce
+from interlace.groups import resolve
+from interlace.runtime import activations
+from interlace.runtime.activations import activate
+from interlace.runtime.stream import Outcome
+
+
+def all_gather_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    activation: str | Sequence[str | None] | None = None,
+    group: Any = None,
+    return_gathered: bool = False,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
+
+    Parameters
+    ----------
+    input : this rank's shard, ``[..., k]``, 2-D or more. Shards may differ in length along
+        ``gather_dim``; all other lengths agree. Any strides.
+    weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
+        sequence of weights that share the gather. ``n`` may differ between ranks.
+    gather_dim : dimension of ``input`` that is sharded; the last one too.
+    bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the output, taken before
+        it is rounded; for several weights also a sequence with one entry (or None) each.
+    return_gathered : also return the gathered input, contiguous along ``gather_dim``.
+    algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
+    out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
+
+    Returns
+    -------
+    The output ``[..., n]`` (a list for several weights), or ``(gathered, output)`` with
+    ``return_gathered``; with ``async_op`` a :class:`Work` whose ``wait()`` returns it. For
+    ``gather_dim`` other than 0 the output is a permuted view, as in torch's fused ops.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike; the
+    activation is then torch's, after the op, because its gradient needs what it was taken of.
+
+    Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
+    [tensor(128.), tensor(128.)]
+    """
+    if (
+        recorded.wanted(input, weight, bias)
+        and isinstance(input, torch.Tensor)
+        and input.dim() > 1
+        and recorded.equal_shards(group, input, gather_dim)
+    ):
+        several = not isinstance(weight, torch.Tensor)
+        rank = resolve(group).rank
+        names = gather.activation_names(activation, len(weight) if several else 1, several, rank)
+        return recorded.run(
+            "all_gather_matmul",
+            async_op,
+            lambda functional: functional.all_gather_matmul(
+                input,
+                weight,
+                gather_dim,
+                bias=bias,
+                group=group,
+                return_gathered=return_gathered,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+            lambda result: _activated(result, names, several, return_gathered),
+        )
+    checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
+    return gather.all_gather_matmul(
+        resolve(group).on(input),
+        input,
+        weight,
+        gather_dim=gather_dim,
+        bias=bias,
+        activation=activation,
+        return_gathered=return_gathered,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
+    """What the op returns, after the activations."""
+    outputs = result[1] if with_gathered else result
+    outputs = outputs if several else [outputs]
+    done: Any = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
+    done = done if several else done[0]
+    return (result[0], done) if with_gathered else done
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
+
+    Parameters
+    ----------
+    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks.
+    weight : ``(k, n)`` with any strides.
+    reduce_op : "sum" or "avg" (sum divided by the world size).
+    scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
+        ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
+    bias : ``(n,)``, added once to the reduced output.
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the reduced output and
+        the bias, taken before they are rounded.
+    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
+
+    Returns
+    -------
+    The own part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
+    fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
+    the output is a permuted view, as in torch's fused ops.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike; the
+    activation is then torch's, after the op, because its gradient needs what it was taken of.
+
+    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.],
+            [16.]]), tensor([[16.],
+            [16.]])]
+    """
+    if (
+        recorded.wanted(input, weight, bias)
+        and _are_matrices(input, weight)
+        and recorded.equal_parts(group, input, weight, scatter_dim)
+    ):
+        name = activations.checked("activation", activation, resolve(group).rank)
+        return recorded.run(
+            "matmul_reduce_scatter",
+            async_op,
+            lambda functional: functional.matmul_reduce_scatter(
+                input,
+                weight,
+                reduce_op,
+                scatter_dim,
+                bias=bias,
+                group=group,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+            lambda result: activate(result, name),
+        )
+    checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
+    return reduce.matmul_reduce_scatter(
+        resolve(group).on(input),
+        input,
+        weight,
+        reduce_op=reduce_op,
+        scatter_dim=scatter_dim,
+        bias=bias,
+        activation=activation,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
+
+    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
+    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
+    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
+    an all-gather of the parts.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
+    ``torch.matmul``, then ``torch.distributed.all_reduce``.
+
+    >>> import interlace, torch
+    >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.]]), tensor([[16.]])]
+    """
+    if recorded.wanted(input, weight, bias) and _are_matrices(input, weight):
+        name = activations.checked("activation", activation, resolve(group).rank)
+        return recorded.run(
+            "matmul_all_reduce",
+            async_op,
+            lambda functional: functional.matmul_all_reduce(
+                input,
+                weight,
+                reduce_op,
+                bias=bias,
+                group=group,
+                algorithm=algorithm,
+                out_dtype=out_dtype,
+            ),
+            lambda result: activate(result, name),
+        )
+    checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
+    return reduce.matmul_all_reduce(
+        resolve(group).on(input),
+        input,
+        weight,
+        reduce_op=reduce_op,
+        bias=bias,
+        activation=activation,
+        async_op=async_op,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+    )
+
+
+def _are_matrices(input: Any, weight: Any) -> bool:
+    """Whether there are shapes to go by; what is not is refused where there is a group to say it to."""
+    return (
+        isinstance(input, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and input.dim() > 1
+        and weight.dim() == 2
+    )
+
+
+def all_gather_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int] | torch.Tensor,
+    output_splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    group: Any = None,
+    return_received: bool = False,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Every rank multiplies the rows of all ranks, each by its expert's weight, as they arrive.
+
+    For experts of which every rank has a slice (tensor parallel): ``weight`` holds all E experts.
+
+    Parameters
+    ----------
+    input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
+    weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
+        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
+    input_splits : rows for each of the E experts: ints, or a tensor of integers (one on a GPU is waited
+        for). They add up to ``t``.
+    output_splits : what the caller expects in the result, E * W ints by expert and source rank; compared
+        with what the ranks have. None: not compared.
+    bias : ``(E, n)``.
+    activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
+    return_received : also return the rows as they were multiplied.
+
+    Returns
+    -------
+    ``(output, splits)``, or ``(received, output, splits)`` with ``return_received``; with ``async_op`` a
+    :class:`Work` whose ``wait()`` returns it. ``output`` is ``(r, n)``, rows by expert, then by source
+    rank, then as the source had them; ``splits`` is int64 ``(E, W)``, on the CPU.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
+
+    >>> import interlace, torch
+    >>> def layer():
+    ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
+    ...     rows = torch.full((3, 4), float(1 + rank))
+    ...     output, splits = interlace.all_gather_grouped_matmul(rows, weight, [1 + rank, 2 - rank])
+    ...     return output.flatten().tolist(), splits.tolist()
+    >>> interlace.run(layer, 2)[0]
+    ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
+    """
+    return _public(
+        grouped.GATHER, input, weight, input_splits, output_splits, bias, activation, group,
+        return_received, async_op, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def all_to_all_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int] | torch.Tensor,
+    output_splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    group: Any = None,
+    return_received: bool = False,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
+
+    For experts that are spread over ranks (expert parallel): of E experts rank r has those from
+    ``r * E / W`` on, and ``weight`` is theirs, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
+    rows for one rank lie together, as for ``torch.distributed.all_to_all_single``. Splits may be as uneven
+    as they like, zeros included.
+
+    ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
+    Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
+    Raises what that does.
+
+    The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
+    ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
+
+    >>> import interlace, torch
+    >>> def layer():
+    ...     rank = interlace.get_rank()
+    ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
+    ...     rows = torch.full((3, 4), 1.0 + rank)
+    ...     output, splits = interlace.all_to_all_grouped_matmul(rows, weight, [2, 1])
+    ...     return output.flatten().tolist(), splits.tolist()
+    >>> interlace.run(layer, 2)
+    [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
+    """
+    return _public(
+        grouped.EXCHANGE, input, weight, input_splits, output_splits, bias, activation, group,
+        return_received, async_op, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def _public(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Any,
+    output_splits: Any,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    group: Any,
+    return_received: bool,
+    async_op: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    asked = grouped.Asked(
+        op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
+    )
+    if recorded.wanted(input, weight, bias):
+        communicator = resolve(group).on(input)
+        call = grouped.checked(communicator, input, weight, bias, asked)
+        first = f"{op} of tensors that require gradients"  # on all ranks, then
+        routes = communicator.run(
+            first,
+            lambda: Outcome(grouped.agree(communicator, asked, call, first), None),
+            async_op=False,
+        )
+        rows = {sum(each) for each in routes.counts}
+        if op == grouped.EXCHANGE or len(rows) == 1:
+            splits = routes.splits()
+
+            def start(functional: Any) -> Any:
+                return getattr(functional, op)(
+                    input,
+                    weight,
+                    call.input_splits,
+                    [rows for each in splits for rows in each],
+                    bias=bias,
+                    group=group,
+                    return_received=return_received,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                )
+
+            def finish(made: Any) -> Any:
+                received, output = made if return_received else (None, made)
+                output = activate(output, call.activation)
+                return grouped.result(received, output, splits)
+
+            return recorded.run(op, async_op, start, finish)
+    checks.warn_without_gradients(op, input, weight, bias)
+    return grouped.grouped_matmul(
+        resolve(group).on(input), input, weight, bias, asked, async_op=async_op
+    )

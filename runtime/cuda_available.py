@@ -1,0 +1,25 @@
+"""Whether this process can run kernels on a GPU, and on which."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def gpu_problem() -> str:
+    """Why this process cannot run kernels on a GPU; "" if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from triton import knobs
+
+    return "TRITON_INTERPRET is set, which compiles no kernels" if knobs.runtime.interpret else ""
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process: its current one, which is made that of its number on the host if it was
+    never chosen and ``torchrun`` has given it one."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None and not torch.cuda.is_initialized():
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
