@@ -17,7 +17,7 @@ from lone_rank import LoneRank
 from torch_pipelined import TorchPipelined
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 
 CALLS = 3
 # (M, N, K) of a rank: Llama-70B and 405B layers on 8 ranks

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch
 
 WARM_UP = 3
 

@@ -108,7 +108,7 @@ class _Host:
         self._child = 0
 
     def allocate(self, nbytes: int) -> Any:
-        from interlace.runtime.memory import SymmetricBuffer
+        from interlace.runtime.core.memory import SymmetricBuffer
 
         whole = torch.frombuffer(mmap.mmap(-1, nbytes * self.world_size), dtype=torch.uint8)
         parts = list(whole.chunk(self.world_size))
@@ -138,8 +138,8 @@ class _Host:
 
 
 def _play_peers(parts: list[torch.Tensor], world_size: int) -> None:
-    """Note every call that rank 0 notes, as ranks 1, 2, ...; see ``cuda_agreement.py``."""
-    from interlace.runtime import cuda_agreement as agreement
+    """Note every call that rank 0 notes, as ranks 1, 2, ...; see ``cuda_processes/agreement.py``."""
+    from interlace.runtime.places.cuda_processes import agreement
 
     # memory views, for torch's threads do not live in a forked process
     boards = [part.numpy().data.cast("B").cast("q") for part in parts]
@@ -167,12 +167,13 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     """
     import triton
 
-    from interlace import groups
-    from interlace.runtime import cuda_driver, cuda_stream
-    from interlace.runtime.cuda_watchdog import Watchdog
-    from interlace.runtime.launch import KernelLaunch
-    from interlace.runtime.memory import SymmetricBuffer
-    from interlace.runtime.place_cuda import CudaPlace
+    from interlace.groups import groups
+    from interlace.runtime.core.launch import KernelLaunch
+    from interlace.runtime.core.memory import SymmetricBuffer
+    from interlace.runtime.places.cuda import driver as cuda_driver
+    from interlace.runtime.places.cuda import stream as cuda_stream
+    from interlace.runtime.places.cuda.watchdog import Watchdog
+    from interlace.runtime.places.cuda_processes.place import CudaPlace
 
     def allocate(self: CudaPlace, nbytes: int) -> SymmetricBuffer:
         parts = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.world_size)]

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from interlace.groups import default_group
-from interlace.kernels import all_gather_matmul, signal, transfer
+from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
-from interlace.runtime.collective_algorithms import resident_programs
-from interlace.runtime.configuration import Configuration, choose
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.operands import Linear, is_aligned, launch_options, loop_operands
+from interlace.kernels import signal, transfer
+from interlace.kernels.fused import all_gather_matmul
+from interlace.runtime.algorithms.operands import Linear, is_aligned, launch_options, loop_operands
+from interlace.runtime.algorithms.plain import resident_programs
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.tuning.configuration import Configuration, choose
 
 WORD = 8
 ALIGNMENT = 256

@@ -1,9 +1,9 @@
 """How the benchmarks measure: one protocol for all ops, on all ranks of a group of processes.
 
-The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call: candidates of a case are timed
-in turn within every repetition, and a repetition of a candidate takes as long as its slowest rank, from a
-common barrier to the end of the op on that rank. Results are medians over repetitions; ratios are of
-medians of the same run.
+The protocol is ``interlace.benchmark.timing.protocol``'s, with blocks of one call: candidates of a case
+are timed in turn within every repetition, and a repetition of a candidate takes as long as its slowest
+rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions; ratios
+are of medians of the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 import torch.distributed as dist
 
 import interlace
-from interlace.benchmark.protocol import alternate
+from interlace.benchmark.timing.protocol import alternate
 
 
 @dataclass

@@ -35,7 +35,7 @@ from model_predict import predict
 from model_published import Compared, compare_all
 from model_tables import Progress, Table
 
-from interlace.cli.outputs import refuse_unwritable
+from interlace.cli.output.files import refuse_unwritable
 
 __all__ = ["best_chunk", "calibrated", "machine_named", "predict"]
 

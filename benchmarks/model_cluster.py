@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from model_engine import Cores, Link, Process, Signal, Simulation, transfer
 from model_machines import Machine
 
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 Distance = tuple[int, int]
 

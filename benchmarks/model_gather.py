@@ -19,7 +19,7 @@ from model_matmul import BYTES
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import arrival_order, chunks_of
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 
 def fused(

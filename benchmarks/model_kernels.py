@@ -22,7 +22,7 @@ from model_matmul import (
 
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

@@ -1,4 +1,4 @@
-"""Several nodes: NVLink within, RDMA between, in the orders of ``kernels/node_order.py``.
+"""Several nodes: NVLink within, RDMA between, in the orders of ``kernels/nodes/order.py``.
 
 All-gather + matmul: a rank's moves are ``node_order.gather_moves``. The copy engine does what goes to peers
 of the node (or copier programs do), a network card each put; what has landed is forwarded within the node.
@@ -26,9 +26,9 @@ from model_matmul import BYTES, Tiling
 from model_reduce import sum_tile_us
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import node_order
+from interlace.kernels.nodes import order as node_order
 from interlace.kernels.tiling import arrival_order
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 SUM_BYTES = 4  # partial sums travel in fp32
 

@@ -25,7 +25,7 @@ from model_nodes import gather as interlace_node_gather
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from model_kernels import Prediction, Shape, Span, alone_us, collective_us, unfu
 from model_machines import Machine
 
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.configuration import Configuration, gpu_default
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 HOPPER = 90
 NODE_SUMMERS = 16  # programs that sum for other nodes, see model_nodes

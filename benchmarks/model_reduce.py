@@ -18,7 +18,7 @@ from model_matmul import BYTES
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 
 def sum_tile_us(

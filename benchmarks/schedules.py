@@ -24,9 +24,9 @@ from measure import Measurement
 
 import interlace
 from interlace import symmetric_memory
-from interlace.runtime.configuration import override
+from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
-from interlace.verify.suite import load_function
+from interlace.verify.suite.jobs import load_function
 
 PROGRAMS, BLOCK = 8, 64
 SCHEDULES, SEEDS = 64, 4

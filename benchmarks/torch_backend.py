@@ -30,7 +30,7 @@ import torch.distributed as dist
 from measure import Measurement
 
 import interlace
-from interlace.runtime.steps import Copier, available
+from interlace.runtime.places.shm.machine_code.steps import Copier, available
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 BLOCK_SECONDS = 0.02

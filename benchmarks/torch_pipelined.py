@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 
 _board: dict[tuple[Any, ...], Any] = {}  # what virtual ranks show each other
 

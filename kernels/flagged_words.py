@@ -5,9 +5,9 @@ half is the epoch, and whose lower half is 32 bits of payload; ``receive_words``
 A 64-bit store is seen whole or not at all, so nothing has to be ordered, and both sides are relaxed: no
 data is read or written but what the word itself holds. The accesses themselves are in ``signal.py``.
 
-What keeps a word from being overwritten too early is the caller's protocol (``kernels/low_latency.py``).
-The words' memory has a header as a channel has (``signal.py``), but its EPOCH counts the programs that have
-ended (``signal.count_program``).
+What keeps a word from being overwritten too early is the caller's protocol
+(``kernels/collectives/low_latency.py``). The words' memory has a header as a channel has (``signal.py``),
+but its EPOCH counts the programs that have ended (``signal.count_program``).
 
 Giving up is as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first to
 give up writes down for whom it waited.

@@ -1,9 +1,9 @@
 """How large and in which order: grids, signal slots, workspaces and tables, from whole numbers alone.
 
 The host halves of the algorithms call these functions when they launch. A bundle that is built ahead of
-time carries their source text (``formula_text.py``), and its loader evaluates that, so a launch without
-Triton has the same numbers. Hence the plain style: only whole numbers, lists and tuples of them, and
-what ``interlace/aot.py`` allows.
+time carries their source text (``bundle/formula_text.py``), and its loader evaluates that, so a launch
+without Triton has the same numbers. Hence the plain style: only whole numbers, lists and tuples of them,
+and what ``interlace/aot.py`` allows.
 
 Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); ``tiles_n`` is the number
 of tiles side by side; ``resident`` is how many programs the device keeps resident at once.
@@ -140,7 +140,7 @@ def segment_lines(
 
 
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
-    """Lines of ``kernels/multimem.py``'s ``parts``: first element, elements, byte, first block; by rank."""
+    """Lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
     lines = []
     first = 0
     byte = 0

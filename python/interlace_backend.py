@@ -23,7 +23,7 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     """What ``init_process_group`` and ``new_group`` call on every rank that is a member."""
-    from interlace.process_group import create
+    from interlace.process_group.group import create
 
     return create(options, backend_options)
 

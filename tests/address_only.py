@@ -20,18 +20,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from interlace.kernels import (
-    all_gather_matmul,
-    matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduction,
-    signal,
-    transfer,
-)
-from interlace.runtime.hooks import Atomic
-from interlace.runtime.interpreter import program_function, session
-from interlace.runtime.launch import KernelLaunch
+from interlace.kernels import matmul, signal, transfer
+from interlace.kernels.collectives import reduction
+from interlace.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.interpreter.session import program_function, session
 
 MODULES = (
     all_gather_matmul,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutations import Case, mutant_of
 
-_GROUPED = "kernels/grouped_matmul.py"
-_LOW, _SIGNAL = "kernels/low_latency.py", "kernels/signal.py"
-_SWITCH = "kernels/multimem.py"
+_GROUPED = "kernels/fused/grouped_matmul.py"
+_LOW, _SIGNAL = "kernels/collectives/low_latency.py", "kernels/signal.py"
+_SWITCH = "kernels/collectives/multimem.py"
 _A2A = "all_to_all_grouped_matmul fused"
 _WAIT_ROWS = (
     "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
@@ -14,7 +14,7 @@ _WAIT_ROWS = (
 _WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
-    # -- kernels/grouped_matmul.py -----------------------------------------------------------------
+    # -- kernels/fused/grouped_matmul.py -----------------------------------------------------------------
     Case(
         mutant_of(
             _GROUPED,

@@ -14,7 +14,7 @@ import torch
 
 import interlace
 import torch_names
-from interlace import support
+from interlace.collectives import support_table
 
 LENGTHS = (3, 0, 5, 1)  # of uneven parts along dim 0, by rank
 
@@ -447,18 +447,18 @@ def reduce_scatter_tensor_coalesced(dtype: torch.dtype, op: str, async_op: bool)
 
 def serve(name: str, dtypes: tuple[torch.dtype, ...], *async_ops: bool) -> int:
     """Run operation ``name`` for what the table says it serves, of ``dtypes``; how often it was run."""
-    operation = next(each for each in support.OPERATIONS if each.name == name)
+    operation = next(each for each in support_table.OPERATIONS if each.name == name)
     runs = 0
     for async_op in async_ops:
         if async_op and not operation.async_op:
             continue
         for dtype in dtypes:
-            if operation.payload == support.ANY:
+            if operation.payload == support_table.ANY:
                 globals()[name](dtype, async_op)
                 runs += 1
                 continue
-            for op in support.REDUCE_OPS:
-                if support.defined(op, dtype):
+            for op in support_table.REDUCE_OPS:
+                if support_table.defined(op, dtype):
                     globals()[name](dtype, op, async_op)
                     runs += 1
     return runs

@@ -6,9 +6,9 @@ import json
 import pathlib
 from typing import Any
 
-from interlace.cli.bundle import write
-from interlace.runtime.bundle import Target
-from interlace.runtime.bundle_ops import OPS, Options
+from interlace.cli.commands.bundle import write
+from interlace.runtime.compiler.bundle.bundle import Target
+from interlace.runtime.compiler.bundle.ops import OPS, Options
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
 OPTIONS = {

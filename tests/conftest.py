@@ -47,7 +47,7 @@ if hypothesis is not None:
 # What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
 # GPU. A process that is spawned, as it is outside of tests: tests/multi/test_shm_place.py.
 PRELOADED = [
-    "interlace.runtime.process_child",
+    "interlace.runtime.start.child",
     "interlace.functional",
     "interlace.compile",
     "torch._inductor.compile_fx",
@@ -67,19 +67,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Processes of ranks start in milliseconds."""
-    from interlace.runtime import processes
+    from interlace.runtime.start import pool
 
     if HAS_CUDA:
         yield
         return
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "START_METHOD", "forkserver")
+        patch.setattr(pool, "START_METHOD", "forkserver")
         yield
 
 
 def _groups_there() -> set[str]:
-    groups, dist = sys.modules.get("interlace.groups"), torch.distributed
+    groups, dist = sys.modules.get("interlace.groups.groups"), torch.distributed
     there = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ}
     if groups is not None:
         known = {"_default": groups._default.get()}

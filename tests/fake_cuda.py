@@ -38,8 +38,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fake_kernels
-from interlace.runtime.cuda_ipc import tensor_over
-from interlace.runtime.cuda_launch import Prepared
+from interlace.runtime.places.cuda.launch import Prepared
+from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
 MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300

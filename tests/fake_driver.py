@@ -12,10 +12,11 @@ import triton
 
 import fake_cuda
 from fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
-from interlace.runtime import cuda_driver, cuda_stream, place_cuda_virtual
-from interlace.runtime.cuda_launch import LaunchCache, Prepared
-from interlace.runtime.cuda_plans import Plans
-from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.cuda import driver, virtual_place
+from interlace.runtime.places.cuda import stream as cuda_stream
+from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
+from interlace.runtime.places.cuda.plans import Plans
 
 MULTIPROCESSORS = 132
 ORIGINALS = LaunchCache.prepare, Prepared.again, Prepared.run
@@ -79,14 +80,14 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     words = FakeWords() if gpu._has_words else None
-    monkeypatch.setattr(cuda_driver, "stream_words", lambda device: words)
-    monkeypatch.setattr(cuda_driver, "current_stream", lambda device: gpu.current)
-    monkeypatch.setattr(cuda_driver, "capture_of", capture_number)
-    monkeypatch.setattr(cuda_driver, "leave_captures_alone", lambda: None)
-    monkeypatch.setattr(cuda_driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
+    monkeypatch.setattr(driver, "stream_words", lambda device: words)
+    monkeypatch.setattr(driver, "current_stream", lambda device: gpu.current)
+    monkeypatch.setattr(driver, "capture_of", capture_number)
+    monkeypatch.setattr(driver, "leave_captures_alone", lambda: None)
+    monkeypatch.setattr(driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
     monkeypatch.setattr(cuda_stream, "run_on", gpu.torch_code)
     cuda_stream._external.cache_clear()
-    monkeypatch.setattr(place_cuda_virtual, "current_device", lambda: CPU)
+    monkeypatch.setattr(virtual_place, "current_device", lambda: CPU)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: FakeKernel(launch))
     _note_launches(monkeypatch, gpu)

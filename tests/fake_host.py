@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 import fake_cuda
-from interlace import groups
-from interlace.groups import default_group
-from interlace.runtime.cuda_watchdog import Watchdog
-from interlace.runtime.device_processes import DeviceProcessPlace
-from interlace.runtime.errors import AbortedError
-from interlace.runtime.memory import SymmetricBuffer
-from interlace.runtime.residency import Residency, residency
-from interlace.runtime.virtual_ranks import Turns, run_threads
+from interlace.groups import groups
+from interlace.groups.groups import default_group
+from interlace.runtime.core.errors import AbortedError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.places.cuda.residency import Residency, residency
+from interlace.runtime.places.cuda.turns import Turns, run_threads
+from interlace.runtime.places.cuda.watchdog import Watchdog
+from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ import torch
 
 from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
 from interlace.kernels.transfer import TRANSFER_COLUMNS
-from interlace.runtime.cuda_ipc import tensor_over
-from interlace.runtime.memory import WORD
+from interlace.runtime.core.memory import WORD
+from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
 Steps = Iterator[Callable[[], bool]]
 View = tuple[Sequence[int], Sequence[int]]

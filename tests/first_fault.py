@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from interlace import launcher
-from interlace.verify.happens_before import Detector
-from interlace.verify.race_check import _observed
+from interlace.verify.race_check.check import _observed
+from interlace.verify.race_check.happens_before import Detector
 
 
 class FoundError(Exception):

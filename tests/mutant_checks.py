@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from first_fault import first_fault
-from interlace.runtime.build import build
-from interlace.runtime.catalogue import entries
+from interlace.runtime.compiler.build import build
+from interlace.runtime.compiler.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
-from interlace.verify.launches import lint_request
-from interlace.verify.sampling import poisoned_memory as filled
-from interlace.verify.targets import TARGETS
+from interlace.verify.lint_check.launches import lint_request
+from interlace.verify.schedule_check.sampling import poisoned_memory as filled
+from interlace.verify.suite.targets import TARGETS
 from mutations import Case, Mutant, importable, mutated, mutated_function
 
 CHECKS = ("races", "schedules", "late stores", "lint")

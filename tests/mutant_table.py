@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from interlace.verify import KINDS, RULES
-from interlace.verify.parallel import map_seeds
+from interlace.verify.schedule_check.parallel import map_seeds
 from mutant_checks import CHECKS, caught
 from protocol_mutants import CASES
 

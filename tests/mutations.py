@@ -21,7 +21,7 @@ from unittest import mock
 
 ROOT = pathlib.Path(__file__).parents[1]
 KERNELS = ROOT / "kernels"
-MODULES = sorted(file.stem for file in KERNELS.glob("*.py") if file.stem != "__init__")
+FILES = sorted(file.relative_to(KERNELS) for file in KERNELS.rglob("*.py"))
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,20 @@ class Mutant:
         if not self.of_kernels:
             (folder / f"{self.package}.py").write_text(self.source())
             return
-        home = folder / self.package
-        home.mkdir(exist_ok=True)
-        for module in MODULES:
-            file = f"{module}.py"
+        for file in FILES:
             mutated = self.file == f"kernels/{file}"
             text = self.source() if mutated else (KERNELS / file).read_text()
-            (home / file).write_text(text.replace("interlace.kernels", self.package))
-        (home / "__init__.py").write_text("")
+            copy = folder / self.package / file
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text.replace("interlace.kernels", self.package))
 
 
 @dataclass(frozen=True)
 class Case:
     """A mutant, and the ``check`` that must catch it in every test run.
 
-    ``target`` names what is run, as "op algorithm" of ``interlace.verify.targets`` or a function of the
-    mutated file; lint compiles ``kernel`` of the catalogue.
+    ``target`` names what is run, as "op algorithm" of ``interlace.verify.suite.targets`` or a function of
+    the mutated file; lint compiles ``kernel`` of the catalogue.
     """
 
     mutant: Mutant
@@ -103,7 +101,10 @@ def mutated(mutant: Mutant, folder: pathlib.Path) -> Iterator[None]:
     mutant.write(folder)
     with ExitStack() as stack:
         stack.enter_context(importable(folder))
-        for module in MODULES:
+        for file in FILES:
+            module = ".".join(file.with_suffix("").parts).removesuffix("__init__").rstrip(".")
+            if not module:
+                continue
             changed = importlib.import_module(f"{mutant.package}.{module}")
             original = importlib.import_module(f"interlace.kernels.{module}")
             for name in [name for name in vars(changed) if name.endswith("_kernel")]:

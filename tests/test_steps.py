@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from interlace.runtime import host_code, steps, steps_ir
-from interlace.runtime.reductions import fold
-from interlace.runtime.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.shm.machine_code import ir, loader, steps
+from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
@@ -279,7 +279,7 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
             others[row, 70 + place] ^= 1
 
 
-@pytest.mark.parametrize("kind", [steps_ir.SUM + len(steps_ir.ELEMENTS), 99, -1])
+@pytest.mark.parametrize("kind", [ir.SUM + len(ir.ELEMENTS), 99, -1])
 def test_an_unknown_kind_stops(kind: int) -> None:
     memory, (word,) = words(0)
 
@@ -294,7 +294,7 @@ def test_an_unknown_kind_stops(kind: int) -> None:
 
 def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
     made = listed(lambda s: None)
-    assert len(made.registers) == steps_ir.FIRST - steps_ir.REGISTERS
+    assert len(made.registers) == ir.FIRST - ir.REGISTERS
     assert made.registers[0] == 0
     with pytest.raises(AssertionError):
         made.ring([])
@@ -325,7 +325,7 @@ define i32 @either(i64 %which, i64 %i) {
 
 
 def test_constants_and_calls_within_an_object() -> None:
-    loaded = host_code.load(host_code.assembled(TABLE), ["other", "entry", "either"])
+    loaded = loader.load(loader.assembled(TABLE), ["other", "entry", "either"])
     assert loaded is not None
     one = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64)
     two = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
@@ -335,28 +335,28 @@ def test_constants_and_calls_within_an_object() -> None:
 
 
 def test_an_object_that_wants_something_from_elsewhere_is_refused() -> None:
-    made = host_code.assembled(
+    made = loader.assembled(
         "declare i32 @elsewhere() define i32 @run() { %v = call i32 @elsewhere() ret i32 %v }"
     )
     with pytest.raises(ValueError, match="not self-contained: it wants elsewhere"):
-        host_code.load(made, ["run"])
+        loader.load(made, ["run"])
 
 
 def test_an_object_whose_addresses_are_to_be_found_otherwise_is_refused() -> None:
-    made = host_code.assembled(TABLE.replace("@functions = internal", "@functions ="))
+    made = loader.assembled(TABLE.replace("@functions = internal", "@functions ="))
     with pytest.raises(ValueError, match="relocation of kind"):
-        host_code.load(made, ["entry"])
+        loader.load(made, ["entry"])
 
 
 def test_a_name_that_an_object_lacks() -> None:
-    made = host_code.assembled("define void @walk() { ret void }")
+    made = loader.assembled("define void @walk() { ret void }")
     with pytest.raises(ValueError, match=r"no \['run'\], only \['walk'\]"):
-        host_code.load(made, ["walk", "run"])
+        loader.load(made, ["walk", "run"])
 
 
 def test_what_is_refused_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, given_back = [], []
-    mmap, munmap = host_code._libc.mmap, host_code._libc.munmap
+    mmap, munmap = loader._libc.mmap, loader._libc.munmap
 
     def asking(*arguments: int) -> int:
         asked.append(mmap(*arguments))
@@ -366,19 +366,19 @@ def test_what_is_refused_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch
         given_back.append(base)
         return munmap(base, nbytes)
 
-    made = host_code.assembled("define void @walk() { ret void }")
-    monkeypatch.setattr(host_code._libc, "mmap", asking)
-    monkeypatch.setattr(host_code._libc, "munmap", giving)
+    made = loader.assembled("define void @walk() { ret void }")
+    monkeypatch.setattr(loader._libc, "mmap", asking)
+    monkeypatch.setattr(loader._libc, "munmap", giving)
     with pytest.raises(ValueError, match="no"):
-        host_code.load(made, ["run"])
-    monkeypatch.setattr(host_code._libc, "mprotect", lambda *_: -1)
-    assert host_code.load(made, ["walk"]) is None
+        loader.load(made, ["run"])
+    monkeypatch.setattr(loader._libc, "mprotect", lambda *_: -1)
+    assert loader.load(made, ["walk"]) is None
     assert len(asked) == 2
     assert asked == given_back
 
 
 def test_code_cannot_be_written_to_once_it_is_loaded() -> None:
-    loaded = host_code.load(host_code.assembled("define void @f() { ret void }"), ["f"])
+    loaded = loader.load(loader.assembled("define void @f() { ret void }"), ["f"])
     assert loaded is not None
     with open("/proc/self/maps") as file:
         spans = [line.split()[:2] for line in file]
@@ -393,18 +393,18 @@ def test_code_cannot_be_written_to_once_it_is_loaded() -> None:
 def test_where_memory_may_not_be_made_executable_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = host_code.assembled(steps_ir.ir())
+    made = loader.assembled(ir.ir())
     with monkeypatch.context() as patch:
-        patch.setattr(host_code._libc, "mprotect", lambda *_: -1)
-        assert host_code.load(made, ["run"]) is None
-        patch.setattr(host_code._libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
-        assert host_code.load(made, ["run"]) is None
-    assert host_code.load(made, ["run"]) is not None
+        patch.setattr(loader._libc, "mprotect", lambda *_: -1)
+        assert loader.load(made, ["run"]) is None
+        patch.setattr(loader._libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
+        assert loader.load(made, ["run"]) is None
+    assert loader.load(made, ["run"]) is not None
 
 
 def test_the_same_code_each_time() -> None:
-    assert steps_ir.ir() == steps_ir.ir()
-    assert host_code.assembled(steps_ir.ir()) == host_code.assembled(steps_ir.ir())
+    assert ir.ir() == ir.ir()
+    assert loader.assembled(ir.ir()) == loader.assembled(ir.ir())
 
 
 # -- switched off ------------------------------------------------------------------------------
@@ -413,12 +413,12 @@ def test_the_same_code_each_time() -> None:
 @pytest.mark.parametrize("why", ["variable", "processor", "system", "version", "triton"])
 def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "variable":
-        monkeypatch.setenv(host_code.VARIABLE, "0")
+        monkeypatch.setenv(loader.VARIABLE, "0")
     elif why == "processor":
-        flags = host_code._flags()
-        monkeypatch.setattr(host_code, "_flags", lambda: flags - {"avx2"})
+        flags = loader._flags()
+        monkeypatch.setattr(loader, "_flags", lambda: flags - {"avx2"})
     elif why == "system":
-        monkeypatch.setattr(host_code.sys, "platform", "darwin")
+        monkeypatch.setattr(loader.sys, "platform", "darwin")
     elif why == "version":
         monkeypatch.setattr("triton.__version__", "9.0.1")
     else:
@@ -426,9 +426,9 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(llvm, "translate_to_asm", lambda *_: "	.text")  # not an object
     # what is known of this process is cached
-    monkeypatch.setattr(host_code, "supported", host_code.supported.__wrapped__)
+    monkeypatch.setattr(loader, "supported", loader.supported.__wrapped__)
     monkeypatch.setattr(steps, "_run", steps._run.__wrapped__)
-    assert host_code.supported() is (why == "triton")
+    assert loader.supported() is (why == "triton")
     assert not steps.available()
     with pytest.raises(RuntimeError, match="no machine code"):
         Steps()

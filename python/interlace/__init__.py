@@ -20,15 +20,26 @@ if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
 
 import interlace_backend as _interlace_backend
 from interlace import symmetric_memory
-from interlace import torch_kernels as _torch_kernels
-from interlace.all_to_all import all_to_all, all_to_all_single
-from interlace.coalesced import (
+from interlace.arguments.reduce_ops import ReduceOp
+from interlace.collectives.all_to_all import all_to_all, all_to_all_single
+from interlace.collectives.coalesced import (
     all_gather_coalesced,
     all_gather_into_tensor_coalesced,
     all_reduce_coalesced,
     reduce_scatter_tensor_coalesced,
 )
-from interlace.collectives import (
+from interlace.collectives.monitored_barrier import monitored_barrier
+from interlace.collectives.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from interlace.collectives.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from interlace.collectives.rooted import broadcast, gather, reduce, scatter
+from interlace.collectives.rootless import (
     _all_gather_base,
     _reduce_scatter_base,
     all_gather,
@@ -40,7 +51,15 @@ from interlace.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
-from interlace.groups import Group, device, get_rank, get_world_size, init, shutdown
+from interlace.collectives.uneven import (
+    all_gather_v,
+    all_to_all_v,
+    gather_v,
+    reduce_scatter_v,
+    scatter_v,
+)
+from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
+from interlace.groups.new import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from interlace.launcher import run
 from interlace.matmuls import (
     all_gather_grouped_matmul,
@@ -49,26 +68,7 @@ from interlace.matmuls import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from interlace.monitored import monitored_barrier
-from interlace.new_groups import (
-    new_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    split_group,
-)
-from interlace.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from interlace.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from interlace.reduce_ops import ReduceOp
-from interlace.rooted import broadcast, gather, reduce, scatter
-from interlace.runtime.configuration import override as configured
-from interlace.runtime.errors import (
+from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
     DeadlockError,
@@ -77,8 +77,9 @@ from interlace.runtime.errors import (
     PlaceUnavailableError,
     RankError,
 )
-from interlace.runtime.work import Work
-from interlace.uneven import all_gather_v, all_to_all_v, gather_v, reduce_scatter_v, scatter_v
+from interlace.runtime.core.work import Work
+from interlace.runtime.tuning.configuration import override as configured
+from interlace.symmetric_memory import registration as _torch_kernels
 
 __version__ = "0.1.0"
 
@@ -86,7 +87,7 @@ _interlace_backend.register()
 _torch_kernels.register()
 
 if _TYPE_CHECKING:
-    from interlace.group_specs import GroupSpec
+    from interlace.groups.specs import GroupSpec
 
 # what takes long to import: they bring torch's compilers along
 _ON_FIRST_USE = (
@@ -106,7 +107,7 @@ def __getattr__(name: str) -> _Any:
     if name in _ON_FIRST_USE:
         return _importlib.import_module(f"interlace.{name}")
     if name == "GroupSpec":
-        return _importlib.import_module("interlace.group_specs").GroupSpec
+        return _importlib.import_module("interlace.groups.specs").GroupSpec
     raise AttributeError(f"module 'interlace' has no attribute {name!r}")
 
 

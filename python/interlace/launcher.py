@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from interlace import groups
-from interlace.runtime import configuration
-from interlace.runtime.cuda_available import gpu_problem
-from interlace.runtime.place import Place
+from interlace.groups import groups
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda.available import gpu_problem
+from interlace.runtime.tuning import configuration
 
 PLACES = ("sim", "shm", "cuda")
 JOB_PLACES = ("hosts", "nvshmem")
@@ -65,14 +65,14 @@ def run(
         raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
     host = host_function(fn, args, kwargs)
     if place == "sim":
-        from interlace.runtime.place_sim import run_sim
+        from interlace.runtime.places.sim.place import run_sim
 
         return run_sim(host, world_size, seed=seed, timeout=timeout)
     if place == "cuda" and not processes:
-        from interlace.runtime.place_cuda_virtual import run_virtual_ranks
+        from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
         return run_virtual_ranks(host, world_size, timeout=timeout)
-    from interlace.runtime.processes import run_processes
+    from interlace.runtime.start.pool import run_processes
 
     install = _install_on_gpu if place == "cuda" else _install
     setup = functools.partial(install, configuration.current_override(), timeout)
@@ -113,7 +113,7 @@ def _complete(result: Any) -> Any:
     """
     from torch.utils import _pytree as pytree
 
-    from interlace.async_tensor import AsyncTensor, wait
+    from interlace.ops.async_tensor import AsyncTensor, wait
 
     leaves, spec = pytree.tree_flatten(result)
     if not any(isinstance(leaf, AsyncTensor) for leaf in leaves):
@@ -132,7 +132,7 @@ def _install_on_gpu(overrides: dict[str, int | bool], timeout: float, place: Pla
     """As :func:`_install`, on one of the host's GPUs."""
     import torch
 
-    from interlace.runtime import connect
+    from interlace.runtime.start import connect
 
     if not gpu_problem():
         torch.cuda.set_device(place.rank % torch.cuda.device_count())

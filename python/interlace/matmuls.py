@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from interlace import checks, recorded
-from interlace import fused_gather as gather
-from interlace import fused_grouped as grouped
-from interlace import fused_reduce as reduce
-from interlace.groups import resolve
-from interlace.runtime import activations
-from interlace.runtime.activations import activate
-from interlace.runtime.stream import Outcome
+from interlace import recorded
+from interlace.arguments import checks
+from interlace.fused import gather, grouped, reduce
+from interlace.groups.groups import resolve
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.numerics import activations
+from interlace.runtime.numerics.activations import activate
 
 
 def all_gather_matmul(

@@ -14,10 +14,10 @@ import torch
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.utils._pytree import tree_map_only
 
-from interlace import checks
-from interlace.groups import resolve
-from interlace.runtime.stream import Outcome
-from interlace.runtime.torch_modes import modes_active
+from interlace.arguments import checks
+from interlace.groups.groups import resolve
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.torch_modes import modes_active
 
 
 def wanted(*tensors: Any) -> bool:
@@ -59,7 +59,7 @@ def run(
     ``then`` is done to these when they are complete; autograd knows of it too.
     """
     from interlace import functional
-    from interlace.ops import pending
+    from interlace.ops.eager import pending
 
     with pending.watched() as works:
         result = call(functional)
@@ -77,7 +77,7 @@ class RecordedWork(TorchWork):
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """The result, complete. Raises what the op failed with."""
-        from interlace.async_tensor import wait
+        from interlace.ops.async_tensor import wait
 
         if not self._waited:
             for work in self._works:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.activations import SLOPES, activate
+from interlace.runtime.numerics.activations import SLOPES, activate
 
 # Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
 # 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of

@@ -1,10 +1,10 @@
-"""A kernel that calls all of kernels/nvshmem.py, to be linked, and one that calls what there is not."""
+"""A kernel that calls all of nodes/nvshmem.py, to be linked, and one that calls what there is not."""
 
 import triton
 import triton.language as tl
 from triton.language import core
 
-from interlace.kernels import nvshmem
+from interlace.kernels.nodes import nvshmem
 
 
 @triton.jit

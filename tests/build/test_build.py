@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from interlace.cli import build as command
-from interlace.runtime import catalogue, compile_worker
-from interlace.runtime.build import Report, build
-from interlace.runtime.catalogue import ARCHES, Entry, entries
-from interlace.runtime.faults import Fault
+from interlace.cli.commands import build as command
+from interlace.runtime.compiler import catalogue, worker
+from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
+from interlace.runtime.compiler.lint.faults import Fault
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -117,16 +117,16 @@ def test_a_disassembly_is_made_once(
         return f"SASS of {arguments[-1]}"
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_worker, "_tool", disassembler)
+    monkeypatch.setattr(worker, "_tool", disassembler)
     asked = [(b"one", "a"), (b"one", "b"), (b"two", "c"), (b"one", "d")]
-    made = [compile_worker._disassembly(*each) for each in asked]
+    made = [worker._disassembly(*each) for each in asked]
     assert made == ["SASS of a", "SASS of a", "SASS of c", "SASS of a"] and calls == ["a", "c"]
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_catalogue_covers_every_kernel(arch: int) -> None:
     shipped = set()
-    for file in KERNELS.glob("*.py"):
+    for file in KERNELS.rglob("*.py"):
         module = f"interlace.kernels.{file.stem}"
         names = vars(importlib.import_module(module)).items()
         shipped |= {
@@ -135,7 +135,7 @@ def test_catalogue_covers_every_kernel(arch: int) -> None:
             if name.endswith("_kernel") and value.fn.__module__ == module
         }
     if arch < 90:  # which has no multimem instructions
-        shipped = {each for each in shipped if each[0] != "interlace.kernels.multimem"}
+        shipped = {each for each in shipped if each[0] != "interlace.kernels.collectives.multimem"}
     listed = entries(arch)
     assert {(entry.module, entry.kernel) for entry in listed} == shipped
     assert len({entry.name for entry in listed}) == len(listed)

@@ -21,12 +21,13 @@ import torch
 from bundles import ARCHES, manifest_of
 from interlace import aot
 from interlace.cli.main import run
-from interlace.runtime import bundle, collective_algorithms, gather_algorithms, reduce_algorithms
-from interlace.runtime.build import Report
-from interlace.runtime.configuration import Configuration, gpu_default
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
-from interlace.runtime.operands import Linear
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
+from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.compiler.build import Report
+from interlace.runtime.compiler.bundle import bundle
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 # -- the manifest and the cubin ----------------------------------------------------------------
 
@@ -122,7 +123,8 @@ def test_divisibility_is_that_of_the_build(bundles: dict[str, pathlib.Path]) -> 
 
 
 def test_contracts_are_the_docstrings(bundles: dict[str, pathlib.Path]) -> None:
-    from interlace.kernels import reduction, signal
+    from interlace.kernels import signal
+    from interlace.kernels.collectives import reduction
 
     contracts = manifest_of(bundles["all_reduce"])["contracts"]
     # "as reduce_scatter_kernel": what a text refers to is there too
@@ -186,7 +188,7 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
     segments = list(zip(first, rows, strict=True))
     if op == "all_gather_matmul":
         linear = Linear(meta(inner, columns), None, meta(sum(rows), columns))
-        gather_algorithms.all_gather_matmul_fused(
+        gather_matmul.all_gather_matmul_fused(
             communicator, meta(rows[rank], inner), [linear], rows, None, configuration
         )
     elif op == "matmul_reduce_scatter":
@@ -194,7 +196,7 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
         bias = meta(columns, dtype=half)
         output = meta(rows[rank], columns, dtype=half)
         linear = Linear(meta(columns, inner, dtype=half).t(), bias, output)
-        reduce_algorithms.matmul_reduce_scatter_fused(
+        matmul_reduce.matmul_reduce_scatter_fused(
             communicator,
             meta(sum(rows), inner, dtype=half),
             linear,
@@ -207,22 +209,20 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
         weight = meta(inner, columns, dtype=single)
         linear = Linear(weight, None, meta(max(rows), columns, dtype=single))
         input = meta(max(rows), inner, dtype=single)
-        reduce_algorithms.matmul_all_reduce_fused(
+        matmul_reduce.matmul_all_reduce_fused(
             communicator, input, linear, configuration, average=True
         )
     elif op == "all_gather":
-        collective_algorithms.all_gather_kernel(
+        plain.all_gather_kernel(
             communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration
         )
     elif op == "reduce_scatter":
-        collective_algorithms.reduce_scatter_kernel(
+        plain.reduce_scatter_kernel(
             communicator, meta(sum(rows)), meta(rows[rank]), rows, configuration, average=True
         )
     else:
         flat = meta(max(rows))
-        collective_algorithms.all_reduce_kernel(
-            communicator, flat, flat, configuration, average=False
-        )
+        plain.all_reduce_kernel(communicator, flat, flat, configuration, average=False)
     (launch,), (layout,) = communicator.launches, communicator.layouts
     return launch, layout
 

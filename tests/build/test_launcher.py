@@ -21,9 +21,10 @@ sys.path.insert(0, sys.argv[1])
 import stub_libcuda
 stub = stub_libcuda.install(Path(sys.argv[2]))
 import torch
-from interlace.kernels import reduction, signal
-from interlace.runtime import cuda_launch
-from interlace.runtime.launch import KernelLaunch
+from interlace.kernels.collectives import reduction
+from interlace.kernels import signal
+from interlace.runtime.places.cuda import launch as cuda_launch
+from interlace.runtime.core.launch import KernelLaunch
 stub_libcuda.activate()
 kept = (ctypes.c_ulonglong * 64).in_dll(stub, "stub_kept")
 grid = (ctypes.c_uint * 3).in_dll(stub, "stub_grid")

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from interlace.kernels import signal
-from interlace.runtime.compile_pool import _PROGRAM, compile_all
-from interlace.runtime.compile_request import Request, decode_request, encode, jitted_function
-from interlace.verify.lint_check import RULES, LintReport, LintRequest, lint, lint_many
+from interlace.runtime.compiler.pool import _PROGRAM, compile_all
+from interlace.runtime.compiler.request import Request, decode_request, encode, jitted_function
+from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
 
 MUTANTS = pathlib.Path(__file__).parent / "mutant_kernels.py"
 
@@ -216,7 +216,7 @@ def test_text_and_json(reports: dict[str, LintReport]) -> None:
 
 
 def test_example() -> None:
-    results = doctest.testmod(importlib.import_module("interlace.verify.lint_check"))
+    results = doctest.testmod(importlib.import_module("interlace.verify.lint_check.check"))
     assert results.attempted and not results.failed
 
 
@@ -285,7 +285,7 @@ def test_misuse_is_named_before_anything_compiles(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("compiles")
 
-    monkeypatch.setattr(sys.modules["interlace.verify.lint_check"], "compile_all", refuse)
+    monkeypatch.setattr(sys.modules["interlace.verify.lint_check.check"], "compile_all", refuse)
     with pytest.raises(error, match=names):
         lint(**(GOOD | change))
 
@@ -303,7 +303,7 @@ SCRIPT = """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language as tl
-    from interlace.verify.lint_check import lint
+    from interlace.verify.lint_check.check.check import lint
 
     @triton.jit
     def script_kernel(x_ptr, BLOCK: tl.constexpr):

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from interlace.runtime import catalogue_collectives
-from interlace.runtime.build import build
-from interlace.runtime.catalogue import entries
-from interlace.runtime.catalogue_entry import Entry
+from interlace.runtime.compiler import catalogue_collectives
+from interlace.runtime.compiler.build import build
+from interlace.runtime.compiler.catalogue import entries
+from interlace.runtime.compiler.entry import Entry
 
 ARCHES = (80, 90, 100)
 # One of each kernel: the rest differ in dtype and unit, and are built with the whole catalogue.

@@ -19,17 +19,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from interlace.cli import build as command
-from interlace.runtime import nvshmem_library
-from interlace.runtime.build import Report, build
-from interlace.runtime.catalogue import ARCHES, Entry
-from interlace.runtime.errors import PlaceUnavailableError
-from interlace.runtime.nvshmem_catalogue import between_nodes, linked
+from interlace.cli.commands import build as command
+from interlace.runtime.compiler import nvshmem_library
+from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.catalogue import ARCHES, Entry
+from interlace.runtime.compiler.catalogue_nodes import between_nodes, linked
+from interlace.runtime.core.errors import PlaceUnavailableError
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 HERE = pathlib.Path(__file__).parent
-TABLE = HERE.parents[1] / "kernels" / "nvshmem.py"
+TABLE = HERE.parents[1] / "kernels/nodes/nvshmem.py"
 EVERYTHING = Entry(
     "nvshmem_kernels",
     "every_function_kernel",

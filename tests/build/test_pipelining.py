@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.runtime import catalogue
-from interlace.runtime.build import Report, build
-from interlace.runtime.catalogue import Entry, Operands
+from interlace.runtime.compiler import catalogue
+from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.catalogue import Entry, Operands
 from mutations import Edit, Mutant, importable
 
 KERNELS = {
@@ -30,7 +30,7 @@ SPECIALIZED = Operands(layout="nk", overrides={"warp_specialize": True, "flatten
 # A signal after every tile, as the kernel must not have it.
 SIGNALS = Mutant(
     "a signal after every tile",
-    "kernels/matmul_reduce_scatter.py",
+    "kernels/fused/matmul_reduce_scatter.py",
     (
         Edit(
             "            OUT_DESCRIPTOR,\n        )\n    COMPILED_STORES: tl.constexpr",

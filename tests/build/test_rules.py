@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 
-from interlace.runtime import machine_code, ptx_rules
-from interlace.runtime.compiled_lines import Frame, later
-from interlace.runtime.faults import RULES
-from interlace.runtime.machine_code import instruction_counts, without_tensor_cores
-from interlace.runtime.ptx import Program
-from interlace.runtime.triton_ir import Dot, TritonIR
+from interlace.runtime.compiler.lint import ptx_rules
+from interlace.runtime.compiler.lint import sass as machine_code
+from interlace.runtime.compiler.lint.faults import RULES
+from interlace.runtime.compiler.lint.lines import Frame, later
+from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.sass import instruction_counts, without_tensor_cores
+from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
 
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1 };\n"
 BARRIER = "bar.sync 0;\n"

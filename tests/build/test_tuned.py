@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.runtime import catalogue, tuning_table, valid_configurations
-from interlace.runtime.build import Report, build
-from interlace.runtime.catalogue import Entry, Operands
-from interlace.runtime.configuration import Configuration
-from interlace.runtime.valid_configurations import shared_needed, why_not
+from interlace.runtime.compiler import catalogue
+from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.catalogue import Entry, Operands
+from interlace.runtime.tuning import table, valid_configurations
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
 
 
 def of_row(arch: int, dtype: str, extents: str, rows: str) -> Configuration:
     """What a row of the table says."""
-    fitting = tuning_table.tiles(arch, dtype, extents)
+    fitting = table.tiles(arch, dtype, extents)
     return Configuration(**next(tile for tile in fitting if tile.rows in (rows, "")).values)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from interlace import CollectiveTimeoutError
-from interlace.process_group import InterlaceProcessGroup
+from interlace.process_group.group import InterlaceProcessGroup
 
 # Their tests look for profiler events of the C++ Work class, whose name no Python Work can set.
 LISTS_OF_PROFILED_BACKENDS = (

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.groups import default_group
-from interlace.runtime import cuda_driver
-from interlace.runtime.cuda_memory import MemoryRefused, TorchMemory
+from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.cuda_processes.memory import MemoryRefused, TorchMemory
 
 ROWS, INNER, COLUMNS = 256, 128, 192
 SMALL_PARTS = 4  # of an input, each few enough bytes for a low-latency kernel
@@ -211,7 +211,7 @@ def operations(names: list[str], rounds: int, torch_memory: bool, words: bool) -
     if not torch_memory:
         TorchMemory.allocate = _refused  # type: ignore[method-assign]
     if not words:
-        cuda_driver.stream_words = lambda device: None  # type: ignore[assignment]
+        driver.stream_words = lambda device: None  # type: ignore[assignment]
     rank, device = interlace.get_rank(), interlace.device()
     w, wrong = weight().to(device), []
     for call in range(rounds):

@@ -7,7 +7,7 @@ import torch
 
 import interlace
 from gpu import device_ranks as ranks
-from interlace.cli import check
+from interlace.cli.commands import check
 
 
 @pytest.mark.parametrize(

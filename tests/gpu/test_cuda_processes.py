@@ -14,8 +14,8 @@ import torch
 import interlace
 from gpu import device_ranks as ranks
 from interlace import launcher
-from interlace.runtime.errors import RankError
-from interlace.runtime.processes import ProcessPool
+from interlace.runtime.core.errors import RankError
+from interlace.runtime.start.pool import ProcessPool
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from interlace.groups import default_group
-from interlace.runtime.call import Call, compare
-from interlace.runtime.cuda_agreement import NOTES, Agreement
-from interlace.runtime.device_messages import HostMessages
+from interlace.groups.groups import default_group
+from interlace.runtime.core.call import Call, compare
+from interlace.runtime.places.cuda_processes.agreement import NOTES, Agreement
+from interlace.runtime.places.cuda_processes.messages import HostMessages
 
 
 def call(number: int, part: Any = None) -> Call:

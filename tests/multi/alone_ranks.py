@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torch_names
-from interlace import alone
+from interlace.process_group import alone
 from multi.backend_ranks import world
 
 Make = Callable[[], tuple[torch.Tensor, torch.Tensor]]

@@ -12,20 +12,24 @@ import torch.distributed as dist
 
 import api_cases
 import interlace
-from interlace import support
+from interlace.collectives import support_table
 
 FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
 def every_operation() -> int:
     """All of the table for a few dtypes."""
-    names = [o.name for o in support.OPERATIONS if o.payload in (support.ANY, support.REDUCED)]
+    names = [
+        o.name
+        for o in support_table.OPERATIONS
+        if o.payload in (support_table.ANY, support_table.REDUCED)
+    ]
     return sum(api_cases.serve(name, FEW, False, True) for name in names)
 
 
 def every_reduction() -> int:
     """All ops and dtypes; an element count for which the ranks cut the work unevenly."""
-    return api_cases.serve("all_reduce", support.REDUCED_DTYPES, False)
+    return api_cases.serve("all_reduce", support_table.REDUCED_DTYPES, False)
 
 
 def large(elements: int) -> None:

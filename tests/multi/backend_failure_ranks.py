@@ -149,8 +149,8 @@ def bad_ranks(path: str) -> list[str]:
 def another_default_group(path: str) -> list[int]:
     """gloo's group is destroyed and made again with the ranks turned round."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    interlace.groups._default.set(None)
-    kept, interlace.groups._of_run = interlace.groups._of_run, None
+    interlace.groups.groups._default.set(None)
+    kept, interlace.groups.groups._of_run = interlace.groups.groups._of_run, None
     try:
         found = []
         for turn, own_rank in enumerate((rank, size - 1 - rank)):
@@ -168,9 +168,9 @@ def another_default_group(path: str) -> list[int]:
             found.append("destroyed" in str(error))
         return found
     finally:
-        interlace.groups._of_run = kept
+        interlace.groups.groups._of_run = kept
         if kept is not None:
-            interlace.groups._default.set(kept)
+            interlace.groups.groups._default.set(kept)
 
 
 def groups_in_different_order() -> list[float]:

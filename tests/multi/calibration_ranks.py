@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.groups import default_group
-from interlace.runtime import calibration, tuning
-from interlace.runtime.calibration import Link, Measured, Protocol
+from interlace.groups.groups import default_group
+from interlace.runtime.tuning import calibration, tuning
+from interlace.runtime.tuning.calibration import Link, Measured, Protocol
 
 ROWS, INNER, COLUMNS = 64, 64, 8
 

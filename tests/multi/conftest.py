@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.runtime.processes import ProcessPool, default_pool
+from interlace.runtime.start.pool import ProcessPool, default_pool
 
 
 @pytest.fixture(scope="session")

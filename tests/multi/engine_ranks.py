@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 import interlace
-from interlace import groups
-from interlace.runtime import host_rounds
-from interlace.runtime.call import Call
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.control import SMALL_DATA
-from interlace.runtime.engine import Engine
-from interlace.runtime.errors import InterlaceError
-from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
-from interlace.runtime.reductions import fold
-from interlace.runtime.ring_writes import Ways
-from interlace.runtime.steps import available
+from interlace.groups import groups
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.one_host.control import SMALL_DATA
+from interlace.runtime.places.shm import rounds
+from interlace.runtime.places.shm.engine import HostEngine
+from interlace.runtime.places.shm.machine_code.steps import available
+from interlace.runtime.places.shm.ring_writes import Ways
+from interlace.runtime.places.shm.rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -194,13 +194,13 @@ def failing_in_the_middle() -> str:
         def failing(*_: Any) -> None:
             raise ValueError("odd")
 
-        host_rounds.fold = failing  # type: ignore[assignment]
+        rounds.fold = failing  # type: ignore[assignment]
     try:
         interlace.all_reduce(tensor, op="max")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        host_rounds.fold = fold
+        rounds.fold = fold
     return "nothing"
 
 

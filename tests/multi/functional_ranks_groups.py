@@ -119,7 +119,7 @@ def one_after_another(path: str) -> dict[str, list[list[int]]]:
 
 def tags() -> list[bool]:
     """Whether two calls were of the same group: of one list, and of different tags."""
-    from interlace.group_specs import bind, describe
+    from interlace.groups.specs import bind, describe
 
     ranks = [0, 1]
     group, same, fast, slow, again = (

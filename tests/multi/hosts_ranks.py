@@ -100,7 +100,7 @@ def main() -> None:
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # a new user namespace takes an earlier one back
-    import interlace.runtime.connect  # noqa: F401  (once, for all ranks)
+    import interlace.runtime.start.connect  # noqa: F401  (once, for all ranks)
 
     folder = pathlib.Path(tempfile.mkdtemp())
     children = []
@@ -142,9 +142,9 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from interlace.runtime import hosts
-    from interlace.runtime.communicator import Communicator
-    from interlace.runtime.connect import connect_place
+    from interlace.runtime.core.communicator import Communicator
+    from interlace.runtime.places.hosts import host_map
+    from interlace.runtime.start.connect import connect_place
     from multi import hosts_scenarios as scenarios
 
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
         )
         return Communicator(place, ranks)
 
-    report["host"] = hosts.this_host()
+    report["host"] = host_map.this_host()
     everyone = list(range(world_size))
     world = join("world", everyone)
     report["place"] = [world.place.name, str(getattr(world.place, "map", ""))]

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from interlace.runtime import reductions
-from interlace.runtime.call import Call
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.engine import Engine
-from interlace.runtime.errors import InterlaceError, PlaceUnavailableError
-from interlace.runtime.host_links import as_bytes
-from interlace.runtime.host_partials import Partial
-from interlace.runtime.place_hosts import HostsPlace
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.numerics import reductions
+from interlace.runtime.places.hosts.links import as_bytes
+from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.hosts.place import HostsPlace
 
 # ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
 GROUPS = {

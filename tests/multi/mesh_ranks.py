@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import interlace
 import interlace.tensor as tensor
-from interlace.runtime import calibration
+from interlace.runtime.tuning import calibration
 from multi.calibration_ranks import measurement
 from support import payload
 

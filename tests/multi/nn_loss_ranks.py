@@ -51,7 +51,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
 
 
 def in_pieces(options: dict[str, Any]) -> None:
-    with mock.patch("interlace.nn.cross_entropy.ELEMENTS_AT_ONCE", 40):
+    with mock.patch("interlace.nn.layers.cross_entropy.ELEMENTS_AT_ONCE", 40):
         compare(torch.float64, False, True, options)
 
 

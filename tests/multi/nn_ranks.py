@@ -324,11 +324,11 @@ def _own_part(group: Any, output: torch.Tensor, parts: Any, *rest: Any) -> _Done
 
 
 DROPPED = {
-    "layer norm": ("interlace.nn.regions._all_reduce", _nothing, "gradient of weight"),
-    "row, skip bias": ("interlace.nn.regions._all_reduce", _nothing, "gradient of bias"),
-    "row": ("interlace.nn.linear_gradients._all_reduce", _nothing, "gradient of bias"),
-    "embedding": ("interlace.nn.regions._reduce_scatter", _own_part, "output"),
-    "embedding, replicated": ("interlace.nn.regions._all_reduce", _nothing, "output"),
+    "layer norm": ("interlace.nn.functions.regions._all_reduce", _nothing, "gradient of weight"),
+    "row, skip bias": ("interlace.nn.functions.regions._all_reduce", _nothing, "gradient of bias"),
+    "row": ("interlace.nn.functions.linear_gradients._all_reduce", _nothing, "gradient of bias"),
+    "embedding": ("interlace.nn.functions.regions._reduce_scatter", _own_part, "output"),
+    "embedding, replicated": ("interlace.nn.functions.regions._all_reduce", _nothing, "output"),
 }
 
 
@@ -345,7 +345,7 @@ def without_a_sum(name: str) -> str:
 
 
 def without_the_replicas_sum() -> str:
-    with mock.patch("interlace.nn.regions._all_reduce", _nothing):
+    with mock.patch("interlace.nn.functions.regions._all_reduce", _nothing):
         try:
             run_replicated_heads(1)
         except AssertionError as error:

@@ -22,11 +22,11 @@ from interlace.kernels.signal import (
     publish_kernel,
     wait_kernel,
 )
-from interlace.runtime import control, segment
-from interlace.runtime.errors import AbortedError, InterlaceError, PeerDiedError
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import WORD, Workspace
-from interlace.runtime.place_shm import ShmPlace
+from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD, Workspace
+from interlace.runtime.places.one_host import control, segment
+from interlace.runtime.places.shm.place import ShmPlace
 
 SLOTS = 16
 ELEMENTS = 1 << 12

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 import interlace
-from interlace import groups
-from interlace.runtime import host_engine, host_round_steps, host_steps
-from interlace.runtime.call import Call
-from interlace.runtime.control import SMALL_DATA
-from interlace.runtime.errors import InterlaceError
-from interlace.runtime.host_engine import HostEngine
-from interlace.runtime.host_rounds import MEDIUM_DATA, SLOT_BYTES, cuts
-from interlace.runtime.reductions import fold
+from interlace.groups import groups
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.one_host.control import SMALL_DATA
+from interlace.runtime.places.shm import engine as host_engine
+from interlace.runtime.places.shm import message_steps, round_steps
+from interlace.runtime.places.shm.engine import HostEngine
+from interlace.runtime.places.shm.rounds import MEDIUM_DATA, SLOT_BYTES, cuts
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "in place", "broadcast", "all_to_all")
 SUMMED = ("all_reduce", "reduce_scatter")
@@ -176,7 +177,7 @@ def every_dtype() -> list[str]:
 
 def many_rounds() -> list[str]:
     """Ops of 33 rounds, of as many as steps take where that is 36, and of one more."""
-    taken, host_round_steps.MOST = host_round_steps.MOST, 36 * interlace.get_world_size()
+    taken, round_steps.MOST = round_steps.MOST, 36 * interlace.get_world_size()
     try:
         with engine() as e:
             wrong = []
@@ -186,7 +187,7 @@ def many_rounds() -> list[str]:
                     wrong += once(e, op, nbytes, key, torch.uint8)
         return wrong
     finally:
-        host_round_steps.MOST = taken
+        round_steps.MOST = taken
 
 
 def shared_on_one_rank(seed: int) -> list[str]:
@@ -360,20 +361,20 @@ def in_a_thread() -> list[str]:
 
 def many_sizes() -> list[str]:
     """More sizes than lists of steps are kept, by number and by bytes; all are right, and few are kept."""
-    before = host_steps.KEPT, host_steps.KEPT_BYTES
+    before = message_steps.KEPT, message_steps.KEPT_BYTES
     wrong = []
     try:
         with engine() as e:
             assert e._steps is not None
-            for host_steps.KEPT, host_steps.KEPT_BYTES in ((5, 1 << 20), (1000, 20_000)):
+            for message_steps.KEPT, message_steps.KEPT_BYTES in ((5, 1 << 20), (1000, 20_000)):
                 for key in range(60):
                     nbytes = 8 * key + (key % 4 == 0) * SLOT_BYTES
                     wrong += once(e, ("all_reduce", "broadcast")[key % 2], nbytes, key, torch.int64)
                     kept = [steps.nbytes for steps in e._steps._kept.values()]
-                    if len(kept) > host_steps.KEPT or sum(kept) > host_steps.KEPT_BYTES:
+                    if len(kept) > message_steps.KEPT or sum(kept) > message_steps.KEPT_BYTES:
                         wrong.append(f"{len(kept)} lists of {sum(kept)} bytes are kept")
     finally:
-        host_steps.KEPT, host_steps.KEPT_BYTES = before  # these processes are used again
+        message_steps.KEPT, message_steps.KEPT_BYTES = before  # these processes are used again
     return wrong
 
 

@@ -271,11 +271,11 @@ def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable
 
 def pipelined(path: str) -> tuple[list[str], list[bool]]:
     """Inductor's own pass finds its patterns, and its ops run here: which, and whether all is right."""
-    from interlace.ops import symm_mem
+    from interlace.symmetric_memory import torch_ops
 
     calls: list[str] = []
     right = []
-    with world(path) as group, contextlib_all(calls, symm_mem):
+    with world(path) as group, contextlib_all(calls, torch_ops):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch_symm_mem.enable_symm_mem_for_group(group.group_name)

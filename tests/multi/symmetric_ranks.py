@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.errors import InterlaceError, PeerDiedError
+from interlace.runtime.core.errors import InterlaceError, PeerDiedError
 
 symm_mem = interlace.symmetric_memory
 
@@ -401,8 +401,8 @@ def killed_while_waited_for(victim: int, folder: str) -> None:
 
 def after_close() -> list:
     """What is left of a group that was closed: memory, but no kernel that waits."""
-    from interlace import groups
-    from interlace.runtime import user_launches
+    from interlace.groups import groups
+    from interlace.runtime.places.shm import user_launches
 
     tensor, hdl = handle_of(4)
     interlace.barrier()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.activations import NAMES, activate
+from interlace.runtime.numerics.activations import NAMES, activate
 from multi import activation_ranks as ranks
 
 

@@ -241,7 +241,7 @@ assert x.tolist() == [dist.get_world_size()] * 2
 import interlace
 interlace.all_reduce(x)
 assert x.tolist() == [dist.get_world_size() ** 2] * 2
-assert interlace.groups.default_group() is dist.group.WORLD.interlace_communicator
+assert interlace.groups.groups.default_group() is dist.group.WORLD.interlace_communicator
 dist.destroy_process_group()
 """
 

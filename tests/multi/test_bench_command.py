@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from interlace.benchmark import plain_all
-from interlace.cli import bench_options, main
-from interlace.cli.bench import bench
-from interlace.cli.bench_options import BenchOptions
-from interlace.cli.outputs import refuse_unwritable
+from interlace.benchmark.subjects import plain_all
+from interlace.cli import main
+from interlace.cli.bench import options as bench_options
+from interlace.cli.bench.command import bench
+from interlace.cli.bench.options import BenchOptions
+from interlace.cli.output.files import refuse_unwritable
 from support import under_torchrun
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")

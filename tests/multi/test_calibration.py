@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 import interlace
-from interlace.cli.calibrate import CalibrateOptions, calibrate
-from interlace.runtime import calibration
-from interlace.tensor.calibration import Request, measured, on_rank
+from interlace.cli.commands.calibrate import CalibrateOptions, calibrate
+from interlace.runtime.tuning import calibration
+from interlace.tensor.mesh.calibration import Request, measured, on_rank
 from multi import calibration_ranks
 from support import under_torchrun
 

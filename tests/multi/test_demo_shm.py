@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from interlace.cli import workload
-from interlace.cli.cases import CASES
-from interlace.cli.demo import DemoOptions, run_case
-from interlace.runtime.recording import MICROSECONDS
+from interlace.cli.demo import workload
+from interlace.cli.demo.cases import CASES
+from interlace.cli.demo.command import DemoOptions, run_case
+from interlace.runtime.scheduler.recording import MICROSECONDS
 
 
 def test_parts_of_all_processes_become_one_recording() -> None:

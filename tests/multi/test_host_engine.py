@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.ring_writes import AGAIN, FIRST, SOON, Choice, Ways
+from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, Choice, Ways
 from multi import engine_ranks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import interlace
-from interlace.runtime import steps
+from interlace.runtime.places.shm.machine_code import steps
 from multi import steps_ranks
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")

@@ -22,12 +22,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from interlace.runtime import hosts, reductions
-from interlace.runtime.connect import connect_place
-from interlace.runtime.errors import CollectiveTimeoutError
-from interlace.runtime.host_partials import Partial
-from interlace.runtime.hosts import Card, HostMap
-from interlace.runtime.place_shm import ShmPlace
+from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.numerics import reductions
+from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.host_map import Card, HostMap
+from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.start.connect import connect_place
 from multi import hosts_scenarios as scenarios
 from multi.hosts_ranks import HOSTS
 
@@ -181,26 +182,26 @@ def test_host_map() -> None:
 
 
 def test_processes_of_one_host_know_it() -> None:
-    code = "from interlace.runtime.hosts import this_host; print(this_host())"
+    code = "from interlace.runtime.places.hosts.host_map import this_host; print(this_host())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == hosts.this_host()
+    assert found.stdout.strip() == host_map.this_host()
 
 
 def test_address_towards_the_store() -> None:
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    assert hosts.store_address(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+    assert host_map.store_address(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
 
 
 def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None:
     """Rank 0 knows itself as localhost only. What leads to rank 1's address is this machine's own."""
     cards = [Card("a", 1, "127.0.0.1"), Card("b", 2, "127.0.0.1"), Card("b", 3, "::1")]
-    assert hosts.own_address(cards, 0) == "127.0.0.1"
+    assert host_map.own_address(cards, 0) == "127.0.0.1"
     cards[1] = Card("b", 2, "192.0.2.7")
-    assert hosts.own_address(cards, 1) == "192.0.2.7"
-    assert hosts.own_address(cards, 0) == hosts.address_towards("192.0.2.7")
+    assert host_map.own_address(cards, 1) == "192.0.2.7"
+    assert host_map.own_address(cards, 0) == host_map.address_towards("192.0.2.7")
 
 
 def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
@@ -208,7 +209,7 @@ def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
     found: list[Any] = [None] * len(cards)
 
     def join(rank: int) -> None:
-        found[rank] = hosts.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=20)
+        found[rank] = host_map.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=20)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
     for thread in threads:
@@ -226,7 +227,7 @@ def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
         for rank, (found, nonce) in enumerate(met(store, cards)):
             assert found == cards
             nonces.add(nonce)
-            hosts.forget(store, rank, prefix="p", nonce=nonce)
+            host_map.forget(store, rank, prefix="p", nonce=nonce)
     assert len(nonces) == 20
     assert store.num_keys() == 1
 
@@ -243,7 +244,7 @@ def test_what_a_crashed_group_left_is_ignored() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     card = Card("a", 1, None)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
-        hosts.meet(HashStore(), 0, 3, card, prefix="p", timeout=0.1)
+        host_map.meet(HashStore(), 0, 3, card, prefix="p", timeout=0.1)
     assert caught.value.waited_for == (1, 2)
 
 

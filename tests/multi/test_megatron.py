@@ -93,7 +93,10 @@ def test_names_of_older_and_later_versions() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3)
 
     def shapes() -> list[tuple[int, ...]]:
-        group, common = interlace.groups.default_group(), (x, w, None, False, False, True, None, 0)
+        group, common = (
+            interlace.groups.groups.default_group(),
+            (x, w, None, False, False, True, None, 0),
+        )
         with pytest.warns(DeprecationWarning, match="allreduce_dgrad"):
             old = linear(*common, True, group)
         later = linear(*common, group, 1, output_dtype=torch.float64)

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from interlace.runtime import rendezvous
-from interlace.runtime.errors import (
+from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
     InterlaceError,
     RankError,
 )
-from interlace.runtime.place_shm import ShmPlace
-from interlace.runtime.processes import ProcessPool
-from interlace.runtime.segment import PAGE, Identity, create_segment, map_segment
-from interlace.runtime.waiting import Patience
-from interlace.runtime.worker import OrderedWorker
+from interlace.runtime.places.one_host import rendezvous
+from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
+from interlace.runtime.places.one_host.waiting import Patience
+from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.start.pool import ProcessPool
 from multi import shm_ranks as ranks
 
 NONCE = bytes(range(16))
@@ -318,7 +318,7 @@ def test_nothing_is_left(pool: ProcessPool) -> None:
 PARENT = """
 if __name__ == "__main__":
     from multi import shm_ranks as ranks
-    from interlace.runtime.processes import ProcessPool
+    from interlace.runtime.start.pool import ProcessPool
     ProcessPool(1).run(ranks.kill_parent, setup=ranks.setup)
 """
 

@@ -85,7 +85,7 @@ import torch, sys, warnings
 warnings.simplefilter("error")
 import {first}
 import {second}
-from interlace.torch_kernels import NAMES
+from interlace.symmetric_memory.registration import NAMES
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(sum(has("symm_mem::" + name, "CPU") for name in NAMES), len(NAMES))
 print(has("symm_mem::fused_all_gather_matmul", "CUDA"), "interlace.ops" in sys.modules)

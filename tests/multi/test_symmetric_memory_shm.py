@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import interlace
-from interlace.runtime.errors import RankError
-from interlace.runtime.processes import ProcessPool
+from interlace.runtime.core.errors import RankError
+from interlace.runtime.start.pool import ProcessPool
 from multi import symmetric_ranks as ranks
 from sim.test_symmetric_memory import check_misuses, check_views
 

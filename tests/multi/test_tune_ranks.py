@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import interlace
-from interlace.cli.tune import tune
-from interlace.cli.tune_options import TuneOptions
-from interlace.runtime import tune_cache
+from interlace.cli.tune.command import tune
+from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.tuning import cache
 from multi import tune_ranks
 
 WORLD = tune_ranks.PROBLEM.world_size
@@ -67,8 +67,8 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
         op=ops, place="shm", m="64", n="32", k="32", budget=20.0, cache=str(file), world_size=2
     )
     assert tune(Console(file=out, width=200), options) == 0
-    machine = tune_cache.machine("shm", torch.device("cpu"))
-    found = {row.op: row for row in tune_cache.rows_for(machine, file)}
+    machine = cache.machine("shm", torch.device("cpu"))
+    found = {row.op: row for row in cache.rows_for(machine, file)}
     assert set(found) == set(ops)
     for row in found.values():
         assert row.algorithm in ("pipelined", "unfused")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.groups import default_group
-from interlace.runtime import tune_cache, tuning
-from interlace.runtime.cost_model import Problem
+from interlace.groups.groups import default_group
+from interlace.runtime.tuning import cache as tune_cache
+from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning.cost_model import Problem
 
 PROBLEM = Problem("all_gather_matmul", torch.float32, 64, 32, 64, 3)
 CHUNKS = 7  # that no default has

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 import torch_names
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from support import laid_out, payload
 
 
@@ -260,7 +260,7 @@ def test_a_group_of_every_kind() -> None:
 
 
 def test_a_process_group_with_a_communicator_of_its_own() -> None:
-    class Ours(interlace.groups.OnInterlace, dist.ProcessGroup):
+    class Ours(interlace.groups.groups.OnInterlace, dist.ProcessGroup):
         pass
 
     def on_rank() -> None:

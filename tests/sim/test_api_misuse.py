@@ -10,7 +10,7 @@ import torch
 
 import interlace
 import refused_calls
-from interlace import reduce_ops
+from interlace.arguments import reduce_ops
 from support import failure
 
 ONE = torch.ones(2)

@@ -9,12 +9,12 @@ import torch
 
 import api_cases
 import interlace
-from interlace import support
-from interlace.support import ANY, REDUCED
+from interlace.collectives import support_table
+from interlace.collectives.support_table import ANY, REDUCED
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "collectives.md"
-MOVING = [each.name for each in support.OPERATIONS if each.payload == ANY]
-REDUCING = [each.name for each in support.OPERATIONS if each.payload == REDUCED]
+MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
+REDUCING = [each.name for each in support_table.OPERATIONS if each.payload == REDUCED]
 FEW = (torch.float32, torch.bool, torch.complex64)
 
 
@@ -26,14 +26,14 @@ def _on_others(name: str) -> None:
 @pytest.mark.parametrize("name", MOVING)
 def test_every_dtype_is_moved(name: str) -> None:
     """All dtypes on 3 ranks, a few on other numbers of ranks."""
-    assert min(interlace.run(api_cases.serve, 3, name, support.MOVED_DTYPES, False)) > 20
+    assert min(interlace.run(api_cases.serve, 3, name, support_table.MOVED_DTYPES, False)) > 20
     _on_others(name)
 
 
 @pytest.mark.parametrize("name", REDUCING)
 def test_every_op_reduces_every_dtype(name: str) -> None:
     """All dtypes on 3 ranks; the coalesced forms are made of the others."""
-    dtypes = FEW if name.endswith("coalesced") else support.REDUCED_DTYPES
+    dtypes = FEW if name.endswith("coalesced") else support_table.REDUCED_DTYPES
     assert min(interlace.run(api_cases.serve, 3, name, dtypes, False)) >= (
         18 if dtypes is FEW else 100
     )
@@ -42,7 +42,7 @@ def test_every_op_reduces_every_dtype(name: str) -> None:
 
 def test_every_function_is_in_the_table() -> None:
     """And the other way round: what the table lists is public."""
-    listed = {each.name for each in support.OPERATIONS}
+    listed = {each.name for each in support_table.OPERATIONS}
     aliases = {
         "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "reduce_scatter_tensor",
         "reduce_scatter_single", "_reduce_scatter_base",
@@ -54,7 +54,7 @@ def test_every_function_is_in_the_table() -> None:
     assert listed <= set(interlace.__all__)
 
 
-@pytest.mark.parametrize("table", [support.operation_table, support.reduce_table])
+@pytest.mark.parametrize("table", [support_table.operation_table, support_table.reduce_table])
 def test_the_document_has_the_tables(table: object) -> None:
-    """After a change: python -m interlace.support, and paste."""
+    """After a change: python -m interlace.collectives.support_table, and paste."""
     assert callable(table) and table() in DOCUMENT.read_text()

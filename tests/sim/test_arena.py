@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD, HEADER_WORDS, MAX_WORLD_SIZE
-from interlace.runtime import cost
-from interlace.runtime.memory import DATA_ALIGNMENT, WORD, Arena, Layout, SymmetricBuffer
-from interlace.runtime.place_sim import SimPlace
+from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD, Arena, Layout, SymmetricBuffer
+from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.tuning import auto
 
 SIZES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300_000)), min_size=1, max_size=12)
 
@@ -80,7 +80,7 @@ def one_of_each() -> None:
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages, too, through workspaces."""
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)
+    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)
 
 
 @pytest.mark.usefixtures("channels")

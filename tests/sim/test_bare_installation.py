@@ -27,7 +27,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
         "sys.path[:0] = [sys.argv[1] + '/benchmarks', sys.argv[1] + '/tests']\n"
-        "import interlace.cli.main, interlace.cli.check, interlace.cli.doctor\n"
+        "import interlace.cli.main, interlace.cli.commands.check, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
         "import gpu_host, gpu_overlap, gpu_shapes, host_cost, lone_rank, torch_pipelined\n"
         "import circumstances; print(circumstances.circumstances()['torch'])\n"
@@ -41,7 +41,7 @@ def test_the_commands_for_a_gpu_run() -> None:
     done = run(
         "from interlace.cli.main import run\n"
         "run(['doctor'])\n"
-        "from interlace.cli import check, consoles\n"
+        "from interlace.cli.commands import check; from interlace.cli.output import consoles\n"
         "case = check.Case('all_reduce', 'copy', 1, 64, 0, 0, 'fp32', {'algorithm': 'copy'})\n"
         "verdict = check.Verdict(case, 0.5, 0.1)\n"
         "check.cases, check.run_case = lambda device: [case], lambda *rest: verdict\n"

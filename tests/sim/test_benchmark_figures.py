@@ -14,8 +14,9 @@ from hypothesis import strategies
 
 import interlace
 import interlace.benchmark
-from interlace.benchmark import baselines, caches, figures, kernel, ops, payload, protocol, sizes
-from interlace.benchmark.figures import Spread
+from interlace.benchmark.subjects import baselines, ops
+from interlace.benchmark.timing import caches, figures, kernel, payload, protocol, sizes
+from interlace.benchmark.timing.figures import Spread
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.runtime.configuration import override
+from interlace.runtime.tuning.configuration import override
 from support import LAYOUTS, laid_out, noise, payload, poison, poisoned
 
 NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime import configuration, tuning_table
-from interlace.runtime.configuration import Configuration, check_values, gpu_default
-from interlace.runtime.tuning_table import GROUPED, INTERPRETED, SHAPES, TILES
+from interlace.runtime.tuning import configuration, table
+from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
+from interlace.runtime.tuning.table import GROUPED, INTERPRETED, SHAPES, TILES
 
 FIELDS = asdict(Configuration())
 NUMBERS = [name for name, value in FIELDS.items() if type(value) is int]
@@ -90,9 +90,9 @@ def test_the_smallest_value_is_right(name: str) -> None:
 def test_the_table_has_only_values_that_can_be() -> None:
     for row in (*TILES, *SHAPES):
         check_values(row.values)
-    for values in (*GROUPED.values(), tuning_table.SENDING, tuning_table.SENDING_FP32):
+    for values in (*GROUPED.values(), table.SENDING, table.SENDING_FP32):
         check_values(values)
-    check_values(tuning_table.INTERPRETED_VALUES)
+    check_values(table.INTERPRETED_VALUES)
     for name, bounds in INTERPRETED.items():
         for value in bounds:
             check_values({name: value})

@@ -20,13 +20,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace.tensor as tensor
-from interlace.cli.calibrate import CalibrateOptions, calibrate, mesh_of
-from interlace.cli.consoles import PlainConsole
-from interlace.runtime import calibration, tune_cache, tuning
-from interlace.runtime.calibration import Link, Measured, Protocol
-from interlace.runtime.cost_model import Problem
-from interlace.tensor.calibration import Request, fit, link_of, medians
-from interlace.tensor.topology import GIB, MeshTopoInfo
+from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
+from interlace.cli.output.consoles import PlainConsole
+from interlace.runtime.tuning import cache, calibration, tuning
+from interlace.runtime.tuning.calibration import Link, Measured, Protocol
+from interlace.runtime.tuning.cost_model import Problem
+from interlace.tensor.mesh.calibration import Request, fit, link_of, medians
+from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
 
@@ -235,7 +235,7 @@ def test_no_file_is_no_reason_to_warn(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_home_that_is_not_there_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calibration, tune_cache):
+    for module in (calibration, cache):
         monkeypatch.setenv(module.VARIABLE, "~no-such-user/file.json")
         assert str(module.path()) == "~no-such-user/file.json"
     assert calibration.read() == ()

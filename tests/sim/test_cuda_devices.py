@@ -13,10 +13,10 @@ import fake_host
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
-from interlace.groups import default_group
-from interlace.runtime import communicator as communicators
-from interlace.runtime import cost
-from interlace.runtime.communicator import Communicator
+from interlace.groups.groups import default_group
+from interlace.runtime.core import communicator as communicators
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.tuning import auto
 
 
 class Asked(Exception):
@@ -92,7 +92,7 @@ def test_where_a_value_lies() -> None:
 def test_they_compute_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both communicators on the fake GPU; whatever has 8 elements counts as being on it."""
     gpu = install(monkeypatch, FakeGpu(3))
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)  # only ops in workspaces are counted
+    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)  # only ops in workspaces are counted
     monkeypatch.setattr(
         communicators, "kind_of", lambda values: "cuda" if values[0].numel() == 8 else "cpu"
     )

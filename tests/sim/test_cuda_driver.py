@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.runtime.cuda_driver import RELAXED, Library, StreamWords
+from interlace.runtime.places.cuda.driver import RELAXED, Library, StreamWords
 
 SOURCE = """
 typedef unsigned long long word;

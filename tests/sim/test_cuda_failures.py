@@ -18,12 +18,12 @@ import interlace
 from fake_cuda import DeviceHang, FakeGpu
 from fake_driver import install
 from fake_host import look, own_place
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, CREDIT_WORDS, EPOCH_WORD
-from interlace.runtime import cuda_watchdog
-from interlace.runtime.cuda_stream import DeviceStream
-from interlace.runtime.cuda_watchdog import LINGER_SECONDS, Watchdog
-from interlace.runtime.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+from interlace.runtime.places.cuda import watchdog as cuda_watchdog
+from interlace.runtime.places.cuda.stream import DeviceStream
+from interlace.runtime.places.cuda.watchdog import LINGER_SECONDS, Watchdog
 
 
 def warm_up() -> None:
@@ -66,7 +66,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch
 
 
 def _layout(*, data: bool = False) -> Any:
-    from interlace.runtime.memory import Layout
+    from interlace.runtime.core.memory import Layout
 
     layout = Layout()
     layout.add_slots(8)

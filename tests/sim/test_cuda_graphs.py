@@ -17,11 +17,11 @@ import fake_host
 import interlace
 from fake_cuda import CudaError, DeviceHang, FakeGpu
 from fake_driver import install
-from interlace.groups import default_group
-from interlace.runtime.communicator import MOST_PASSING_TABLES
-from interlace.runtime.cuda_stream import DeviceStream
-from interlace.runtime.device_place import DevicePlace
-from interlace.runtime.errors import InterlaceError
+from interlace.groups.groups import default_group
+from interlace.runtime.core.communicator import MOST_PASSING_TABLES
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.cuda.device_place import DevicePlace
+from interlace.runtime.places.cuda.stream import DeviceStream
 
 REPLAYS = 100
 ROWS, INNER = 24, 8

@@ -14,9 +14,9 @@ import torch
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import MULTIPROCESSORS, install
-from interlace.runtime import device_place
-from interlace.runtime.cuda_launch import LaunchCache, Prepared
-from interlace.runtime.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.cuda import device_place
+from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
 
 Log = list[tuple[str, int, str]]
 

@@ -79,7 +79,7 @@ def test_events_are_used_again(host_cost: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_call_is_planned_and_asks_the_driver_for_little(host_cost: Any) -> None:
-    from interlace.groups import default_group
+    from interlace.groups.groups import default_group
 
     for name, call in host_cost.candidates(torch.device("cpu")).items():
         for _ in range(4):

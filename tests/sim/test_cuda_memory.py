@@ -16,12 +16,18 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from fake_host import ThreadHost
-from interlace.runtime import cuda_ipc, cuda_memory
-from interlace.runtime.cuda_ipc import IpcMemory
-from interlace.runtime.cuda_memory import ExchangeStore, MemoryRefused, TorchMemory, together
-from interlace.runtime.errors import PlaceUnavailableError
-from interlace.runtime.place_cuda import CudaPlace
-from interlace.runtime.virtual_ranks import Turns, run_threads
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.places.cuda.turns import Turns, run_threads
+from interlace.runtime.places.cuda_processes import ipc
+from interlace.runtime.places.cuda_processes import memory as cuda_memory
+from interlace.runtime.places.cuda_processes.ipc import IpcMemory
+from interlace.runtime.places.cuda_processes.memory import (
+    ExchangeStore,
+    MemoryRefused,
+    TorchMemory,
+    together,
+)
+from interlace.runtime.places.cuda_processes.place import CudaPlace
 
 CPU = torch.device("cpu")
 _c10d: Any = c10d
@@ -119,7 +125,7 @@ class FakeSymmetricMemory:
         torch_213_all_gather(store, 8, rank, size, b"barrier")
 
         def buffer(peer: int, shape: Any, dtype: Any) -> torch.Tensor:
-            return cuda_ipc.tensor_over(int(addresses[peer]), shape[0], CPU)
+            return ipc.tensor_over(int(addresses[peer]), shape[0], CPU)
 
         return SimpleNamespace(get_buffer=buffer, multicast_ptr=4096)
 
@@ -238,10 +244,10 @@ class FakeCupy:
     def export(self, address: int) -> bytes:
         if self.refuses:
             raise RuntimeError("cudaErrorNotSupported")
-        return address.to_bytes(8, "little").ljust(cuda_ipc.HANDLE_BYTES, b"\0")
+        return address.to_bytes(8, "little").ljust(ipc.HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes, flags: int) -> int:
-        assert flags == cuda_ipc.LAZY_PEER_ACCESS and len(handle) == cuda_ipc.HANDLE_BYTES
+        assert flags == ipc.LAZY_PEER_ACCESS and len(handle) == ipc.HANDLE_BYTES
         self.opened.append(int.from_bytes(handle[:8], "little"))
         return self.opened[-1]
 
@@ -264,7 +270,7 @@ class FakeDevice:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(cuda_ipc, "_given_up", [])
+    monkeypatch.setattr(ipc, "_given_up", [])
     return fake
 
 
@@ -294,7 +300,7 @@ def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> No
             host.exchange(b"", "left")
 
     on_ranks(on_rank, 3)
-    cuda_ipc.sweep()
+    ipc.sweep()
     assert not cupy.opened and not cupy.closed_late
     assert sorted(cupy.freed) == sorted(cupy.memory)
 
@@ -307,8 +313,8 @@ def test_what_a_killed_rank_had_open_is_not_freed(cupy: FakeCupy) -> None:
             memory.close()
 
     on_ranks(on_rank, 2)
-    cuda_ipc.sweep()
-    assert not cupy.freed and len(cuda_ipc._given_up) == 1
+    ipc.sweep()
+    assert not cupy.freed and len(ipc._given_up) == 1
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,8 +386,8 @@ import ctypes, errno, os, signal, socket, sys, time
 import torch
 import torch._C._distributed_c10d as c10d
 from types import SimpleNamespace
-from interlace.runtime import cuda_memory
-from interlace.runtime.errors import PeerDiedError
+from interlace.runtime.places.cuda_processes import memory as cuda_memory
+from interlace.runtime.core.errors import PeerDiedError
 
 own, other = socket.socketpair()
 libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as torch does

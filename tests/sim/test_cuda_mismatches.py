@@ -15,8 +15,8 @@ import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
 from fake_host import look, own_place
-from interlace.runtime import cost
-from interlace.runtime.errors import CollectiveTimeoutError
+from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.tuning import auto
 
 
 def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:
@@ -71,7 +71,7 @@ def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPa
     """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
     install(monkeypatch, FakeGpu(eager=0.0))
     monkeypatch.setattr(
-        cost, "LARGEST_LOW_LATENCY_BYTES", 0
+        auto, "LARGEST_LOW_LATENCY_BYTES", 0
     )  # else found before the ranks can meet
 
     def on_rank() -> list[Any]:

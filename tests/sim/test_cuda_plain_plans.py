@@ -12,11 +12,12 @@ import fake_host
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
-from interlace.groups import default_group
-from interlace.runtime import cost, cuda_plans
-from interlace.runtime.cuda_plans import Plans
-from interlace.runtime.cuda_stream import DeviceStream
-from interlace.runtime.cuda_watcher import Signalled
+from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda import plans as cuda_plans
+from interlace.runtime.places.cuda.plan_recorder import Signalled
+from interlace.runtime.places.cuda.plans import Plans
+from interlace.runtime.places.cuda.stream import DeviceStream
+from interlace.runtime.tuning import auto
 
 LENGTH = 12
 CALLS = 9
@@ -101,7 +102,7 @@ OPS: list[Op] = [
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages, too, through workspaces."""
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 0)
+    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["", "words"])
@@ -112,7 +113,7 @@ def test_repeated_calls_are_right(
     op: Op, world_size: int, async_op: bool, words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = install(monkeypatch, FakeGpu(3))
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", LENGTH * 8 if words else 0)
+    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", LENGTH * 8 if words else 0)
 
     def on_rank() -> int:
         for call in range(CALLS):
@@ -129,7 +130,7 @@ def test_repeated_calls_are_right(
 def test_words_that_have_grown_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan through words that were outgrown would meet peers that are through the new ones."""
     gpu = install(monkeypatch, FakeGpu(3))
-    monkeypatch.setattr(cost, "LARGEST_LOW_LATENCY_BYTES", 32 << 10)
+    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 32 << 10)
 
     def on_rank() -> list[int]:
         rank, size, hits = interlace.get_rank(), interlace.get_world_size(), []

@@ -14,10 +14,10 @@ import fake_host
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
-from interlace.groups import default_group
-from interlace.runtime import configuration
-from interlace.runtime.cuda_plans import MOST_PLANS, Plans
-from interlace.runtime.cuda_watcher import _Where
+from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda.plan_recorder import _Where
+from interlace.runtime.places.cuda.plans import MOST_PLANS, Plans
+from interlace.runtime.tuning import configuration
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 
@@ -302,7 +302,7 @@ def test_an_address_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeGpu(3, eager=1.0))
-    monkeypatch.setattr("interlace.runtime.cuda_plans.MOST_PLANS", 8)
+    monkeypatch.setattr("interlace.runtime.places.cuda.plans.MOST_PLANS", 8)
     assert MOST_PLANS > 8
 
     def on_rank() -> int:

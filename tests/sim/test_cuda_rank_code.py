@@ -11,7 +11,7 @@ import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
 from gpu import device_ranks as ranks
-from interlace.runtime import cuda_driver
+from interlace.runtime.places.cuda import driver
 
 
 class Synchronized:
@@ -35,7 +35,7 @@ class Synchronized:
 def test_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch code of theirs runs at once, so the device does too: after every call, and at the end."""
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setattr(cuda_driver, "stream_words", cuda_driver.stream_words)
+    monkeypatch.setattr(driver, "stream_words", driver.stream_words)
     monkeypatch.setattr(ranks, "interlace", Synchronized(gpu))
     op = ranks.OPS[name]
 

@@ -18,10 +18,10 @@ import interlace
 from fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from fake_cuda import gpu as fake_gpu
 from fake_driver import install
-from interlace.groups import default_group
-from interlace.runtime import cuda_stream
-from interlace.runtime.cuda_stream import DeviceEvent, DeviceStream, Point
-from interlace.runtime.device_place import DevicePlace
+from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda import stream
+from interlace.runtime.places.cuda.device_place import DevicePlace
+from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point
 
 SEEDS = range(12)
 
@@ -254,7 +254,7 @@ def test_a_start_that_is_recorded_late_would_hang(monkeypatch: pytest.MonkeyPatc
 
     def ops() -> float:
         group = default_group()
-        from interlace.runtime.memory import Layout
+        from interlace.runtime.core.memory import Layout
 
         layout = Layout()
         slot = layout.add_slots(1)
@@ -375,4 +375,4 @@ def test_streams_of_the_group_have_priority(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_default_stream_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeGpu())
-    assert cuda_stream.stream_of(0).cuda_stream == 0
+    assert stream.stream_of(0).cuda_stream == 0

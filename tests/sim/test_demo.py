@@ -16,30 +16,30 @@ from rich.console import Console
 
 import interlace
 from interlace import reference
-from interlace.cli import chrome_trace, demo, timeline, workload
-from interlace.cli.cases import CASES
-from interlace.cli.demo import DemoOptions, run_case
+from interlace.cli.demo import chrome_trace, command, timeline, workload
+from interlace.cli.demo.cases import CASES
+from interlace.cli.demo.command import DemoOptions, run_case
 from interlace.kernels.tiling import split_rows
-from interlace.runtime import recording, trace
+from interlace.runtime.scheduler import recording, trace
 
 SMALL = {"m": 45, "n": 40, "k": 24}
 
 
 def printed(options: DemoOptions, width: int = 80, **console: Any) -> tuple[int, str]:
     out = io.StringIO()
-    code = demo.demo(Console(file=out, width=width, **console), options)
+    code = command.demo(Console(file=out, width=width, **console), options)
     return code, out.getvalue()
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[workload.Workload, list[demo.Outcome]]:
+def small() -> tuple[workload.Workload, list[command.Outcome]]:
     """Every case on 3 ranks with uneven shards."""
     options = DemoOptions(ranks=3, **SMALL)
     work = workload.from_text(None, torch.bfloat16, 0, **SMALL)
     return work, [run_case(case, work, options) for case in CASES]
 
 
-def recorded(outcome: demo.Outcome) -> recording.Recording:
+def recorded(outcome: command.Outcome) -> recording.Recording:
     assert outcome.recording is not None
     return outcome.recording
 
@@ -65,7 +65,7 @@ def test_bytes_sent_are_what_the_algorithms_must_send(small: Any) -> None:
 
 
 def test_bytes_of_the_copy_engine_are_seen() -> None:
-    from interlace.runtime import configuration
+    from interlace.runtime.tuning import configuration
 
     def on_rank() -> None:
         with configuration.override(copiers=0):

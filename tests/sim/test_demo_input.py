@@ -11,14 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from interlace.cli import demo, workload
-from interlace.cli.demo import DemoOptions
-from interlace.runtime import recording
+from interlace.cli.demo import command, workload
+from interlace.cli.demo.command import DemoOptions
+from interlace.runtime.scheduler import recording
 
 
 def printed(options: DemoOptions) -> tuple[int, str]:
     out = io.StringIO()
-    return demo.demo(Console(file=out, width=80), options), out.getvalue()
+    return command.demo(Console(file=out, width=80), options), out.getvalue()
 
 
 def test_text_gives_distinct_rows_that_depend_on_the_seed() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.configuration import override
+from interlace.runtime.tuning.configuration import override
 from support import noise, payload, poisoned, schedule_digest, slow_rank, starved
 
 SEEDS, THOROUGH = 50, 200

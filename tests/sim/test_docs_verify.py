@@ -14,8 +14,8 @@ import pytest
 
 from interlace import verify
 from interlace.cli.main import parser
-from interlace.verify.suite import PROTOCOLS, load_function
-from interlace.verify.targets import TARGETS
+from interlace.verify.suite.jobs import PROTOCOLS, load_function
+from interlace.verify.suite.targets import TARGETS
 from protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 import interlace
 
 # It compiles kernels: tests/build/test_lint.py runs its example.
-ELSEWHERE = {"interlace.verify.lint_check"}
+ELSEWHERE = {"interlace.verify.lint_check.check"}
 
 
 def _has_examples(name: str) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from interlace.cli import machine
-from interlace.cli.doctor import collect, doctor, judge_places
+from interlace.cli.commands.doctor import collect, doctor, judge_places
+from interlace.cli.output import machine
 
 GPU = {"index": 0, "name": "H200", "capability": [9, 0], "memory_bytes": 139 << 30}
 CLUSTER: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_one_gpu_has_virtual_ranks() -> None:
 
 
 def test_it_says_which_ranks_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interlace.runtime import hosts
+    from interlace.runtime.places.hosts import host_map
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -124,7 +124,7 @@ def test_it_says_which_ranks_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "4 of 8 ranks, this is rank 5" in printed(as_json=False)[1]
-    monkeypatch.setattr(hosts, "this_host", lambda: "another kernel")
+    monkeypatch.setattr(host_map, "this_host", lambda: "another kernel")
     assert collect()["hosts"]["this_host"] != before["this_host"]
 
 

@@ -27,7 +27,7 @@ from exact_numbers import (
     rounding_cases,
     same,
 )
-from interlace.runtime.exact import exact_arithmetic
+from interlace.runtime.interpreter.exact import exact_arithmetic
 
 
 @triton.jit

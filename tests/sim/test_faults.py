@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.kernels import reduction
+from interlace.kernels.collectives import reduction
 from interlace.kernels.signal import (
     ABORT_WORD,
     CLAIMED_WORD,
@@ -21,8 +21,8 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
     wait,
 )
-from interlace.runtime.interpreter import program_function
-from interlace.runtime.scheduler import Program, Scheduler
+from interlace.runtime.interpreter.session import program_function
+from interlace.runtime.scheduler.scheduler import Program, Scheduler
 from support import failure
 
 
@@ -78,7 +78,7 @@ def test_a_producer_that_never_publishes_is_named() -> None:
 
 
 def test_a_stream_that_waits_is_named() -> None:
-    from interlace.runtime.place_sim import SimStream
+    from interlace.runtime.places.sim.place import SimStream
 
     def on_rank() -> None:
         interlace.all_reduce(torch.ones(3), algorithm="copy")
@@ -162,7 +162,7 @@ def test_other_ranks_end_even_if_they_catch_everything() -> None:
 
 
 def test_an_error_inside_a_stream_names_the_rank() -> None:
-    from interlace.runtime import collective_algorithms
+    from interlace.runtime.algorithms import plain
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("in the sum")
@@ -170,7 +170,7 @@ def test_an_error_inside_a_stream_names_the_rank() -> None:
     def on_rank() -> None:
         interlace.all_reduce(torch.ones(3), algorithm="copy")
 
-    with mock.patch.object(collective_algorithms, "fold", broken):
+    with mock.patch.object(plain, "fold", broken):
         error = failure(on_rank, 2)
     assert isinstance(error, ZeroDivisionError) and isinstance(error, interlace.RankError)
 

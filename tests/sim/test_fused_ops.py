@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.runtime.activations import NAMES as ACTIVATIONS
-from interlace.runtime.configuration import override
+from interlace.runtime.numerics.activations import NAMES as ACTIVATIONS
+from interlace.runtime.tuning.configuration import override
 from support import LAYOUTS, failure, laid_out, noise, poisoned
 
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")

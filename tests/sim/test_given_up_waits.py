@@ -24,12 +24,12 @@ from interlace.kernels.signal import (
     HEADER_WORDS,
     SPIN_LIMIT_WORD,
 )
-from interlace.runtime.configuration import override
-from interlace.runtime.interpreter import program_function
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import WORD, SymmetricBuffer
-from interlace.runtime.place_sim import SimPlace, SimStream
-from interlace.runtime.scheduler import Program, Scheduler
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD, SymmetricBuffer
+from interlace.runtime.interpreter.session import program_function
+from interlace.runtime.places.sim.place import SimPlace, SimStream
+from interlace.runtime.scheduler.scheduler import Program, Scheduler
+from interlace.runtime.tuning.configuration import override
 from mutations import Edit, Mutant, mutated
 from support import POISON_BYTE, noise
 

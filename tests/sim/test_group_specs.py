@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import functional
-from interlace.group_specs import bind, describe
+from interlace.groups.specs import bind, describe
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import interlace
 from first_fault import first_fault
-from interlace.kernels import node_order
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.configuration import override
-from interlace.runtime.hierarchical_engine import HierarchicalEngine
+from interlace.kernels.nodes import order
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.engines.nodes import HierarchicalEngine
+from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutant_checks import filled
 from mutations import Edit, Mutant, mutated
@@ -50,14 +50,14 @@ def carried_out(
             while mine and (mine[0][6] < 0 or (rank, mine[0][6]) in published):
                 kind, peer, _, begin, to, count, _, slot = mine.pop(0)
                 moved = True
-                assert (kind == node_order.PUT) == (nodes[peer] != nodes[rank])
-                for row in range(count if kind != node_order.LAND else 0):
-                    if kind == node_order.SEND:
+                assert (kind == order.PUT) == (nodes[peer] != nodes[rank])
+                for row in range(count if kind != order.LAND else 0):
+                    if kind == order.SEND:
                         what = {rank * 10000 + begin + row}
                     else:
                         what = set(held[rank][begin + row])
                     held[peer][to + row] |= what
-                    if kind == node_order.PUT:
+                    if kind == order.PUT:
                         crossed.update((element, nodes[rank], nodes[peer]) for element in what)
                 assert (peer, slot) not in published
                 published.add((peer, slot))
@@ -72,7 +72,7 @@ def test_gather_moves_bring_everything_once(nodes: list[int], rows: list[int], c
     """To every rank, without a wait that never ends, and over each link between nodes once."""
     rows = rows[: len(nodes)]
     ranks, total = range(len(nodes)), sum(rows)
-    lines = [node_order.gather_moves(rank, nodes, rows, chunk)[0] for rank in ranks]
+    lines = [order.gather_moves(rank, nodes, rows, chunk)[0] for rank in ranks]
     held, crossed = carried_out(nodes, lines, total)
     whole = [source * 10000 + row for source in ranks for row in range(rows[source])]
     for rank in ranks:
@@ -89,7 +89,7 @@ def test_exchange_moves_bring_every_part(nodes: list[int], data: st.DataObject) 
     ranks = range(len(nodes))
     some = st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes))
     sizes = [data.draw(some) for _ in ranks]
-    made = [node_order.exchange_moves(rank, nodes, sizes) for rank in ranks]
+    made = [order.exchange_moves(rank, nodes, sizes) for rank in ranks]
     held, crossed = carried_out(nodes, [lines for lines, *_ in made], made[0][2])
     assert len({(rows, slots) for _, _, rows, slots in made}) == 1
     assert all(count == 1 for count in crossed.values())
@@ -105,18 +105,18 @@ def test_exchange_moves_bring_every_part(nodes: list[int], data: st.DataObject) 
 def test_orders_are_permutations_and_relations_are_mutual(nodes: list[int]) -> None:
     ranks = range(len(nodes))
     for rank in ranks:
-        gathered = node_order.gather_order(rank, nodes, [2] * len(nodes))
+        gathered = order.gather_order(rank, nodes, [2] * len(nodes))
         assert sorted(gathered) == [(source, chunk) for source in ranks for chunk in (0, 1)]
-        own = len(node_order.members(nodes, nodes[rank]))
+        own = len(order.members(nodes, nodes[rank]))
         assert {nodes[source] for source, _ in gathered[: 2 * own]} == {nodes[rank]}
-        scattered = node_order.scatter_order(rank, nodes)
+        scattered = order.scatter_order(rank, nodes)
         assert sorted(scattered) == list(ranks) and scattered[-1] == rank
         assert {nodes[owner] for owner in scattered[-own:]} == {nodes[rank]}
-        for target in node_order.put_targets(rank, nodes):
-            assert rank in node_order.put_sources(target, nodes)
+        for target in order.put_targets(rank, nodes):
+            assert rank in order.put_sources(target, nodes)
         for owner in ranks:
-            by = node_order.reducer(rank, owner, nodes)
-            assert nodes[by] == nodes[rank] and owner in node_order.reduced_owners(by, nodes)
+            by = order.reducer(rank, owner, nodes)
+            assert nodes[by] == nodes[rank] and owner in order.reduced_owners(by, nodes)
 
 
 # -- results -----------------------------------------------------------------------------------------

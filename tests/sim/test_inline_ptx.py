@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from interlace.runtime import inline_ptx
-from interlace.runtime.inline_ptx import InlineAssemblyError
+from interlace.runtime.interpreter.inline_ptx import threads
+from interlace.runtime.interpreter.inline_ptx.threads import InlineAssemblyError
 from sim import ptx_kernels
 
 I16, I32, I64 = torch.int16, torch.int32, torch.int64
@@ -347,6 +347,6 @@ def test_wrong_addresses_are_an_error_and_not_a_crash() -> None:
 
 
 def test_a_loop_that_touches_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inline_ptx, "IDLE_STEPS", 1000)
+    monkeypatch.setattr(threads, "IDLE_STEPS", 1000)
     with pytest.raises(InlineAssemblyError, match=r"without memory accesses.*bra again"):
         interlace.run(lambda: ptx_kernels.in_memory("again: bra again;", torch.zeros(1)), 1)

@@ -9,7 +9,7 @@ import torch
 
 import interlace
 from interlace import symmetric_memory, verify
-from interlace.runtime import inline_ptx
+from interlace.runtime.interpreter.inline_ptx import threads as inline_ptx
 from sim import ptx_kernels
 from sim.ptx_kernels import computed, in_memory
 

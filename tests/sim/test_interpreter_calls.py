@@ -11,8 +11,8 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime import interpreter_calls
-from interlace.runtime.interpreter import session
+from interlace.runtime.interpreter import shortcut_calls
+from interlace.runtime.interpreter.session import session
 from sim.test_interpreter_shortcuts import TENSORS, tensor, told
 
 FILLED = np.arange(256, dtype=np.uint8) * 37 % 251
@@ -201,7 +201,7 @@ def test_loads_and_stores_do_not_go_through_the_front_end() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_shortcut_that_is_wrong_is_seen() -> None:
     with (
-        mock.patch.object(interpreter_calls, "_is_zero", lambda other: other == 1),
+        mock.patch.object(shortcut_calls, "_is_zero", lambda other: other == 1),
         pytest.raises(AssertionError, match=r"int8 \(\) bits \(\) 4"),
     ):
         compare(loads())

@@ -12,8 +12,8 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime import interpreter_shortcuts
-from interlace.runtime.interpreter import session
+from interlace.runtime.interpreter import shortcut_arithmetic
+from interlace.runtime.interpreter.session import session
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name)
@@ -141,10 +141,10 @@ def test_integers_do_not_go_through_the_front_end() -> None:
 
 
 def test_a_shortcut_that_is_wrong_is_seen() -> None:
-    wrong = interpreter_shortcuts._ARITHMETIC | {"sub": np.add}
+    wrong = shortcut_arithmetic._ARITHMETIC | {"sub": np.add}
     x, y = TENSORS["int32 (4,)"], TENSORS["int32 ()"]
     with (
-        mock.patch.object(interpreter_shortcuts, "_ARITHMETIC", wrong),
+        mock.patch.object(shortcut_arithmetic, "_ARITHMETIC", wrong),
         pytest.raises(AssertionError, match="difference"),
     ):
         compare({"difference": lambda: x - y})

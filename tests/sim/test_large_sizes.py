@@ -16,11 +16,11 @@ import triton.language as tl
 
 from address_only import Memory, run_programs
 from interlace.kernels import matmul
-from interlace.runtime import collective_algorithms, gather_algorithms, reduce_algorithms
-from interlace.runtime.configuration import Configuration
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
-from interlace.runtime.operands import Linear
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
+from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
+from interlace.runtime.tuning.configuration import Configuration
 
 HUGE = (1 << 26) + 77  # times 64 columns: 4.3e9 elements
 HUGE_FLAT = (1 << 32) + 123
@@ -95,7 +95,7 @@ def test_all_gather_matmul(rows: int, columns: int, path: tuple[str, bool, bool]
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, meta(columns), meta(WORLD * rows, columns))
-        gather_algorithms.all_gather_matmul_fused(
+        gather_matmul.all_gather_matmul_fused(
             communicator, meta(rows, 64), [linear], [rows] * WORLD, None, configuration
         )
 
@@ -112,7 +112,7 @@ def test_matmul_reduce_scatter(
     bias = meta(columns if along == "n" else rows)
 
     def build(communicator: Any) -> None:
-        reduce_algorithms.matmul_reduce_scatter_fused(
+        matmul_reduce.matmul_reduce_scatter_fused(
             communicator,
             meta(WORLD * rows, 64),
             Linear(weight, bias, meta(rows, columns), along),
@@ -131,7 +131,7 @@ def test_matmul_all_reduce(rows: int, columns: int, path: tuple[str, bool, bool]
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, meta(columns), meta(rows, columns))
-        reduce_algorithms.matmul_all_reduce_fused(
+        matmul_reduce.matmul_all_reduce_fused(
             communicator, meta(rows, 64), linear, configuration, average=False
         )
 
@@ -144,7 +144,7 @@ def flat_blocks() -> int:
 
 def test_all_gather() -> None:
     def build(communicator: Any) -> None:
-        collective_algorithms.all_gather_kernel(
+        plain.all_gather_kernel(
             communicator, meta(HUGE_FLAT), meta(2 * HUGE_FLAT), [HUGE_FLAT] * 2, CONFIGURATION
         )
 
@@ -153,7 +153,7 @@ def test_all_gather() -> None:
 
 def test_reduce_scatter() -> None:
     def build(communicator: Any) -> None:
-        collective_algorithms.reduce_scatter_kernel(
+        plain.reduce_scatter_kernel(
             communicator,
             meta(2 * HUGE_FLAT),
             meta(HUGE_FLAT),
@@ -168,9 +168,7 @@ def test_reduce_scatter() -> None:
 def test_all_reduce() -> None:
     def build(communicator: Any) -> None:
         flat = meta(HUGE_FLAT)
-        collective_algorithms.all_reduce_kernel(
-            communicator, flat, flat, CONFIGURATION, average=False
-        )
+        plain.all_reduce_kernel(communicator, flat, flat, CONFIGURATION, average=False)
 
     assert_lawful(build, flat_blocks())
 
@@ -211,7 +209,7 @@ def test_control_the_shipped_kernel_with_int32_tile_offsets_is_seen() -> None:
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, None, meta(HUGE, 96))
-        reduce_algorithms.matmul_all_reduce_fused(
+        matmul_reduce.matmul_all_reduce_fused(
             communicator, meta(HUGE, 64), linear, configuration, average=False
         )
 

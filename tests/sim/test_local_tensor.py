@@ -182,7 +182,7 @@ def with_default(case: Case, group: Any) -> Case:
 
     def changed(x: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("interlace.group_specs._of_default", lambda: (group.name, group.size))
+            patch.setattr("interlace.groups.specs._of_default", lambda: (group.name, group.size))
             return case(x)
 
     return changed

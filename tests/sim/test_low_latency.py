@@ -13,14 +13,15 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
-from interlace.runtime import cost, low_latency_algorithms
-from interlace.runtime.interpreter import program_function
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import WORD
-from interlace.runtime.place_sim import SimStream
-from interlace.runtime.scheduler import Program, Scheduler
+from interlace.runtime.algorithms import low_latency
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD
+from interlace.runtime.interpreter.session import program_function
+from interlace.runtime.places.sim.place import SimStream
+from interlace.runtime.scheduler.scheduler import Program, Scheduler
+from interlace.runtime.tuning import auto
 from support import POISON_BYTE, failure, noise, payload, poison, poisoned, slow_rank, starved
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -31,7 +32,7 @@ LOW = {"algorithm": "low_latency"}
 
 def small_words(words: int = 8) -> Any:
     """Programs of few words, so that a few numbers make several."""
-    return mock.patch.object(low_latency_algorithms, "BLOCK_WORDS", words)
+    return mock.patch.object(low_latency, "BLOCK_WORDS", words)
 
 
 @contextmanager
@@ -296,7 +297,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
 
 
 def test_small_messages_go_this_way_by_themselves() -> None:
-    most = cost.LARGEST_LOW_LATENCY_BYTES
+    most = auto.LARGEST_LOW_LATENCY_BYTES
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("low_latency_all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4))),
         ("all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4 + 1))),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import interlace
-from interlace.groups import default_group
-from interlace.runtime.call import Call
-from interlace.runtime.stream import Outcome
-from interlace.runtime.work import Work
+from interlace.groups.groups import default_group
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.work import Work
 from interlace.verify import races
 from sim.test_stream_engine import POISON, WORLDS, check, payload, poisoned
 

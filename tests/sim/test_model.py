@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime import trace
-from interlace.runtime.configuration import override
-from interlace.runtime.recording import merge
+from interlace.runtime.scheduler import trace
+from interlace.runtime.scheduler.recording import merge
+from interlace.runtime.tuning.configuration import override
 from sim.model_support import (
     BOTH,
     GATHER,

@@ -15,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from interlace import chosen_algorithm, reference
-from interlace.runtime import cost, multicast
-from interlace.runtime.configuration import override
-from interlace.runtime.errors import PlaceUnavailableError
-from interlace.runtime.hierarchical_nodes import Nodes
-from interlace.runtime.inline_ptx_syntax import InlineAssemblyError
-from interlace.runtime.memory import SymmetricBuffer
-from interlace.runtime.place_sim import SimPlace
+from interlace import reference
+from interlace.collectives import chosen_algorithm
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.interpreter.inline_ptx import multicast
+from interlace.runtime.interpreter.inline_ptx.syntax import InlineAssemblyError
+from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.tuning import auto
+from interlace.runtime.tuning.configuration import override
 from sim.ptx_kernels import in_memory
 from support import failure, noise, payload, poison, poisoned
 
@@ -203,7 +205,7 @@ CHOICES = [
 def test_who_is_chosen(given: Any, chosen: str) -> None:
     direct, interpreted, small, kernel, switch = given
     place: Any = SimpleNamespace(direct_access=direct, interpreted=interpreted)
-    found = cost.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
+    found = auto.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
     assert found == chosen
 
 

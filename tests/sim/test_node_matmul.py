@@ -11,11 +11,11 @@ import torch
 
 import interlace
 from first_fault import first_fault
-from interlace.kernels import node_order
-from interlace.ops import scaled_kernels
-from interlace.runtime.configuration import override
-from interlace.runtime.hierarchical_nodes import Nodes
-from interlace.runtime.hierarchical_reduce import tables_of
+from interlace.kernels.nodes import order
+from interlace.ops.eager import scaled_kernels
+from interlace.runtime.algorithms.node_matmul_reduce import tables_of
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutant_checks import filled
 from mutations import Edit, Mutant, mutated
@@ -23,7 +23,7 @@ from sim.node_support import TILES, TWO, on_nodes
 from support import noise, payload, poisoned
 
 THREE_TWO, TWO_THREE, TWO_FOUR = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1)
-FILE = "kernels/matmul_node_reduce_scatter.py"
+FILE = "kernels/nodes/matmul_reduce_scatter.py"
 
 
 def fused(group: Any, *operands: Any, **options: Any) -> Any:
@@ -40,11 +40,11 @@ def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
     segments = [(17 * rank, 17 if rank else 40) for rank in ranks]
     tables = [tables_of(rank, nodes, segments, 16, 2) for rank in ranks]
     for rank, known in enumerate(tables):
-        far = [of[owner] != of[rank] for owner in node_order.scatter_order(rank, of)]
+        far = [of[owner] != of[rank] for owner in order.scatter_order(rank, of)]
         assert far == sorted(far, reverse=True)
         starts = [line[3] for line in known.segments]
         assert starts == sorted(starts) and starts[0] == 0
-        for owner, line in zip(node_order.scatter_order(rank, of), known.segments, strict=True):
+        for owner, line in zip(order.scatter_order(rank, of), known.segments, strict=True):
             taker, first, rows, _, region = line
             assert of[taker] == of[rank] and (first, rows) == segments[owner]
             if taker == owner:

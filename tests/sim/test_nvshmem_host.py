@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from fake_host import ThreadHost
-from interlace.runtime import cuda_ipc, hierarchical_algorithms, nvshmem_memory, place_nvshmem
-from interlace.runtime.configuration import Configuration
-from interlace.runtime.cuda_memory import agreed, value
-from interlace.runtime.errors import PlaceUnavailableError
-from interlace.runtime.hierarchical_nodes import Nodes
-from interlace.runtime.launch import KernelLaunch
-from interlace.runtime.memory import SymmetricBuffer, Workspace
-from interlace.runtime.nvshmem_memory import Modules, NvshmemMemory, nodes_of
-from interlace.runtime.place_nvshmem import NvshmemPlace
-from interlace.runtime.virtual_ranks import Turns, run_threads
+from interlace.runtime.algorithms import node_moves
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.places.cuda.turns import Turns, run_threads
+from interlace.runtime.places.cuda_processes import ipc
+from interlace.runtime.places.cuda_processes.memory import agreed, value
+from interlace.runtime.places.nvshmem import memory as nvshmem_memory
+from interlace.runtime.places.nvshmem import place as place_nvshmem
+from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory, nodes_of
+from interlace.runtime.places.nvshmem.place import NvshmemPlace
+from interlace.runtime.tuning.configuration import Configuration
 
 CPU = torch.device("cpu")
 
@@ -106,7 +109,7 @@ class FakeTorch:
 
         def buffer(peer: int, shape: Any, dtype: Any) -> torch.Tensor:
             assert addresses[peer], "a tensor over nothing"
-            return cuda_ipc.tensor_over(addresses[peer], shape[0], CPU)
+            return ipc.tensor_over(addresses[peer], shape[0], CPU)
 
         return SimpleNamespace(
             buffer_ptrs=addresses, get_buffer=buffer, multicast_ptr=4096, memory=tensor
@@ -365,12 +368,10 @@ def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
     recorder: Any = Recorder(nodes, 2)
     config = Configuration(copiers=4, chunks=2)
     part, whole = torch.zeros(1000, dtype=torch.uint8), torch.zeros(4000, dtype=torch.uint8)
-    hierarchical_algorithms.all_gather(recorder, nodes, part, whole, [1000] * 4, config)
+    node_moves.all_gather(recorder, nodes, part, whole, [1000] * 4, config)
     sizes = [[10] * 4] * 4
-    hierarchical_algorithms.exchange(
-        recorder, nodes, "all_to_all", part[:40], [part[:10]] * 4, sizes, config
-    )
-    hierarchical_algorithms.reduce_scatter(
+    node_moves.exchange(recorder, nodes, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
+    node_moves.reduce_scatter(
         recorder, nodes, torch.zeros(400), torch.zeros(100), [100] * 4, config, average=False
     )
     names = {launch.name for launch in recorder.launches}

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from interlace.verify.patterns import (
+from interlace.verify.protocols.explorer import (
+    Counterexample,
+    Exploration,
+    StateLimitError,
+    explore,
+)
+from interlace.verify.protocols.patterns import (
     MODELLED,
     PATTERNS,
     explore_all,
@@ -21,8 +27,7 @@ from interlace.verify.patterns import (
     push,
     push_on_streams,
 )
-from interlace.verify.protocol import Counterexample, Exploration, StateLimitError, explore
-from interlace.verify.protocol_steps import (
+from interlace.verify.protocols.steps import (
     EMPTY,
     BeginRead,
     BeginWrite,
@@ -144,8 +149,8 @@ def test_every_function_of_signal_is_modelled() -> None:
             "give_up",
             ["atomic_cas", "atomic_add", *["store"] * 5, "publish"],
         ),
-        ("runtime/communicator.py", "enqueue", ["wait_credits", "body", "finish"]),
-        ("runtime/collective_algorithms.py", "stage", ["copy", "publish"]),
+        ("runtime/core/communicator.py", "enqueue", ["wait_credits", "body", "finish"]),
+        ("runtime/algorithms/plain.py", "stage", ["copy", "publish"]),
     ],
 )
 def test_the_code_takes_its_steps_in_the_order_of_the_models(

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.verify.patterns import (
+from interlace.verify.protocols.explorer import explore
+from interlace.verify.protocols.patterns import (
     credit,
     flag_barrier,
     giving_up,
@@ -24,8 +25,7 @@ from interlace.verify.patterns import (
     slot,
     two_shot,
 )
-from interlace.verify.protocol import explore
-from interlace.verify.protocol_steps import (
+from interlace.verify.protocols.steps import (
     EMPTY,
     BeginRead,
     BeginWrite,

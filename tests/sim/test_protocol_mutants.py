@@ -9,7 +9,7 @@ import pytest
 
 from first_fault import first_fault
 from interlace.verify import races
-from interlace.verify.targets import TARGETS
+from interlace.verify.suite.targets import TARGETS
 from mutant_checks import caught
 from mutations import Case, Mutant
 from protocol_mutants import CASES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
 from sim import race_kernels as kernels
 from sim.user_exchange import exchange, last_program

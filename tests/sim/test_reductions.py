@@ -14,8 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.runtime import reductions
-from interlace.runtime.reductions import DTYPES, MOVABLE_DTYPES, REDUCE_OPS, check, defined, fold
+from interlace.runtime.numerics import reductions
+from interlace.runtime.numerics.reductions import (
+    DTYPES,
+    MOVABLE_DTYPES,
+    REDUCE_OPS,
+    check,
+    defined,
+    fold,
+)
 
 ELEMENTS = 67  # odd, and more than a vector register takes at once
 WHOLE = [d for d in DTYPES if not d.is_floating_point and not d.is_complex and d != torch.bool]

@@ -12,8 +12,8 @@ import fake_host
 import interlace
 from fake_cuda import DeviceHang, FakeGpu
 from fake_driver import install
-from interlace.new_groups import new_group
-from interlace.runtime.residency import Residency
+from interlace.groups.new import new_group
+from interlace.runtime.places.cuda.residency import Residency
 
 A, B, C = 1, 2, 3
 

@@ -13,7 +13,7 @@ import torch
 
 import interlace
 from interlace import functional, reference
-from interlace.runtime.configuration import override
+from interlace.runtime.tuning.configuration import override
 from support import failure, noise, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -169,7 +169,7 @@ def test_auto_is_the_kernel_where_it_can_be() -> None:
     seen: list[tuple[int, str]] = []
 
     def on_rank(rowwise_on: int) -> torch.Tensor:
-        from interlace.ops import scaled_kernels
+        from interlace.ops.eager import scaled_kernels
 
         rank = interlace.get_rank()
         gather = scaled_kernels.gather

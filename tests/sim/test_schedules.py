@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.strategies import Priority, Random, Replay, for_seed
-from interlace.runtime.task import Task
-from interlace.verify import parallel, replay, schedules
-from interlace.verify.digest import digest_of
+from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
+from interlace.runtime.scheduler.task import Task
+from interlace.verify import replay, schedules
+from interlace.verify.schedule_check import parallel
+from interlace.verify.schedule_check.digest import digest_of
 from sim import race_kernels as kernels
 from sim.test_races import buffer, launch
 from sim.user_exchange import exchange, exchange_kernel, last_program

@@ -11,9 +11,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace import functional, simulated_backward
+from interlace import functional
 from interlace.nn import column_parallel_linear, row_parallel_linear
-from interlace.runtime.errors import DeadlockError, InterlaceError
+from interlace.ops import simulated_backward
+from interlace.runtime.core.errors import DeadlockError, InterlaceError
 from support import failure, noise, schedule_digest
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.runtime import spread
-from interlace.runtime.spread import Spread, move
+from interlace.runtime.places.one_host import cores as spread
+from interlace.runtime.places.one_host.cores import Spread, move
 
 
 @pytest.mark.parametrize(

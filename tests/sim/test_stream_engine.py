@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import interlace
-from interlace.groups import default_group
-from interlace.runtime.call import Call
-from interlace.runtime.configuration import override
-from interlace.runtime.engine import Engine
-from interlace.runtime.reductions import DTYPES, MOVABLE_DTYPES, REDUCE_OPS, defined, fold
-from interlace.runtime.stream_engine import StreamEngine
+from interlace.groups.groups import default_group
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.engines.streams import StreamEngine
+from interlace.runtime.numerics.reductions import DTYPES, MOVABLE_DTYPES, REDUCE_OPS, defined, fold
+from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 
 WORLDS = [1, 2, 3, 4, 5]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime import symmetric_tensors
-from interlace.runtime.errors import PlaceUnavailableError
-from interlace.runtime.observer import Observer
-from interlace.runtime.place_cuda import CudaPlace
-from interlace.runtime.place_sim import SimPlace, run_sim
-from interlace.runtime.scheduler import Scheduler
-from interlace.runtime.symmetric_handle import SymmetricMemory
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.places.cuda_processes.place import CudaPlace
+from interlace.runtime.places.sim.place import SimPlace, run_sim
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.symmetric_memory import tensors as symmetric_tensors
+from interlace.symmetric_memory.handle import SymmetricMemory
 from multi import symmetric_ranks as ranks
 
 NOT_OF_A_HANDLE = {
@@ -72,7 +72,7 @@ def test_without_the_second_barrier_data_is_overwritten(monkeypatch: pytest.Monk
 
 def with_store_buffers(seed: int, *args: Any) -> list[Any]:
     def on_rank(place: SimPlace) -> Any:
-        interlace.groups.install(place)
+        interlace.groups.groups.install(place)
         return ranks.sends(*args)
 
     return run_sim(on_rank, 2, scheduler=Scheduler(seed, store_buffers=True))
@@ -312,7 +312,7 @@ def test_observers_are_told_of_buffers_and_pads() -> None:
             self.meetings += 1
 
     def on_rank(place: SimPlace) -> None:
-        interlace.groups.install(place)
+        interlace.groups.groups.install(place)
         for _ in range(3):
             ranks.handle_of(4)
 

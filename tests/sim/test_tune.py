@@ -17,18 +17,25 @@ import torch
 from rich.console import Console
 
 import interlace
-from interlace.benchmark import tune as measuring
-from interlace.benchmark.tune import CandidateError, Outcome, Timed, TuneRequest, search
-from interlace.benchmark.tune_candidates import Candidate, candidates, made, problem_of, untuned
-from interlace.cli import main, tune_options
-from interlace.cli.tune import tune
-from interlace.cli.tune_options import TuneOptions
-from interlace.runtime import configuration, cost_model, tune_cache, tuning
-from interlace.runtime.chips import CHIPS
-from interlace.runtime.configuration import Configuration, gpu_default
-from interlace.runtime.tune_cache import Machine, Row
-from interlace.runtime.tuning import Problem, decide
-from interlace.runtime.valid_configurations import why_not
+from interlace.benchmark.runs import tune as measuring
+from interlace.benchmark.runs.tune import CandidateError, Outcome, Timed, TuneRequest, search
+from interlace.benchmark.runs.tune_candidates import (
+    Candidate,
+    candidates,
+    made,
+    problem_of,
+    untuned,
+)
+from interlace.cli import main
+from interlace.cli.tune import options as tune_options
+from interlace.cli.tune.command import tune
+from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.tuning import cache, configuration, cost_model, tuning
+from interlace.runtime.tuning.cache import Machine, Row
+from interlace.runtime.tuning.chips import CHIPS
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.runtime.tuning.tuning import Problem, decide
+from interlace.runtime.tuning.valid_configurations import why_not
 
 HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
@@ -140,7 +147,7 @@ def test_the_cost_model_prefers_what_it_should() -> None:
 
 def test_columns_of_all_ranks_count() -> None:
     def on_rank() -> tuple[int, str]:
-        communicator = interlace.groups.default_group()
+        communicator = interlace.groups.groups.default_group()
         columns = [64, 96] if interlace.get_rank() else [96, 64]
         found = tuning.gather_problem(communicator, torch.float32, 32, [*columns, 33], 64)
         return found.columns, found.extents
@@ -170,12 +177,12 @@ def test_an_explicit_configuration_wins(
 ) -> None:
     file = tmp_path / "cache.json"
     problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
-    machine = tune_cache.machine("sim", torch.device("cpu"))
-    tune_cache.add(machine, [row(problem, block_m=32, programs=2)], file)
-    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    machine = cache.machine("sim", torch.device("cpu"))
+    cache.add(machine, [row(problem, block_m=32, programs=2)], file)
+    monkeypatch.setenv(cache.VARIABLE, str(file))
 
     def on_rank() -> list[Any]:
-        communicator, found = interlace.groups.default_group(), []
+        communicator, found = interlace.groups.groups.default_group(), []
         for values in ({}, {"block_m": 64}):
             with interlace.configured(**values):
                 choice = tuning.choose(communicator, problem)
@@ -191,18 +198,18 @@ def test_the_simulator_reads_no_cache_unless_one_is_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
-    monkeypatch.delenv(tune_cache.VARIABLE)
+    monkeypatch.delenv(cache.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "interlace" / "tune.json"
-    assert tune_cache.path() == file
-    tune_cache.add(tune_cache.machine("sim", torch.device("cpu")), [row(problem, programs=2)], file)
+    assert cache.path() == file
+    cache.add(cache.machine("sim", torch.device("cpu")), [row(problem, programs=2)], file)
 
     def on_rank() -> int:
-        choice = tuning.choose(interlace.groups.default_group(), problem)
+        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
         return choice.configuration.programs
 
     assert interlace.run(on_rank, 2) == [3, 3]
-    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    monkeypatch.setenv(cache.VARIABLE, str(file))
     assert interlace.run(on_rank, 2) == [2, 2]
 
 
@@ -212,21 +219,21 @@ def test_the_simulator_reads_no_cache_unless_one_is_named(
 def test_rows_come_back(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "new" / "folder" / "tune.json"
     first, second = row(chunks=3), row(replace(GATHER, rows=64), "unfused")
-    tune_cache.add(HERE, [first], file)
-    tune_cache.add(HERE, [second], file)
-    tune_cache.add(replace(HERE, device="another"), [row(chunks=7)], file)
+    cache.add(HERE, [first], file)
+    cache.add(HERE, [second], file)
+    cache.add(replace(HERE, device="another"), [row(chunks=7)], file)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = tune_cache.rows_for(HERE, file)
+        found = cache.rows_for(HERE, file)
     assert list(found) == [first, second]
     newer = replace(first, values={"fused": {"chunks": 4}})
-    tune_cache.add(HERE, [newer], file)
-    assert list(tune_cache.rows_for(HERE, file)) == [newer, second]
-    assert tune_cache.digest(found) == tune_cache.digest(found[::-1]) != tune_cache.digest([newer])
+    cache.add(HERE, [newer], file)
+    assert list(cache.rows_for(HERE, file)) == [newer, second]
+    assert cache.digest(found) == cache.digest(found[::-1]) != cache.digest([newer])
     assert sorted(p.name for p in file.parent.iterdir()) == ["tune.json", "tune.json.lock"]
 
 
-GOOD = {"format": tune_cache.FORMAT, "version": tune_cache.VERSION, "machines": []}
+GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 DAMAGED: dict[str, Any] = {
     "empty": "",
     "cut off": json.dumps(GOOD)[:-3],
@@ -234,7 +241,7 @@ DAMAGED: dict[str, Any] = {
     "somebody else's": json.dumps({"format": "other"}),
     "older": json.dumps({**GOOD, "version": 0}),
     "newer": json.dumps({**GOOD, "version": 99}),
-    "no machines": json.dumps({"format": tune_cache.FORMAT, "version": tune_cache.VERSION}),
+    "no machines": json.dumps({"format": cache.FORMAT, "version": cache.VERSION}),
     "machines are a number": json.dumps({**GOOD, "machines": 3}),
     "bytes": b"\xff\xfe\x00",
 }
@@ -242,7 +249,7 @@ DAMAGED: dict[str, Any] = {
 
 def with_row(**changes: Any) -> str:
     """A file whose one row is changed so."""
-    fields = {**tune_cache.asdict(row(chunks=3)), **changes}
+    fields = {**cache.asdict(row(chunks=3)), **changes}
     machine = {**vars(HERE), "rows": [fields]}
     return json.dumps({**GOOD, "machines": [machine]})
 
@@ -275,21 +282,21 @@ def test_a_file_that_cannot_be_used_is_named_once(what: str, tmp_path: pathlib.P
     file, text = tmp_path / "tune.json", DAMAGED[what]
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.warns(RuntimeWarning, match="tuning cache not used") as said:
-        assert tune_cache.rows_for(HERE, file) == ()
+        assert cache.rows_for(HERE, file) == ()
     assert len(said) == 1 and str(file) in str(said[0].message)
 
 
 def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text(with_row())
-    assert list(tune_cache.rows_for(HERE, file)) == [row(chunks=3)]
+    assert list(cache.rows_for(HERE, file)) == [row(chunks=3)]
 
 
 def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
-    tune_cache.add(replace(HERE, triton="3.5.0"), [row()], file)
+    cache.add(replace(HERE, triton="3.5.0"), [row()], file)
     with pytest.warns(RuntimeWarning, match=r"measured with triton 3\.5\.0"):
-        assert tune_cache.rows_for(HERE, file) == ()
+        assert cache.rows_for(HERE, file) == ()
 
 
 def test_a_damaged_cache_does_not_stop_an_op(
@@ -297,7 +304,7 @@ def test_a_damaged_cache_does_not_stop_an_op(
 ) -> None:
     file = tmp_path / "tune.json"
     file.write_text("{")
-    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    monkeypatch.setenv(cache.VARIABLE, str(file))
     with pytest.warns(RuntimeWarning) as said:
         for _ in range(2):
             assert interlace.run(gather({}), 2)[0].eq(8).all()
@@ -307,7 +314,7 @@ def test_a_damaged_cache_does_not_stop_an_op(
 def write_rows(file: str, writer: int, count: int) -> None:
     for number in range(count):
         problem = replace(GATHER, rows=1 << writer, columns=1 << number)
-        tune_cache.add(HERE, [row(problem)], pathlib.Path(file))
+        cache.add(HERE, [row(problem)], pathlib.Path(file))
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
@@ -319,19 +326,19 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
     for each in writers:
         each.join(60)
     assert [each.exitcode for each in writers] == [0, 0, 0]
-    assert len(tune_cache.rows_for(HERE, file)) == 3 * count
+    assert len(cache.rows_for(HERE, file)) == 3 * count
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    assert tune_cache.path() is None  # conftest.py
-    monkeypatch.delenv(tune_cache.VARIABLE)
+    assert cache.path() is None  # conftest.py
+    monkeypatch.delenv(cache.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tune_cache.path() == tmp_path / "interlace" / "tune.json"
+    assert cache.path() == tmp_path / "interlace" / "tune.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tune_cache.path() == tmp_path / ".cache" / "interlace" / "tune.json"
-    monkeypatch.setenv(tune_cache.VARIABLE, str(tmp_path / "x.json"))
-    assert tune_cache.path() == tmp_path / "x.json"
+    assert cache.path() == tmp_path / ".cache" / "interlace" / "tune.json"
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "x.json"))
+    assert cache.path() == tmp_path / "x.json"
 
 
 # -- candidates and the search -----------------------------------------------------------------------
@@ -412,17 +419,17 @@ def test_the_command_in_the_simulator(
     )
     assert code == 0 and "default" in text and str(file) in text
     assert "say nothing of a GPU" in text and "candidates tried" in text
-    machine = tune_cache.machine("sim", torch.device("cpu"))
-    (found,) = tune_cache.rows_for(machine, file)
+    machine = cache.machine("sim", torch.device("cpu"))
+    (found,) = cache.rows_for(machine, file)
     assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
     assert found.algorithm == "fused" and found.shape == (16, 16, 16) and found.default_us > 0
-    monkeypatch.setenv(tune_cache.VARIABLE, str(file))
+    monkeypatch.setenv(cache.VARIABLE, str(file))
 
     def on_rank() -> tuple[bool, str, dict[str, Any]]:
         x, w = torch.ones(8, 16), torch.ones(16, 16)
         right = bool(interlace.all_gather_matmul(x, w).eq(16).all())
         problem = problem_of("all_gather_matmul", torch.float32, 16, 16, 16, 2)
-        choice = tuning.choose(interlace.groups.default_group(), problem)
+        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
         return right, choice.source, vars(choice.configuration)
 
     for right, source, values in interlace.run(on_rank, 2):
@@ -482,7 +489,7 @@ def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_cache_there_is_nothing_to_write() -> None:
-    assert os.environ[tune_cache.VARIABLE] == "off"
+    assert os.environ[cache.VARIABLE] == "off"
     with pytest.raises(ValueError, match="there is no cache to write"):
         run_tune(place="sim")
 

@@ -15,14 +15,14 @@ import pytest
 from rich.console import Console
 
 from interlace.cli import main
-from interlace.cli import tune as command
-from interlace.cli.tune_options import TuneOptions
-from interlace.runtime import tune_cache
-from interlace.runtime.tune_cache import Machine, NotOursError, Row
+from interlace.cli.tune import command
+from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.tuning import cache
+from interlace.runtime.tuning.cache import Machine, NotOursError, Row
 
 HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
 ROW = Row("all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}})
-GOOD = {"format": tune_cache.FORMAT, "version": tune_cache.VERSION, "machines": []}
+GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 FOREIGN = {
     "empty": "",
     "text": "hello",
@@ -61,7 +61,7 @@ def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path
     file = tmp_path / "notes.json"
     held = FOREIGN[what].encode(errors="surrogateescape")
     file.write_bytes(held)
-    for write in (lambda: tune_cache.add(HERE, [ROW], file), lambda: tune(file)):
+    for write in (lambda: cache.add(HERE, [ROW], file), lambda: tune(file)):
         with pytest.raises(NotOursError, match="left as it is") as said:
             write()
         assert str(file) in str(said.value)
@@ -76,14 +76,14 @@ def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(NotOursError, match="is no regular file"):
             tune(file)
         with pytest.warns(RuntimeWarning, match="is no regular file"):
-            assert tune_cache.rows_for(HERE, file) == ()
+            assert cache.rows_for(HERE, file) == ()
     large = tmp_path / "large.json"
-    tune_cache.add(HERE, [ROW], large)
-    monkeypatch.setattr(tune_cache, "MOST_BYTES", 100)
+    cache.add(HERE, [ROW], large)
+    monkeypatch.setattr(cache, "MOST_BYTES", 100)
     with pytest.raises(NotOursError, match="more than 100"):
         tune(large)
     with pytest.warns(RuntimeWarning, match="more than 100"):
-        assert tune_cache.rows_for(HERE, large) == ()
+        assert cache.rows_for(HERE, large) == ()
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -101,7 +101,7 @@ def test_a_file_or_folder_without_permission(
 ) -> None:
     """By what the system says, for root may write everything."""
     file = tmp_path / "tune.json"
-    tune_cache.add(HERE, [ROW], file)
+    cache.add(HERE, [ROW], file)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(OSError, match="cannot be written: it is read-only"):
@@ -122,7 +122,7 @@ def test_figures_are_printed_though_they_cannot_be_written(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tune_cache, "add", full)
+    monkeypatch.setattr(cache, "add", full)
     out = io.StringIO()
     options = TuneOptions(
         op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2,
@@ -146,10 +146,10 @@ def umask(bits: int) -> Iterator[None]:
 def test_the_mode_of_the_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     with umask(0o022):
-        tune_cache.add(HERE, [ROW], file)
+        cache.add(HERE, [ROW], file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o644
         file.chmod(0o664)
-        tune_cache.add(HERE, [ROW], file)
+        cache.add(HERE, [ROW], file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o664
 
 
@@ -158,9 +158,9 @@ def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
     target, link = tmp_path / "elsewhere" / "real.json", tmp_path / "tune.json"
     link.symlink_to(target)
     for _ in range(2):  # to a file that is not there yet, then to one that is
-        tune_cache.refuse_unwritable(link)
-        tune_cache.add(HERE, [ROW], link)
+        cache.refuse_unwritable(link)
+        cache.add(HERE, [ROW], link)
         assert link.is_symlink() and not target.is_symlink()
-        assert list(tune_cache.rows_for(HERE, target)) == [ROW]
+        assert list(cache.rows_for(HERE, target)) == [ROW]
     assert sorted(path.name for path in target.parent.iterdir()) == ["real.json", "real.json.lock"]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tune.json"]

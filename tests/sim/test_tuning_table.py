@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interlace.runtime import (
+from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from interlace.runtime.tuning import (
     calibration,
     chips,
     configuration,
+    table,
     tuning,
-    tuning_table,
     valid_configurations,
 )
-from interlace.runtime.configuration import Configuration, gpu_default
-from interlace.runtime.cost_model import Problem
-from interlace.runtime.place_cuda_virtual import VirtualRankPlace
-from interlace.runtime.tuning_table import SHAPES, THRESHOLDS, TILES, Tile
-from interlace.runtime.valid_configurations import why_not
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.runtime.tuning.cost_model import Problem
+from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
+from interlace.runtime.tuning.valid_configurations import why_not
 
 ROOT = pathlib.Path(__file__).parents[2]
 ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8 exact": 1, "fp8 fast": 1, "": 4}
@@ -68,7 +68,7 @@ def test_a_chip_can_run_its_tiles(tile: Tile) -> None:
     made = Configuration(**tile.values)
     for capability in CAPABILITIES[tile.arch]:
         assert why_not(made, capability, ITEMSIZE[tile.dtype]) == ""
-    if tile.arch == tuning_table.ANY:
+    if tile.arch == table.ANY:
         assert not made.descriptors
 
 
@@ -83,7 +83,7 @@ def test_what_a_chip_cannot_run_is_seen() -> None:
 
 
 @pytest.mark.parametrize("row", SHAPES, ids=lambda r: f"{r.op} {r.rows} {r.columns} {r.inner}")
-def test_rows_for_shapes(row: tuning_table.Shape) -> None:
+def test_rows_for_shapes(row: table.Shape) -> None:
     known = set(Configuration.__dataclass_fields__)
     assert set(row.values) <= known and row.algorithm in ("", "fused", "pipelined", "unfused")
     for extent in (row.world, row.rows, row.columns, row.inner):
@@ -102,7 +102,7 @@ def test_every_matmul_has_a_tile() -> None:
     for capability in (0, 75, 80, 86, 89, 90, 100, 103, 110, 120, 999):
         for dtype in kinds:
             for extents in ("even", "odd N", "odd K"):
-                fitting = tuning_table.tiles(capability, dtype, extents)
+                fitting = table.tiles(capability, dtype, extents)
                 for rows in ("few", "many"):
                     assert [t for t in fitting if t.rows in (rows, "")], (capability, dtype)
 
@@ -133,15 +133,16 @@ def test_candidates_are_all_valid_and_contain_the_default() -> None:
 
 
 def test_thresholds_are_read_from_the_table() -> None:
-    from interlace import fused_reduce
-    from interlace.runtime import cost, gather_algorithms, reduce_algorithms
+    from interlace.fused import reduce
+    from interlace.runtime.algorithms import gather_matmul, matmul_reduce
+    from interlace.runtime.tuning import auto
 
-    assert tuning_table.threshold("smallest_fused_rows") == cost.SMALLEST_FUSED_ROWS
-    assert tuning_table.threshold("smallest_pipelined_bytes") == cost.SMALLEST_PIPELINED_BYTES
-    assert tuning_table.threshold("one_shot_bytes") == fused_reduce.ONE_SHOT_BYTES
-    assert tuning_table.threshold("largest_low_latency_bytes") == cost.LARGEST_LOW_LATENCY_BYTES
-    assert tuning_table.threshold("engine_gather_bytes") == gather_algorithms.SMALL_BYTES
-    assert tuning_table.threshold("engine_reduce_bytes") == reduce_algorithms.SMALL_BYTES
+    assert table.threshold("smallest_fused_rows") == auto.SMALLEST_FUSED_ROWS
+    assert table.threshold("smallest_pipelined_bytes") == auto.SMALLEST_PIPELINED_BYTES
+    assert table.threshold("one_shot_bytes") == reduce.ONE_SHOT_BYTES
+    assert table.threshold("largest_low_latency_bytes") == auto.LARGEST_LOW_LATENCY_BYTES
+    assert table.threshold("engine_gather_bytes") == gather_matmul.SMALL_BYTES
+    assert table.threshold("engine_reduce_bytes") == matmul_reduce.SMALL_BYTES
 
 
 def test_an_unknown_chip_gets_what_fits_any() -> None:

@@ -11,19 +11,13 @@ import pytest
 import torch
 
 import interlace
-from interlace import rooted
-from interlace.runtime.errors import InterlaceError, RankError
-from interlace.runtime.place_cuda_virtual import VirtualRankPlace
-from interlace.simulated_backward import prepare
-from interlace.tensor import (
-    Placeholder,
-    all_gather_v,
-    gather_v,
-    indexed_all_to_all_v,
-    message,
-    scatter_v,
-)
-from interlace.tensor.blocks import chunk_lengths
+from interlace.collectives import rooted
+from interlace.ops.simulated_backward import prepare
+from interlace.runtime.core.errors import InterlaceError, RankError
+from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
+from interlace.tensor.uneven import message
+from interlace.tensor.uneven.blocks import chunk_lengths
 from support import failure, laid_out, noise
 
 LENGTHS = {1: [3], 2: [0, 4], 3: [2, 0, 5], 4: [1, 3, 0, 2]}
@@ -326,10 +320,10 @@ def test_one_message_each() -> None:
 
     names = ["scatter_v", "gather_v", "all_gather_v", "indexed_all_to_all_v"]
     with (
-        mock.patch("interlace.tensor.uneven.exchange", counted),
-        mock.patch("interlace.tensor.said.exchange", counted),
-        mock.patch("interlace.tensor.indexed.exchange", counted),
-        mock.patch("interlace.tensor.recorded.exchange", counted),
+        mock.patch("interlace.tensor.uneven.collectives.exchange", counted),
+        mock.patch("interlace.tensor.uneven.said.exchange", counted),
+        mock.patch("interlace.tensor.uneven.indexed.exchange", counted),
+        mock.patch("interlace.tensor.uneven.recorded.exchange", counted),
     ):
         interlace.run(calls, 2)
     assert sorted(sent) == sorted([*names, *(f"backward of {name}" for name in names)] * 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.scheduler import Scheduler
+from interlace.runtime.scheduler.scheduler import Scheduler
 from sim.user_kernels import add_program_id
 
 

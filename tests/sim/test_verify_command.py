@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from interlace.cli import main
-from interlace.cli.verify import VerifyOptions, _plan, render, verify
-from interlace.verify import schedule_check, suite
-from interlace.verify.suite import Plan, Result
+from interlace.cli.commands.verify import VerifyOptions, _plan, render, verify
+from interlace.verify.schedule_check import check as schedule_check
+from interlace.verify.suite import jobs as suite
+from interlace.verify.suite.jobs import Plan, Result
 from mutations import mutated
 from protocol_mutants import CASES
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from interlace.runtime.errors import CollectiveTimeoutError, RankError
-from interlace.runtime.virtual_ranks import Turns, run_threads
+from interlace.runtime.core.errors import CollectiveTimeoutError, RankError
+from interlace.runtime.places.cuda.turns import Turns, run_threads
 
 
 def run(host, world_size: int, timeout: float = 20.0) -> list:  # type: ignore[no-untyped-def, type-arg]

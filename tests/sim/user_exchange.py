@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.groups import default_group
+from interlace.groups.groups import default_group
 
 PROGRAMS, BLOCK = 4, 16
 FLAGS, DATA = 0, 256  # byte offsets in the symmetric buffer

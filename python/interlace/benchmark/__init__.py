@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from interlace.benchmark.kernel import Kernel
+from interlace.benchmark.timing.kernel import Kernel
 
 __all__ = ["Kernel"]

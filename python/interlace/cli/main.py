@@ -13,8 +13,10 @@ from dataclasses import fields
 from typing import Any
 
 from interlace import __version__
-from interlace.cli import bench_options, bundle, calibrate, tune_options
-from interlace.cli.consoles import new_console
+from interlace.cli.bench import options as bench_options
+from interlace.cli.commands import bundle, calibrate
+from interlace.cli.output.consoles import new_console
+from interlace.cli.tune import options as tune_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,7 +131,7 @@ def _arches(text: str) -> list[int]:
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
-    from interlace.runtime.errors import InterlaceError
+    from interlace.runtime.core.errors import InterlaceError
 
     options = parser().parse_args(arguments)
     console = new_console()
@@ -174,13 +176,13 @@ def _terminable() -> Iterator[None]:
 
 def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -> int:
     if options.command == "doctor":
-        from interlace.cli.doctor import doctor
+        from interlace.cli.commands.doctor import doctor
 
         return doctor(console, as_json=options.json)
     if options.command == "build":
         if options.op is not None:
             return bundle.bundle(console, options, as_json=options.json)
-        from interlace.cli.build import build
+        from interlace.cli.commands.build import build
 
         bundle.refuse_without_op(options)
         return build(
@@ -191,7 +193,7 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
             kernels=options.kernel,
         )
     if options.command == "verify":
-        from interlace.cli.verify import VerifyOptions, verify
+        from interlace.cli.commands.verify import VerifyOptions, verify
 
         need_interpreter(True, arguments)
         given = {name: getattr(options, name) for name in VerifyOptions.__dataclass_fields__}
@@ -199,13 +201,13 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         given["arch"] = tuple(options.arch) if options.arch else None
         return verify(console, VerifyOptions(**given))
     if options.command == "bench":
-        from interlace.cli.bench import bench
+        from interlace.cli.bench.command import bench
 
         chosen = bench_options.options_of(options)
         need_interpreter(bench_options.wants_interpreter(chosen), arguments)
         return bench(console, chosen)
     if options.command == "tune":
-        from interlace.cli.tune import tune
+        from interlace.cli.tune.command import tune
 
         asked = tune_options.options_of(options)
         tune_options.check(asked)
@@ -215,12 +217,12 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
     if options.command == "calibrate":
         return calibrate.calibrate(console, calibrate.options_of(options))
     if options.command == "check":
-        from interlace.cli.check import check
+        from interlace.cli.commands.check import check
 
         device = options.device or _default_device()
         need_interpreter(device == "cpu", arguments)
         return check(console, device, seed=options.seed, as_json=options.json)
-    from interlace.cli.demo import DemoOptions, demo
+    from interlace.cli.demo.command import DemoOptions, demo
 
     need_interpreter(options.place != "cuda", arguments)
     known = {field.name for field in fields(DemoOptions)}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from interlace.runtime import calibration
+from interlace.runtime.tuning import calibration
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from interlace.compile.nodes import (
 )
 from interlace.compile.report import Candidate, Report
 from interlace.compile.rewrite import fuse_gather, fuse_reduction
-from interlace.runtime.cost import FUSED_DTYPES
+from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 POLICIES = ("auto", "always", "never")
 OPS = {

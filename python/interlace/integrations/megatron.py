@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace import groups
+from interlace.groups import groups
 from interlace.integrations.megatron_linear import (
     drain_embedding_wgrad_compute,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from interlace.nn.linear_function import row_parallel_linear
+from interlace.nn.functions.linear import row_parallel_linear
 
 __all__ = [
     "Patched",

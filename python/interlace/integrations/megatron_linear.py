@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace import groups
-from interlace.nn.linear_function import column_parallel_linear
-from interlace.nn.linear_gradients import Column, Layer
-from interlace.nn.weight_gradients import DeferredWeightGradients
-from interlace.runtime.communicator import Communicator
+from interlace.groups import groups
+from interlace.nn.functions.linear import column_parallel_linear
+from interlace.nn.functions.linear_gradients import Column, Layer
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
 PARALLEL_STATE = "megatron.core.parallel_state"

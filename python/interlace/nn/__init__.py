@@ -5,15 +5,8 @@ them. Weights, initialisation and checkpoints are those of the unsharded layers 
 number of ranks. See docs/layers.md.
 """
 
-from interlace.nn.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from interlace.nn.embedding import VocabParallelEmbedding
-from interlace.nn.linear import ColumnParallelLinear, RowParallelLinear
-from interlace.nn.linear_function import column_parallel_linear, row_parallel_linear
-from interlace.nn.mlp import SequenceParallelMLP
-from interlace.nn.norm import LayerNorm, RMSNorm
-from interlace.nn.optimizer_state import load_optimizer_state_dict, sharded_optimizer_state_dict
-from interlace.nn.qkv import QKVParallelLinear
-from interlace.nn.regions import (
+from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
+from interlace.nn.functions.regions import (
     copy_to_group,
     gather_from_group,
     gather_from_sequence,
@@ -21,10 +14,23 @@ from interlace.nn.regions import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
-from interlace.nn.sharded_module import ShardedModule
-from interlace.nn.sharding import Sharding
-from interlace.nn.state_dicts import full_state_dict, sharded_state_dict, shardings
-from interlace.nn.weight_gradients import DeferredWeightGradients
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.layers.cross_entropy import (
+    VocabParallelCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
+from interlace.nn.layers.embedding import VocabParallelEmbedding
+from interlace.nn.layers.linear import ColumnParallelLinear, RowParallelLinear
+from interlace.nn.layers.mlp import SequenceParallelMLP
+from interlace.nn.layers.norm import LayerNorm, RMSNorm
+from interlace.nn.layers.qkv import QKVParallelLinear
+from interlace.nn.parameters.optimizer_state import (
+    load_optimizer_state_dict,
+    sharded_optimizer_state_dict,
+)
+from interlace.nn.parameters.sharded_module import ShardedModule
+from interlace.nn.parameters.sharding import Sharding
+from interlace.nn.parameters.state_dicts import full_state_dict, sharded_state_dict, shardings
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,6 +1,6 @@
 """``torch.ops.interlace.*``: the collectives and fused ops as custom ops of torch.
 
-An op takes plain data only: tensors, numbers, and a group as name and size (see ``group_specs.py``). It
+An op takes plain data only: tensors, numbers, and a group as name and size (see ``groups/specs.py``). It
 starts and returns tensors that are complete after ``torch.ops._c10d_functional.wait_tensor``, torch's own
 op, so that torch's compilers treat the pair as they treat torch's collectives::
 

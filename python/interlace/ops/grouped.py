@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from interlace import fused_grouped
-from interlace.fused_grouped import EXCHANGE, GATHER, Asked, Buffers
+from interlace.fused import grouped
+from interlace.fused.grouped import EXCHANGE, GATHER, Asked, Buffers
+from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
-from interlace.ops.pending import Started
 from interlace.ops.undispatched import Ops
-from interlace.runtime.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
@@ -86,13 +86,13 @@ def _start(
         op, list(input_splits), list(output_splits), None, return_received, algorithm, out_dtype
     )
     try:
-        sizes = fused_grouped.counts("output_splits", asked.output_splits, communicator.rank)
+        sizes = grouped.counts("output_splits", asked.output_splits, communicator.rank)
         made = products(input, weight, sizes, return_received, out_dtype)
     except Exception:
         with communicator.accepting(op):
             raise
     buffers = Buffers(made[0], made[1] if return_received else None)
-    work = fused_grouped.grouped_matmul(
+    work = grouped.grouped_matmul(
         communicator, input, weight, bias, asked, async_op=True, buffers=buffers
     )
     return Started(made, work)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import group_specs
-from interlace.ops import fused, gradients, grouped, inductor, plain, scaled, shapes, undispatched
-from interlace.ops.pending import Started, finish
-from interlace.ops.pending import register as register_work
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.errors import InterlaceError
+from interlace.groups import specs
+from interlace.ops import gradients, grouped, inductor, undispatched
+from interlace.ops.eager import fused, plain, scaled, shapes
+from interlace.ops.eager.pending import Started, finish
+from interlace.ops.eager.pending import register as register_work
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import InterlaceError
 
 NAMESPACE = "interlace"
 GROUP = "SymInt group_size, str group_name"
@@ -200,7 +201,7 @@ def register() -> None:
     _library = _Library(NAMESPACE, "DEF")
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     _library.define("group_size(str group_name) -> SymInt", tags=tags[1:])
-    _library.impl("group_size", group_specs.size_of, "CompositeExplicitAutograd")
+    _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
     for op in OPS:
         undispatched.offer(op)
@@ -241,7 +242,7 @@ def _bound(name: str, size: int) -> Communicator:
     Simulated ranks share one stack of C++ frames, which must end in the order in which they began: one that
     gave way in here would leave its own below the others', and end the process.
     """
-    communicator = group_specs.bind(name, size)
+    communicator = specs.bind(name, size)
     if communicator.place.name == "sim" and communicator.world_size > 1:
         raise InterlaceError(
             f"rank {communicator.rank}: ops of torch.ops.interlace and compiled graphs need ranks of their "

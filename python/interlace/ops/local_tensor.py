@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import _local_tensor as simulation
 from torch.utils._pytree import tree_leaves
 
-from interlace import group_specs, groups, rank_lists
+from interlace.groups import groups, rank_lists, specs
 from interlace.ops import simulated
 
 NAMESPACE = "interlace"
@@ -232,8 +232,8 @@ def _known(mode: Any, name: str, size: int | None) -> Rows:
     everyone = sorted(mode.ranks)
     if name in _defined:
         return _defined[name]
-    if name.startswith(group_specs.RANKS):
-        lists = name.removeprefix(group_specs.RANKS).partition("#")[0]
+    if name.startswith(specs.RANKS):
+        lists = name.removeprefix(specs.RANKS).partition("#")[0]
         return [[int(rank) for rank in row.split(",")] for row in lists.split("|")]
     world = dist.get_world_size() if dist.is_initialized() else len(everyone)
     if name == rank_lists.DEFAULT_NAME:
@@ -253,7 +253,7 @@ def _alive(name: str) -> Sequence[int] | None:
     """The ranks of the group that has this name on the real rank of this process."""
     whole = groups.joined()
     if whole is not None:
-        found = group_specs._bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
+        found = specs._bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
         if found is not None:
             return found.ranks
     if not dist.is_initialized():

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from interlace import checks, reduce_ops
-from interlace.ops import fused, scaled, shapes
-from interlace.runtime import reductions
-from interlace.runtime.operands import Linear, multiply
-from interlace.runtime.reduce_algorithms import sum_with_bias
-from interlace.shapes import rows_of
+from interlace.arguments import checks, reduce_ops
+from interlace.fused.shapes import rows_of
+from interlace.ops.eager import fused, scaled, shapes
+from interlace.runtime.algorithms.matmul_reduce import sum_with_bias
+from interlace.runtime.algorithms.operands import Linear, multiply
+from interlace.runtime.numerics import reductions
 
 Tensors = list[torch.Tensor]
 Outputs = list[Tensors]

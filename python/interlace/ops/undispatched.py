@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
-from interlace import group_specs, groups
-from interlace.async_tensor import AsyncTensor, wait
-from interlace.ops.pending import Started, finish
-from interlace.runtime.communicator import Communicator
-from interlace.runtime.torch_modes import PLAIN_TYPES, modes_active
-from interlace.simulated_backward import prepare
+from interlace.groups import groups, specs
+from interlace.ops.async_tensor import AsyncTensor, wait
+from interlace.ops.eager.pending import Started, finish
+from interlace.ops.simulated_backward import prepare
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
 _dispatched: Any = torch.ops.interlace
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -60,7 +60,7 @@ def call(name: str, *args: Any) -> Any:
     *own, size, group = args
     if not _simulated(own):
         return getattr(_dispatched, name).default(*args)
-    return _run(_known[name], group_specs.bind(group, size), own, size, group)
+    return _run(_known[name], specs.bind(group, size), own, size, group)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     if not _simulated([*own, out]):
         getattr(_dispatched, f"{name}_out").default(*args, out=out)
         return
-    finish(_known[name].start(group_specs.bind(group, size), *_mapped(wait, own), out=wait(out)))
+    finish(_known[name].start(specs.bind(group, size), *_mapped(wait, own), out=wait(out)))
 
 
 class Ops:

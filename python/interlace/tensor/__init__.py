@@ -1,18 +1,17 @@
 """Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
 
-``mesh_collectives.py`` and ``shards.py`` have the utilities of DTensor's ``_collective_utils.py``,
-``topology.py`` and ``redistribute_cost.py`` its cost model, by torch's figures or by measured ones
-(``python -m interlace calibrate``), ``styles.py`` what ``parallelize_module`` takes. ``uneven.py`` and
-``indexed.py`` have differentiable collectives of parts that differ in length, ``placeholder.py`` what
-stands for a tensor on the ranks that have none, ``sharded.py`` the tensor made of such parts.
+``mesh/collectives.py`` and ``mesh/shards.py`` have the utilities of DTensor's ``_collective_utils.py``,
+``mesh/topology.py`` and ``mesh/redistribute_cost.py`` its cost model, by torch's figures or by measured
+ones (``python -m interlace calibrate``), ``mesh/styles.py`` what ``parallelize_module`` takes.
+``uneven/collectives.py`` and ``uneven/indexed.py`` have differentiable collectives of parts that differ in
+length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that have none,
+``uneven/sharded.py`` the tensor made of such parts.
 """
 
 from __future__ import annotations
 
-from interlace.tensor.indexed import indexed_all_to_all_v
-from interlace.tensor.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
-from interlace.tensor.placeholder import Placeholder, PlaceholderError
-from interlace.tensor.redistribute_cost import (
+from interlace.tensor.mesh.collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
+from interlace.tensor.mesh.redistribute_cost import (
     allgather_cost,
     allreduce_cost,
     alltoall_cost,
@@ -20,22 +19,19 @@ from interlace.tensor.redistribute_cost import (
     redistribute_cost,
     reduce_scatter_cost,
 )
-from interlace.tensor.sharded import ShardedTensor, from_dtensor, from_local, scatter
-from interlace.tensor.shards import (
+from interlace.tensor.mesh.shards import (
     check_tensor_meta,
     fill_empty_tensor_to_shards,
     pad_tensor,
     spec_to_bytes,
     unpad_tensor,
 )
-from interlace.tensor.styles import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    explain,
-)
-from interlace.tensor.topology import MeshTopoInfo
-from interlace.tensor.uneven import all_gather_v, gather_v, scatter_v
+from interlace.tensor.mesh.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, explain
+from interlace.tensor.mesh.topology import MeshTopoInfo
+from interlace.tensor.uneven.collectives import all_gather_v, gather_v, scatter_v
+from interlace.tensor.uneven.indexed import indexed_all_to_all_v
+from interlace.tensor.uneven.placeholder import Placeholder, PlaceholderError
+from interlace.tensor.uneven.sharded import ShardedTensor, from_dtensor, from_local, scatter
 
 __all__ = [
     "ColwiseParallel",

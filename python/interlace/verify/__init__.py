@@ -14,10 +14,14 @@ True
 
 from __future__ import annotations
 
-from interlace.verify.findings import KINDS, Access, Finding, RaceReport
-from interlace.verify.lint_check import RULES, Fault, LintReport, LintRequest, lint, lint_many
-from interlace.verify.protocol import Counterexample, Exploration, StateLimitError, explore
-from interlace.verify.protocol_steps import (
+from interlace.verify.lint_check.check import RULES, Fault, LintReport, LintRequest, lint, lint_many
+from interlace.verify.protocols.explorer import (
+    Counterexample,
+    Exploration,
+    StateLimitError,
+    explore,
+)
+from interlace.verify.protocols.steps import (
     CompareAndSwap,
     Process,
     Protocol,
@@ -26,8 +30,9 @@ from interlace.verify.protocol_steps import (
     read,
     write,
 )
-from interlace.verify.race_check import races
-from interlace.verify.schedule_check import Failure, ScheduleReport, replay, schedules
+from interlace.verify.race_check.check import races
+from interlace.verify.race_check.findings import KINDS, Access, Finding, RaceReport
+from interlace.verify.schedule_check.check import Failure, ScheduleReport, replay, schedules
 
 __all__ = [
     "KINDS",

@@ -1,0 +1,1 @@
+"""Plain collectives: one file per way of doing them."""

@@ -1,0 +1,299 @@
+"""One-shot collectives of a few kilobytes: every word carries its own flag, and there is no other signal.
+
+A message is cut into blocks of ``WORDS`` 32-bit words. Program b does block b, on every rank, and nothing
+else: it has an epoch of its own, words of its own, and no program of another number ever touches them. So
+messages of different lengths may follow each other, and a program that is not needed just misses an op.
+
+Memory of a rank, after the header: an int64 epoch per program, then words (int64) by
+``[program][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
+user's memory is seen in units of ``UNIT`` bytes, 4, 2 or 1, whatever its address and length allow; the last
+word of a message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
+
+Ordering, of all kernels here: **in every op a program sends all its words to every other rank, and waits
+for one at least of every other.** No credit is needed, and two sets of words, of even and odd epochs, do::
+
+    rank A writes epoch e + 2 into B's words of epoch e only after its op e + 1 has ended;
+    op e + 1 ended because B's word of epoch e + 1 came;
+    B sent that in its op e + 1, which began after its op e had ended: B has read all words of epoch e.
+
+That a word is of this epoch and not of one before follows from the flag, for which nothing in the payload
+can be taken: that has 32 bits of its own. The flag is the epoch modulo 2**32. A word is written in every op
+of its program, also where the message ends before it, so what lies there is two epochs old, or zero as it
+was made, and epochs begin with 1: however often flags come round, the one that is waited for is new. It is
+compared for equality, as a newer one cannot be there, by the above.
+
+A program that has given up writes down its epoch with the sign changed, and does nothing from then on: it
+does not know that the others have read what it would overwrite. Nor does it store what it did not receive.
+
+All ranks add in rank order, in fp32: same bits everywhere, as in ``kernels/collectives/reduction.py``.
+Programs wait for programs of the same number only, so any residency in which the lowest number still to
+run is resident on every rank makes progress.
+
+Rejected: credits (a signal per op and peer, which is what this avoids), one flag per 8 or 16 bytes of a
+wider store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second
+round), sending only as many words as there are (a word that was left out 2**32 times has the right flag).
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.flagged_words import receive_words, send_words
+from interlace.kernels.signal import count_program, peer_pointer
+
+
+@triton.jit
+def _program_epoch(peers_ptr, rank, epochs_offset):
+    """Where this program's epoch is, and the epoch of the op that runs now; below 1 once it gave up."""
+    pointer = peer_pointer(peers_ptr, rank, epochs_offset) + tl.program_id(0)
+    return pointer, tl.load(pointer) + 1
+
+
+@triton.jit
+def _word_bytes(words_offset, world_size, source, epoch, WORDS: tl.constexpr):
+    """Byte offsets of this program's words from ``source``, in every rank's memory."""
+    program = tl.program_id(0).to(tl.int64)
+    region = ((program * 2 + epoch % 2) * world_size + source) * WORDS
+    return words_offset + (region + tl.arange(0, WORDS)) * 8
+
+
+@triton.jit
+def _load_words(pointer, index, units, UNIT: tl.constexpr):
+    """Words ``index`` of the ``units`` units at ``pointer``; zeros where these end."""
+    if UNIT == 4:
+        words = tl.load(pointer + index, mask=index < units, other=0)
+    else:
+        words = tl.zeros(index.shape, tl.int32)
+        for part in tl.static_range(4 // UNIT):
+            unit = index * (4 // UNIT) + part
+            value = tl.load(pointer + unit, mask=unit < units, other=0).to(tl.int32)
+            words = words | ((value & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * part))
+    return words
+
+
+@triton.jit
+def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
+    """The counterpart of :func:`_load_words`."""
+    if UNIT == 4:
+        tl.store(pointer + index, words, mask=index < units)
+    else:
+        for part in tl.static_range(4 // UNIT):
+            unit = index * (4 // UNIT) + part
+            value = (words >> (8 * UNIT * part)).to(pointer.dtype.element_ty)
+            tl.store(pointer + unit, value, mask=unit < units)
+
+
+@triton.jit
+def _send_to_all(peers_ptr, rank, world_size, words_offset, payload, epoch,
+                 WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    byte_offsets = _word_bytes(words_offset, world_size, rank, epoch, WORDS)
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        send_words(peers_ptr, peer, byte_offsets, payload, epoch, COMPILED)
+
+
+@triton.jit
+def _payload_of(peers_ptr, rank, world_size, source, words_offset, own, epoch, wanted,
+                WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    """What ``source`` has sent, of this rank itself ``own``; and how many ``wanted`` words are missing."""
+    payload = own
+    missing = tl.zeros((), tl.int32)
+    if source != rank:
+        byte_offsets = _word_bytes(words_offset, world_size, source, epoch, WORDS)
+        payload, missing = receive_words(
+            peers_ptr, rank, world_size, source, byte_offsets, epoch, wanted, COMPILED
+        )
+    return payload, missing
+
+
+@triton.jit
+def _end(epoch_ptr, epoch, missing):
+    """This program's part of the op is over, or given up."""
+    tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "units"])
+def low_latency_all_gather_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    units,
+    rank,
+    world_size,
+    epochs_offset,
+    words_offset,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """All-gather of equal shards.
+
+    Legend: ``input`` is ``[units]`` and ``output`` ``[W, units]``, integers of ``UNIT`` bytes whatever they
+    stand for; ``input`` may be its own part of ``output``. The grid is ``ceil(words / WORDS)``.
+
+    Ordering: the module's.
+
+    Example: W = 2, 3 words, WORDS = 2, first op: rank 0's program 1 sends ``1 << 32 | input[2]`` and
+    ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
+    """
+    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    if epoch > 0:
+        index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+        valid = index < tl.cdiv(units * UNIT, 4)
+        own = _load_words(input_ptr, index, units, UNIT)
+        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        missing = tl.zeros((), tl.int32)
+        for source in range(world_size):
+            payload, lost = _payload_of(
+                peers_ptr,
+                rank,
+                world_size,
+                source,
+                words_offset,
+                own,
+                epoch,
+                valid,
+                WORDS,
+                COMPILED,
+            )
+            if lost == 0:
+                _store_words(output_ptr + source * units, index, units, payload, UNIT)
+            missing += lost
+        _end(epoch_ptr, epoch, missing)
+    count_program(peers_ptr, rank)
+
+
+@triton.jit
+def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """One of two 16-bit numbers of a word, as fp32."""
+    half = (word >> 16) & 0xFFFF if HIGH else word & 0xFFFF
+    return half.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bits(number, DTYPE: tl.constexpr):
+    """A 16-bit number's bits, in the lower half of a word."""
+    return number.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "units"])
+def low_latency_all_reduce_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    units,
+    rank,
+    world_size,
+    epochs_offset,
+    words_offset,
+    DTYPE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """One-shot all-reduce: every rank sends all it has to all, and adds up everything.
+
+    Legend: ``input`` and ``output`` are ``[units]``, integers of ``UNIT`` bytes, and may be one tensor. A
+    word is one fp32 number, or two of ``DTYPE`` ("bf16", "fp16"), the lower half first. The grid is
+    ``ceil(words / WORDS)``.
+
+    Ordering: the module's. A program has read its part of the input before it stores its sums.
+
+    Example: W = 2, two bf16 numbers, 1 and 2 on rank 0, 3 and 4 on rank 1: one word each. In epoch 1
+    rank 0 sends ``1 << 32 | 0x40003f80``, receives ``1 << 32 | 0x40804040`` and stores 4 and 6.
+    """
+    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    if epoch > 0:
+        index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+        valid = index < tl.cdiv(units * UNIT, 4)
+        own = _load_words(input_ptr, index, units, UNIT)
+        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        low = tl.zeros((WORDS,), tl.float32)
+        high = tl.zeros((WORDS,), tl.float32)
+        missing = tl.zeros((), tl.int32)
+        for source in range(world_size):
+            payload, lost = _payload_of(
+                peers_ptr,
+                rank,
+                world_size,
+                source,
+                words_offset,
+                own,
+                epoch,
+                valid,
+                WORDS,
+                COMPILED,
+            )
+            missing += lost
+            if DTYPE == "fp32":
+                low += payload.to(tl.float32, bitcast=True)
+            elif DTYPE == "bf16":
+                low += _half(payload, False, tl.bfloat16)
+                high += _half(payload, True, tl.bfloat16)
+            else:
+                low += _half(payload, False, tl.float16)
+                high += _half(payload, True, tl.float16)
+        if AVERAGE:
+            low = low / world_size
+            high = high / world_size
+        if DTYPE == "fp32":
+            total = low.to(tl.int32, bitcast=True)
+        elif DTYPE == "bf16":
+            total = _bits(low, tl.bfloat16) | (_bits(high, tl.bfloat16) << 16)
+        else:
+            total = _bits(low, tl.float16) | (_bits(high, tl.float16) << 16)
+        if missing == 0:
+            _store_words(output_ptr, index, units, total, UNIT)
+        _end(epoch_ptr, epoch, missing)
+    count_program(peers_ptr, rank)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "units", "root"])
+def low_latency_broadcast_kernel(
+    peers_ptr,
+    tensor_ptr,
+    units,
+    root,
+    rank,
+    world_size,
+    epochs_offset,
+    words_offset,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Broadcast of ``[units]``, integers of ``UNIT`` bytes, from ``root``.
+
+    Ordering: the module's. The other ranks send words, too, of no meaning, and every rank waits for the
+    first word of each, so that it knows that all have read what came before.
+
+    Example: W = 3, root 1, 2 words, epoch 4: rank 1 sends its words to ranks 0 and 2; rank 0 sends its own
+    to ranks 1 and 2, polls two words from rank 1 and one from rank 2, and stores the two.
+    """
+    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    if epoch > 0:
+        first = tl.program_id(0) * WORDS
+        index = first + tl.arange(0, WORDS)
+        words = tl.cdiv(units * UNIT, 4)
+        own = _load_words(tensor_ptr, index, units, UNIT)
+        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        missing = tl.zeros((), tl.int32)
+        for source in range(world_size):
+            wanted = index < tl.where(source == root, words, first + 1)
+            payload, lost = _payload_of(
+                peers_ptr,
+                rank,
+                world_size,
+                source,
+                words_offset,
+                own,
+                epoch,
+                wanted,
+                WORDS,
+                COMPILED,
+            )
+            if (source == root) & (root != rank) & (lost == 0):
+                _store_words(tensor_ptr, index, units, payload, UNIT)
+            missing += lost
+        _end(epoch_ptr, epoch, missing)
+    count_program(peers_ptr, rank)

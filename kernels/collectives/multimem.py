@@ -1,0 +1,425 @@
+"""Collectives by the switch: one store that reaches every rank, and one load that sums over all of them.
+
+A *multicast address* names the same byte of every rank's buffer at once. With ``MULTIMEM`` (NVLink switch,
+9.0 and later) a 16-byte vector is stored to all ranks by ``multimem.st``, and read from all ranks as one
+sum by ``multimem.ld_reduce``, which adds in fp32 and rounds once, in an order of its own. Each sum is
+taken once and then stored everywhere, so ranks get the same bits, but not those of a sum in rank order:
+these kernels run only when they are asked for.
+
+Without ``MULTIMEM`` the same protocol runs over the table of peers, one after another, and sums are in rank
+order; so it does where kernels are interpreted and there is no multicast address. In ``sim`` there is one:
+the instructions are emulated, rank by rank (``runtime/interpreter/inline_ptx/multimem.py``).
+
+The multicast address is a second address of the same memory. What orders accesses through the two are the
+slots, by release and acquire of system scope, as for any other data; torch's and NCCL's kernels rely on it.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.transfer import TRANSFER_COLUMNS, copy_elements, data_pointer
+
+PART_COLUMNS = 4
+_PART = tl.constexpr(PART_COLUMNS)
+_SEND = tl.constexpr(TRANSFER_COLUMNS)
+
+
+@triton.jit
+def broadcast_vectors(peers_ptr, world_size, multicast, byte, from_address, valid,
+                      MULTIMEM: tl.constexpr):  # fmt: skip
+    """Copy 16-byte vectors, from ``from_address`` each, to ``byte`` of every rank's buffer."""
+    if MULTIMEM:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .b32 a, b, c, d;
+            setp.ne.s32 p, $3, 0;
+            @p ld.global.v4.b32 {a, b, c, d}, [$1];
+            @p multimem.st.relaxed.sys.global.v4.f32 [$2], {a, b, c, d};
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r",
+            [from_address, multicast + byte, valid.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for word in tl.static_range(4):
+            source = (from_address + 4 * word).to(tl.pointer_type(tl.int32))
+            value = tl.load(source, mask=valid)
+            for peer in range(world_size):
+                address = tl.load(peers_ptr + peer) + byte + 4 * word
+                tl.store(address.to(tl.pointer_type(tl.int32)), value, mask=valid)
+
+
+@triton.jit
+def sum_vectors(peers_ptr, world_size, multicast, from_byte, to_byte, to_address, valid,
+                DTYPE: tl.constexpr, BROADCAST: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
+    """Sum the 16-byte vectors at ``from_byte`` of all ranks' buffers.
+
+    They go to ``to_byte`` of every rank's buffer (``BROADCAST``), or to ``to_address`` here.
+    """
+    if MULTIMEM:
+        PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
+        KIND: tl.constexpr = "v4.f32" if DTYPE.is_fp32() else "acc::f32.v4." + PAIR
+        STORE: tl.constexpr = (
+            "multimem.st.relaxed.sys.global.v4.f32" if BROADCAST else "st.global.v4.b32"
+        )
+        target = multicast + to_byte if BROADCAST else to_address
+        tl.inline_asm_elementwise(
+            "{\n.reg .pred p;\n.reg .b32 a, b, c, d;\nsetp.ne.s32 p, $3, 0;\n"
+            "@p multimem.ld_reduce.relaxed.sys.global.add." + KIND + " {a, b, c, d}, [$1];\n"
+            "@p " + STORE + " [$2], {a, b, c, d};\nmov.u32 $0, 0;\n}",
+            "=r,l,l,r",
+            [multicast + from_byte, target, valid.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        for element in tl.static_range(16 // ITEM):
+            total = tl.zeros(valid.shape, tl.float32)
+            for peer in range(world_size):
+                address = tl.load(peers_ptr + peer) + from_byte + ITEM * element
+                total += tl.load(address.to(tl.pointer_type(DTYPE)), mask=valid).to(tl.float32)
+            if BROADCAST:
+                for peer in range(world_size):
+                    address = tl.load(peers_ptr + peer) + to_byte + ITEM * element
+                    tl.store(address.to(tl.pointer_type(DTYPE)), total.to(DTYPE), mask=valid)
+            else:
+                address = to_address + ITEM * element
+                tl.store(address.to(tl.pointer_type(DTYPE)), total.to(DTYPE), mask=valid)
+
+
+@triton.jit
+def wait_all_credits(peers_ptr, rank, world_size, epoch):
+    """Wait for the credit of every rank; False if one was given up, and then nothing may be stored."""
+    free = tl.full((), 1, tl.int1)
+    for peer in range(world_size):
+        free = free & (wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1)
+    return free
+
+
+@triton.jit
+def broadcast_chunks(
+    peers_ptr,
+    multicast,
+    input_ptr,
+    input_stride,
+    sends_ptr,
+    num_sends,
+    columns,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    epoch,
+    program,
+    programs,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    row_scale_ptr,
+    scale_offset,
+    SCALED: tl.constexpr,
+    MULTIMEM: tl.constexpr,
+):
+    """As ``transfer.push_chunks``, every ``programs``-th chunk once for all ranks.
+
+    Rows begin at multiples of 16 bytes and are whole vectors. A chunk's sends are neighbours in the
+    table, one per peer, which differ in the peer only.
+    """
+    ITEM: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth // 8
+    VECTORS: tl.constexpr = BLOCK_COLUMNS * ITEM // 16
+    others = max(world_size - 1, 1)
+    if wait_all_credits(peers_ptr, rank, world_size, epoch):
+        for chunk in range(program, num_sends // others, programs):
+            line = sends_ptr + chunk * others * _SEND
+            first_row = tl.load(line + 1)
+            rows = tl.load(line + 2)
+            gathered_row = tl.load(line + 3)
+            slot = tl.load(line + 4)
+            from_address = (input_ptr + first_row * input_stride).to(tl.int64)
+            to_byte = data_offset + gathered_row * columns * ITEM
+            for row in range(0, rows, BLOCK_ROWS):
+                offs_m = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+                for vector in range(0, columns * ITEM // 16, VECTORS):
+                    offs_v = vector + tl.arange(0, VECTORS)
+                    valid = (offs_m < rows)[:, None] & (offs_v < columns * ITEM // 16)[None, :]
+                    broadcast_vectors(
+                        peers_ptr,
+                        world_size,
+                        multicast,
+                        to_byte + offs_m[:, None] * columns * ITEM + offs_v[None, :] * 16,
+                        from_address + offs_m[:, None] * input_stride * ITEM + offs_v[None, :] * 16,
+                        valid,
+                        MULTIMEM,
+                    )
+            for step in range(1, world_size):
+                peer = (rank + step) % world_size
+                if SCALED:
+                    scales_ptr = data_pointer(peers_ptr, peer, scale_offset, row_scale_ptr)
+                    copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
+                publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
+
+
+@triton.jit
+def broadcast_elements(peers_ptr, world_size, multicast, byte, from_ptr, elements,
+                       BLOCK: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
+    """Copy up to ``BLOCK`` elements, 16-byte aligned on both sides, to ``byte`` of all ranks' buffers.
+
+    What is left of whole vectors goes to the ranks one by one.
+    """
+    ITEM: tl.constexpr = from_ptr.dtype.element_ty.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // ITEM
+    offsets = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
+    whole = elements // VECTOR
+    broadcast_vectors(
+        peers_ptr,
+        world_size,
+        multicast,
+        byte + offsets * 16,
+        from_ptr.to(tl.int64) + offsets * 16,
+        offsets < whole,
+        MULTIMEM,
+    )
+    rest = whole * VECTOR + tl.arange(0, VECTOR)
+    value = tl.load(from_ptr + rest, mask=rest < elements)
+    for peer in range(world_size):
+        to_ptr = data_pointer(peers_ptr, peer, byte, from_ptr)
+        tl.store(to_ptr + rest, value, mask=rest < elements)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "blocks", "slot_offset", "multicast"])
+def multimem_all_gather_kernel(
+    peers_ptr,
+    multicast,
+    input_ptr,
+    output_ptr,
+    parts_ptr,
+    blocks,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    BLOCK: tl.constexpr,
+    MULTIMEM: tl.constexpr,
+):
+    """All-gather of flat shards, each element sent once for all ranks.
+
+    Legend: ``parts``: a line per rank: first element in the output, elements, byte in the data region
+    (a multiple of 16), number of its first block. ``blocks`` of all ranks are numbered through, and so
+    are their slots. ``input`` is 16-byte aligned.
+
+    Ordering: a program waits for every rank's credit, stores its blocks of the own shard to all ranks,
+    publishes the slot of each at every rank; then it takes blocks of all ranks, each after its slot.
+    Sending waits for nothing of this op. finish_kernel gives the credit for reuse.
+
+    Example: W = 2, 6 elements each, BLOCK = 4, one program per rank: rank 1 stores its blocks 2 and 3 (4
+    and 2 elements) to both ranks and publishes slots 2 and 3 at both; then it copies blocks 0-3.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    ITEM: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth // 8
+    own = parts_ptr + rank * _PART
+    own_elements = tl.load(own + 1)
+    own_byte = data_offset + tl.load(own + 2)
+    own_block = tl.load(own + 3)
+    if wait_all_credits(peers_ptr, rank, world_size, epoch):
+        for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
+            element = tl.cast(block, tl.int64) * BLOCK
+            broadcast_elements(
+                peers_ptr,
+                world_size,
+                multicast,
+                own_byte + element * ITEM,
+                input_ptr + element,
+                min(own_elements - element, BLOCK),
+                BLOCK,
+                MULTIMEM,
+            )
+            slot_byte = slot_offset + (own_block + block) * 8
+            for peer in range(world_size):
+                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+    for source in range(world_size):
+        part = parts_ptr + source * _PART
+        first = tl.load(part)
+        elements = tl.load(part + 1)
+        from_ptr = data_pointer(peers_ptr, rank, data_offset + tl.load(part + 2), input_ptr)
+        first_block = tl.load(part + 3)
+        for block in range(program, tl.cdiv(elements, BLOCK), programs):
+            slot_byte = slot_offset + (first_block + block) * 8
+            wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+            element = tl.cast(block, tl.int64) * BLOCK
+            count = min(elements - element, BLOCK)
+            copy_elements(output_ptr + first + element, from_ptr + element, count, BLOCK)
+
+
+@triton.jit
+def wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch):
+    """Wait until a block is staged on every rank; its slots are ``blocks`` apart by source.
+
+    False if a wait was given up: what is read then must not be published.
+    """
+    arrived = tl.full((), 1, tl.int1)
+    for source in range(world_size):
+        slot = slot_byte + source * blocks * 8
+        arrived = arrived & (wait(peers_ptr, rank, world_size, source, slot, epoch) >= epoch)
+    return arrived
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "slot_offset", "multicast"])
+def multimem_reduce_scatter_kernel(
+    peers_ptr,
+    multicast,
+    input_ptr,
+    output_ptr,
+    parts_ptr,
+    blocks,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    sums_offset,
+    BLOCK: tl.constexpr,
+    MULTIMEM: tl.constexpr,
+):
+    """Reduce-scatter of a flat tensor: each rank sums its own part of all inputs, where they are.
+
+    Legend: ``parts``: a line per owner: first element in the input, elements, unused, number of its
+    first block. Every part begins a new block; there are ``blocks`` of them, and as many slots per
+    source. Inputs are staged at ``data_offset``, block b from element ``b * BLOCK`` on; sums of the own
+    part at ``sums_offset``.
+
+    Ordering: a program waits for every rank's credit, copies its blocks of the input into the own
+    buffer, publishes the slot (source, block) of each at its owner. The owner waits for the slots of all
+    sources, then sums. Staging waits for nothing of this op. Peers read this rank's buffer until all
+    have finished: the host has every rank's credit waited for before it is written again.
+
+    Example: W = 2, 6 elements, BLOCK = 4, parts of 3: blocks 0 and 1. Rank 0 stages elements 0-2 for
+    itself, slot 0, and 3-5 for rank 1, slot 1 there; rank 1 sums block 1 of both ranks.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    DTYPE: tl.constexpr = input_ptr.dtype.element_ty
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // ITEM
+    staged_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    if wait_all_credits(peers_ptr, rank, world_size, epoch):
+        for step in range(world_size):
+            owner = (rank + 1 + step) % world_size
+            part = parts_ptr + owner * _PART
+            from_ptr = input_ptr + tl.load(part)
+            elements = tl.load(part + 1)
+            first_block = tl.load(part + 3)
+            for block in range(program, tl.cdiv(elements, BLOCK), programs):
+                element = tl.cast(block, tl.int64) * BLOCK
+                to_ptr = staged_ptr + first_block * BLOCK + element
+                copy_elements(to_ptr, from_ptr + element, min(elements - element, BLOCK), BLOCK)
+                slot_byte = slot_offset + (rank * blocks + first_block + block) * 8
+                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
+    own = parts_ptr + rank * _PART
+    own_elements = tl.load(own + 1)
+    own_block = tl.load(own + 3)
+    sums_ptr = data_pointer(peers_ptr, rank, sums_offset, input_ptr)
+    vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
+    for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
+        slot_byte = slot_offset + (own_block + block) * 8
+        wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
+        element = tl.cast(block, tl.int64) * BLOCK
+        count = min(own_elements - element, BLOCK)
+        byte = (own_block * BLOCK + element) * ITEM + vectors * 16
+        sum_vectors(
+            peers_ptr,
+            world_size,
+            multicast,
+            data_offset + byte,
+            byte,
+            (sums_ptr + element).to(tl.int64) + vectors * 16,
+            vectors < tl.cdiv(count, VECTOR),
+            DTYPE,
+            False,
+            MULTIMEM,
+        )
+        tl.debug_barrier()  # the same program reads what other threads of it have stored
+        copy_elements(output_ptr + element, sums_ptr + element, count, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "slot_offset", "multicast"])
+def multimem_all_reduce_kernel(
+    peers_ptr,
+    multicast,
+    input_ptr,
+    output_ptr,
+    elements,
+    blocks,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    sums_offset,
+    BLOCK: tl.constexpr,
+    MULTIMEM: tl.constexpr,
+):
+    """All-reduce of a flat tensor in two shots: block b is summed by rank ``b % W``, for all ranks.
+
+    Legend: ``input`` and ``output`` are ``[elements]`` and may be the same tensor: a block of the output
+    is written only after its sum has come back, which is after it was staged. Slots: (source, block) of
+    staged blocks, then one per block for its sum.
+
+    Ordering: as multimem_reduce_scatter_kernel up to the sums; an owner stores each to all ranks and
+    publishes its slot at every rank. Every rank then waits for the sums, block by block. Staging waits
+    for nothing of this op, and summing only for staging.
+
+    Example: W = 2, 6 elements, BLOCK = 4: both ranks stage blocks 0 and 1 and tell rank 0 of the first,
+    rank 1 of the second; rank 1 stores the sum of elements 4-5 to both ranks and publishes slot 5.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    DTYPE: tl.constexpr = input_ptr.dtype.element_ty
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // ITEM
+    staged_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    free = wait_all_credits(peers_ptr, rank, world_size, epoch)
+    if free:
+        for block in range(program, blocks, programs):
+            element = tl.cast(block, tl.int64) * BLOCK
+            count = min(elements - element, BLOCK)
+            copy_elements(staged_ptr + element, input_ptr + element, count, BLOCK)
+            slot_byte = slot_offset + (rank * blocks + block) * 8
+            publish(peer_pointer(peers_ptr, block % world_size, slot_byte), epoch)
+    vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
+    sums_slot = slot_offset + world_size * blocks * 8
+    for block in range(rank + program * world_size, blocks, programs * world_size):
+        slot_byte = slot_offset + block * 8
+        arrived = wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
+        if free & arrived:
+            element = tl.cast(block, tl.int64) * BLOCK
+            count = min(elements - element, BLOCK)
+            byte = element * ITEM + vectors * 16
+            sum_vectors(
+                peers_ptr,
+                world_size,
+                multicast,
+                data_offset + byte,
+                sums_offset + byte,
+                byte,
+                vectors < tl.cdiv(count, VECTOR),
+                DTYPE,
+                True,
+                MULTIMEM,
+            )
+            for peer in range(world_size):
+                publish(peer_pointer(peers_ptr, peer, sums_slot + block * 8), epoch)
+    sums_ptr = data_pointer(peers_ptr, rank, sums_offset, input_ptr)
+    for block in range(program, blocks, programs):
+        owner = block % world_size
+        wait(peers_ptr, rank, world_size, owner, sums_slot + block * 8, epoch)
+        element = tl.cast(block, tl.int64) * BLOCK
+        count = min(elements - element, BLOCK)
+        copy_elements(output_ptr + element, sums_ptr + element, count, BLOCK)

@@ -1,0 +1,1 @@
+"""Collectives and fused ops between nodes, where memory is reached by puts."""

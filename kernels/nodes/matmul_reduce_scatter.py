@@ -1,0 +1,357 @@
+"""Fused matmul + reduce-scatter between nodes: partial sums of a node leave it while the matmul runs.
+
+Every rank holds a slice of K, so its product is a partial sum of all rows. What a node's ranks have for an
+owner on another node is summed within the node first, and travels once. Two kernels run side by side, one
+multiplies and one puts, because NVSHMEM's code comes with whatever puts, and needs registers and stack that
+a matmul must not pay for::
+
+    matmul, most SMs   | tiles of node 1's owners | ... own node's | own | add own tiles, all nodes |
+                           publish to who sums ^    publish to owners
+    sums, a few SMs      wait, sum the node's tiles, put to the owner ... wait for puts, publish here |
+
+Tiles of other nodes' owners come first (``node_order.scatter_order``): they have the longest way. Each goes
+straight to the rank of this node that sums for the owner, over the fast link. That rank adds the members'
+tiles in fp32 and puts the sum, one put with its signal per tile, as soon as the tile is there from all
+members. What lands is published again by the rank itself, so that the matmul, which is not linked with
+NVSHMEM, waits for it as for everything else; then it adds, per tile, the nodes in order: of its own node
+the members' tiles, of the others their sums. So results depend on no timing, and are rounded once after
+the contributions, bias and activation included.
+
+Partial sums lie tile by tile, ``BLOCK_M * BLOCK_N`` numbers each, also those at an edge: a put is one
+contiguous piece. With 128 x 128 tiles it has 64 KiB.
+
+Rejected: summing and putting in the matmul kernel (see above), and a put for a band of tile rows (nobody
+could begin before the whole band has come from all members).
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.epilogue import activate, add_bias, store_tile
+from interlace.kernels.fused.matmul_reduce_scatter import produce_part
+from interlace.kernels.matmul import columns_operand, tile_offsets
+from interlace.kernels.nodes.moves import land, put
+from interlace.kernels.nodes.reduction import float_region, wait_node
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.tiling import first_tile, grouped_tile
+from interlace.kernels.transfer import data_pointer
+
+NODE_SEGMENT_COLUMNS = 5
+DUTY_COLUMNS = 4
+_SEGMENT = tl.constexpr(NODE_SEGMENT_COLUMNS)
+_DUTY = tl.constexpr(DUTY_COLUMNS)
+_SLICE_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def sum_members(contributions_ptr, stride, num_members, offsets, mask, SHAPE: tl.constexpr):
+    """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
+    total = tl.zeros(SHAPE, tl.float32)
+    for member in range(num_members):
+        from_ptr = contributions_ptr + tl.cast(member, tl.int64) * stride
+        total += tl.load(from_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["rank", "world_size", "own_rows", "num_members", "own_member", "num_nodes",
+                       "own_node", "tiles_each", "slot_offset", "landed_slot"]
+)  # fmt: skip
+def matmul_node_reduce_scatter_kernel(
+    peers_ptr,
+    input_ptr,
+    input_stride,
+    row_scale_ptr,
+    weight_ptr,
+    weight_stride_k,
+    weight_stride_n,
+    column_scale_ptr,
+    bias_ptr,
+    output_ptr,
+    segments_ptr,
+    members_ptr,
+    num_members,
+    own_member,
+    sums_ptr,
+    num_nodes,
+    own_node,
+    own_rows,
+    stride,
+    tiles_each,
+    N,
+    K,
+    rank,
+    world_size,
+    slot_offset,
+    landed_slot,
+    data_offset,
+    landing_offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FAST_ACCUM: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
+
+    Legend: as matmul_reduce_scatter_kernel. ``segments``: a line per owner in ``node_order.scatter_order``:
+    who of this node takes its tiles, first row, rows, number of the first tile, and in which of the
+    taker's regions they are. A region has a contribution of ``stride`` elements and ``tiles_each`` slots
+    per member of the node: ``members``, of which this rank is number ``own_member``. Region 0 is that of
+    the taker's own rows. ``sums``: for each node who sends its sum here, and as which duty. Of node n,
+    other than ``own_node``, the sums of the own tiles are at ``landing_offset``, from tile
+    ``n * tiles_each`` on, and their slots at ``landed_slot``.
+
+    Ordering: a producer waits for the taker's credit, stores its tiles and publishes the slot (member,
+    tile) of each. Producing waits for no sum of this op. The owner waits for the members' slots and for
+    those of what has landed, which node_sums_kernel, beside this one, publishes here; then it loads. The
+    workspace is free again once put_credits_kernel and finish_kernel have given this rank's credit.
+
+    Example: nodes [0, 0, 1, 1], 64 rows each, N = 64, 64 x 64 tiles. Rank 0 computes rows 192-255 for
+    rank 3 and stores them in region 1 of rank 1, who sums for rank 3; rows 128-191 for rank 2 into its
+    own region 1; rows 64-127 into region 0 of rank 1, rows 0-63 into its own. Then it adds the two
+    contributions of its region 0, and what node 1 has put: sum_0 + sum_1.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    b = columns_operand(
+        weight_ptr, weight_stride_k, weight_stride_n, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS
+    )
+    for line in range(world_size):
+        segment = segments_ptr + line * _SEGMENT
+        taker = tl.load(segment)
+        first_row = tl.load(segment + 1)
+        rows = tl.load(segment + 2)
+        start = tl.load(segment + 3).to(tl.int32)
+        part = tl.load(segment + 4) * num_members + own_member
+        tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
+        tiles = tiles_m * tiles_n
+        first = first_tile(start, program, programs)
+        if first < start + tiles:
+            if wait_credit(peers_ptr, rank, world_size, taker, epoch) >= epoch - 1:
+                produce_part(
+                    input_ptr,
+                    input_stride,
+                    row_scale_ptr,
+                    b,
+                    weight_stride_k,
+                    weight_stride_n,
+                    column_scale_ptr,
+                    bias_ptr,
+                    data_pointer(peers_ptr, taker, data_offset, output_ptr) + part * stride,
+                    first,
+                    start,
+                    tiles_m,
+                    tiles_n,
+                    programs,
+                    first_row,
+                    rows,
+                    N,
+                    K,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    DESCRIPTORS,
+                    SCALES,
+                    INPUT_PRECISION,
+                    FAST_ACCUM,
+                    FLATTEN,
+                    WARP_SPECIALIZE,
+                    SUBTILE,
+                    OUT_DESCRIPTOR,
+                    COMPILED,
+                )
+                for number in range(first, start + tiles, programs):
+                    slot_byte = slot_offset + (part * tiles_each + number - start) * 8
+                    publish(peer_pointer(peers_ptr, taker, slot_byte), epoch)
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)
+    landed_ptr = float_region(peers_ptr, rank, landing_offset)
+    own_tiles_m = tl.cdiv(own_rows, BLOCK_M)
+    SLICE: tl.constexpr = min(BLOCK_M, _SLICE_ROWS)
+    for tile in range(program, own_tiles_m * tiles_n, programs):
+        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, GROUP_M)
+        slot_byte = slot_offset + tile * 8
+        wait_node(
+            peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, tiles_each, epoch
+        )
+        for node in range(num_nodes):
+            if node != own_node:
+                source = tl.load(sums_ptr + 2 * node)
+                slot_byte = slot_offset + (landed_slot + node * tiles_each + tile) * 8
+                wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+        offs_n = tile_offsets(tile_n, BLOCK_N)
+        for part in range(BLOCK_M // SLICE):
+            slice_m = tile_m * (BLOCK_M // SLICE) + part
+            offs_m = tile_offsets(slice_m, SLICE)
+            mask = (offs_m < own_rows)[:, None] & (offs_n < N)[None, :]
+            places = offs_m[:, None] * N + offs_n[None, :]
+            within = slice_offsets(part, SLICE, BLOCK_N)
+            total = tl.zeros((SLICE, BLOCK_N), tl.float32)
+            for node in range(num_nodes):
+                if node == own_node:
+                    total += sum_members(
+                        own_ptr, stride, num_members, places, mask, (SLICE, BLOCK_N)
+                    )
+                else:
+                    from_ptr = landed_ptr + tile_element(node * tiles_each + tile, BLOCK_M, BLOCK_N)
+                    total += tl.load(from_ptr + within)
+            if AVERAGE:
+                total = total / world_size
+            total = add_bias(total, bias_ptr, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N, BIAS)
+            total = activate(total, ACTIVATION)
+            store_tile(output_ptr, N, total, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N)
+
+
+@triton.jit
+def tile_element(number, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where tile ``number`` begins among partial sums."""
+    return tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N)
+
+
+@triton.jit
+def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where rows ``part * SLICE`` and on are within a tile of partial sums."""
+    rows = part * SLICE + tl.arange(0, SLICE)
+    return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["rank", "world_size", "num_duties", "num_members", "num_nodes", "own_node",
+                       "own_rows", "tiles_each", "slot_offset", "landing_slot", "landed_slot"]
+)  # fmt: skip
+def node_sums_kernel(
+    peers_ptr,
+    contribution_ptr,
+    duties_ptr,
+    num_duties,
+    members_ptr,
+    num_members,
+    sums_ptr,
+    num_nodes,
+    own_node,
+    own_rows,
+    stride,
+    tiles_each,
+    N,
+    rank,
+    world_size,
+    slot_offset,
+    landing_slot,
+    landed_slot,
+    data_offset,
+    partial_offset,
+    landing_offset,
+    PUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum this node's tiles of other nodes' owners and put them; publish what other nodes have put here.
+
+    Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. ``contribution_ptr`` is only looked
+    at for the dtype of contributions. ``duties``: a line per owner for whom this rank sums: owner, region,
+    rows, number of the first tile.
+    Partial sums of duty d are at ``partial_offset`` from tile ``d * tiles_each`` on; a put of tile t lands
+    at ``landing_offset``, tile ``node * tiles_each + t``, and sets that slot from ``landing_slot`` on.
+    ``BLOCK``: bytes that emulated puts copy at a time. ``quiet_kernel`` follows on the stream.
+
+    Ordering: a program takes its tiles of all duties first: it waits for the owner's credit and for all
+    members' slots, stores the sum, and puts it; that waits for no sum. Then its own tiles of every other
+    node: it waits until they have landed and publishes the slot that the matmul waits for. Nothing is put
+    or published where a wait was given up.
+
+    Example: as there. Rank 1 adds the contributions of ranks 0 and 1 to rank 3 in its region 1, and puts
+    the sum to landing tile 0 of rank 3. Then it waits for what rank 3 has put to its own landing tile 1,
+    and publishes own landed slot 1.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * 4
+    SLICE: tl.constexpr = min(BLOCK_M, _SLICE_ROWS)
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, contribution_ptr)
+    partials_ptr = float_region(peers_ptr, rank, partial_offset)
+    for number in range(num_duties):
+        line = duties_ptr + number * _DUTY
+        owner = tl.load(line)
+        first_part = tl.load(line + 1) * num_members
+        rows = tl.load(line + 2)
+        start = tl.load(line + 3).to(tl.int32)
+        tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
+        end = start + tiles_m * tiles_n
+        for each in range(first_tile(start, program, programs), end, programs):
+            tile = each - start
+            slot_byte = slot_offset + (first_part * tiles_each + tile) * 8
+            ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1
+            seen = wait_node(
+                peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, tiles_each, epoch
+            )
+            if tl.minimum(ready, seen) >= epoch:
+                tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+                offs_n = tile_offsets(tile_n, BLOCK_N)
+                place = number * tiles_each + tile
+                for part in range(BLOCK_M // SLICE):
+                    offs_m = tile_offsets(tile_m * (BLOCK_M // SLICE) + part, SLICE)
+                    total = sum_members(
+                        own_ptr + first_part * stride,
+                        stride,
+                        num_members,
+                        offs_m[:, None] * N + offs_n[None, :],
+                        (offs_m < rows)[:, None] & (offs_n < N)[None, :],
+                        (SLICE, BLOCK_N),
+                    )
+                    to_ptr = partials_ptr + tile_element(place, BLOCK_M, BLOCK_N)
+                    tl.store(to_ptr + slice_offsets(part, SLICE, BLOCK_N), total)
+                landing = own_node * tiles_each + tile
+                put(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    owner,
+                    partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
+                    landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
+                    TILE_BYTES,
+                    slot_offset + (landing_slot + landing) * 8,
+                    epoch,
+                    PUT,
+                    BLOCK,
+                )
+    own_tiles = tl.cdiv(own_rows, BLOCK_M) * tiles_n
+    for tile in range(program, own_tiles, programs):
+        for node in range(num_nodes):
+            if node != own_node:
+                source = tl.load(sums_ptr + 2 * node)
+                place = tl.load(sums_ptr + 2 * node + 1) * tiles_each + tile
+                landing = node * tiles_each + tile
+                seen = land(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    source,
+                    partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
+                    landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
+                    TILE_BYTES,
+                    slot_offset + (landing_slot + landing) * 8,
+                    epoch,
+                    PUT,
+                    BLOCK,
+                )
+                if seen >= epoch:
+                    slot_byte = slot_offset + (landed_slot + landing) * 8
+                    publish(peer_pointer(peers_ptr, rank, slot_byte), epoch)

@@ -1,0 +1,257 @@
+"""Moving data between nodes: puts where memory is not mapped, and the kernel that does a list of moves.
+
+The table of peers has two halves here. Entry r is where rank r's buffer is mapped, 0 if it is not. Entry
+``world_size + r`` is how to put to rank r, and the constexpr ``PUT`` says what it means::
+
+    "nvshmem"  the rank's number for NVSHMEM, which copies and signals (kernels/nodes/nvshmem.py)
+    "stores"   its address: a put copies at once. For tests, where all memory is mapped in truth
+    "late"     its address: a put only signals, and the data is read when the receiver looks
+
+A network does something between the last two: it reads the source some time after the put has begun and
+before the receiver is told. What is right at both ends of that is right in between; ``interlace.verify``
+runs both.
+
+Legend: ``rows`` of ``columns`` elements; the input has them ``input_stride`` apart, workspaces densely.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.nodes import nvshmem, order
+from interlace.kernels.signal import (
+    CREDIT_WORDS,
+    counted_epoch,
+    current_epoch,
+    is_void,
+    peer_pointer,
+    publish,
+    wait,
+    wait_credit,
+)
+from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer
+
+_COLUMNS = tl.constexpr(order.MOVE_COLUMNS)
+_SEND = tl.constexpr(order.SEND)
+_FORWARD = tl.constexpr(order.FORWARD)
+_PUT = tl.constexpr(order.PUT)
+_LAND = tl.constexpr(order.LAND)
+_CREDIT = tl.constexpr(CREDIT_WORDS)
+_SET = tl.constexpr(nvshmem.SIGNAL_SET)
+_GE = tl.constexpr(nvshmem.COMPARE_GE)
+_LANES = tl.constexpr(32)
+
+
+@triton.jit
+def byte_pointer(peers_ptr, entry, byte_offset):
+    """Byte ``byte_offset`` of the buffer at table entry ``entry``."""
+    return (tl.load(peers_ptr + entry) + byte_offset).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def put(peers_ptr, rank, world_size, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
+        PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Send a part of the own buffer to ``peer``'s, then set its slot; all places are byte offsets.
+
+    What the program has stored there, or has waited for, is what is sent. It may be read until
+    ``quiet_kernel`` has ended, which is before this rank gives its credit: nobody writes it until then.
+    """
+    if PUT == "nvshmem":
+        own = tl.load(peers_ptr + rank)
+        pe = tl.load(peers_ptr + world_size + peer)
+        nvshmem.put_signal_nbi_block(
+            own + to_byte, own + from_byte, nbytes, own + slot_byte, epoch, _SET, pe
+        )
+    else:
+        if PUT == "stores":
+            to_ptr = byte_pointer(peers_ptr, world_size + peer, to_byte)
+            copy_elements(to_ptr, byte_pointer(peers_ptr, rank, from_byte), nbytes, BLOCK)
+        publish(peer_pointer(peers_ptr, world_size + peer, slot_byte), epoch)
+
+
+@triton.jit
+def land(peers_ptr, rank, world_size, source, from_byte, to_byte, nbytes, slot_byte, epoch,
+         PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Wait for what ``source`` has put with the same places; loads of this program see it afterwards.
+
+    Returns the value of the slot, as ``wait``. One program per put: with ``"late"`` it copies.
+    """
+    seen = wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+    if seen >= epoch:
+        if PUT == "nvshmem":
+            # It is set, so this returns. On some machines data put by a network card is not sure to
+            # be there when its signal is, and NVSHMEM then reads back from the card.
+            nvshmem.wait_until(tl.load(peers_ptr + rank) + slot_byte, _GE, epoch)
+        if PUT == "late":
+            from_ptr = byte_pointer(peers_ptr, world_size + source, from_byte)
+            copy_elements(byte_pointer(peers_ptr, rank, to_byte), from_ptr, nbytes, BLOCK)
+            tl.debug_barrier()
+    return seen
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "num_moves", "slot_offset"])
+def move_kernel(
+    peers_ptr,
+    input_ptr,
+    input_stride,
+    moves_ptr,
+    num_moves,
+    columns,
+    rank,
+    world_size,
+    slot_offset,
+    data_offset,
+    PUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Do the moves of a rank: ``moves`` as ``node_order`` describes them, rows of ``columns`` elements.
+
+    ``BLOCK_ROWS`` 0: a flat tensor, of which rows are elements and which is copied ``BLOCK_COLUMNS`` at
+    a time. ``quiet_kernel`` follows on the stream.
+
+    Ordering: before rows go to a peer, its credit. SEND publishes the slot after its stores. FORWARD
+    and PUT wait for their slot first, so they pass on what whoever has published it had stored; a put
+    sets the landing slot, which LAND waits for, and LAND publishes the slot that readers wait for: the
+    stores of one rank, a put, and the loads of another are in order by three releases and three
+    acquires. Nothing is passed on where a wait was given up.
+
+    Example: 2 nodes of 2 ranks, a chunk of 2 rows each, rank 0. Line 0 copies input rows 0-1 into the
+    own workspace and publishes own slot 0; line 1 waits for that slot and puts the rows to rank 2, slot
+    4 there; line 2 copies them to rank 1, slot 0 there. Line 3 waits for own slot 6, which rank 2's put
+    sets, and publishes own slot 2; line 4 waits for that and copies rows 4-5 to rank 1, slot 2 there.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    element_bytes = tl.cdiv(input_ptr.dtype.element_ty.primitive_bitwidth, 8)
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    for number in range(tl.program_id(0), num_moves, tl.num_programs(0)):
+        line = moves_ptr + number * _COLUMNS
+        kind = tl.load(line)
+        peer = tl.load(line + 1)
+        source = tl.load(line + 2)
+        from_row = tl.load(line + 3)
+        to_row = tl.load(line + 4)
+        rows = tl.load(line + 5)
+        slot_byte = slot_offset + tl.load(line + 7) * 8
+        elements = rows * columns
+        from_byte = data_offset + from_row * columns * element_bytes
+        to_byte = data_offset + to_row * columns * element_bytes
+        ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1
+        waited = tl.load(line + 6)
+        if waited >= 0:
+            waited_byte = slot_offset + waited * 8
+            if kind == _LAND:
+                seen = land(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    source,
+                    from_byte,
+                    to_byte,
+                    elements * element_bytes,
+                    waited_byte,
+                    epoch,
+                    PUT,
+                    BLOCK_COLUMNS,
+                )
+            else:
+                seen = wait(peers_ptr, rank, world_size, source, waited_byte, epoch)
+            ready = tl.minimum(ready, seen)
+        if ready >= epoch:
+            if kind == _PUT:
+                put(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    peer,
+                    from_byte,
+                    to_byte,
+                    elements * element_bytes,
+                    slot_byte,
+                    epoch,
+                    PUT,
+                    BLOCK_COLUMNS,
+                )
+            else:
+                to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + to_row * columns
+                if kind == _FORWARD:
+                    from_ptr = own_ptr + from_row * columns
+                    if BLOCK_ROWS == 0:
+                        copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
+                    else:
+                        copy_elements(to_ptr, from_ptr, elements, BLOCK_ROWS * BLOCK_COLUMNS // 2)
+                elif kind == _SEND:
+                    from_ptr = input_ptr + from_row * input_stride
+                    if BLOCK_ROWS == 0:
+                        copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
+                    else:
+                        copy_rows(
+                            to_ptr,
+                            columns,
+                            from_ptr,
+                            input_stride,
+                            rows,
+                            columns,
+                            BLOCK_ROWS,
+                            BLOCK_COLUMNS,
+                        )
+                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "num_partners", "slot_offset", "slot"])
+def quiet_kernel(
+    peers_ptr, partners_ptr, num_partners, rank, world_size, slot_offset, slot, PUT: tl.constexpr
+):  # fmt: skip
+    """Hold a stream until what this rank has put in kernels before was read, and has arrived.
+
+    ``partners`` are the ranks of other nodes that put to this one or to which it puts. Slots ``slot + r``
+    are for ``"late"`` puts alone: rank r has read all that was put to it.
+
+    Ordering: one program, after the kernels that put and land. Afterwards, so when this rank gives its
+    credits, nothing of its workspace is still to be read, and its peers may write into it.
+
+    Example: rank 0 has put to rank 2 and ends in ``quiet_kernel``, which returns when all the data is in
+    rank 2's memory, whether rank 2 has looked at it or not.
+    """
+    if PUT == "nvshmem":
+        nvshmem.quiet()
+    if PUT == "late":
+        epoch = current_epoch(peers_ptr, rank)
+        if not is_void(peers_ptr, rank):
+            for number in range(num_partners):
+                partner = tl.load(partners_ptr + number)
+                slot_byte = slot_offset + (slot + rank) * 8
+                publish(peer_pointer(peers_ptr, world_size + partner, slot_byte), epoch)
+        for number in range(num_partners):
+            partner = tl.load(partners_ptr + number)
+            slot_byte = slot_offset + (slot + partner) * 8
+            wait(peers_ptr, rank, world_size, partner, slot_byte, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "num_partners"])
+def put_credits_kernel(
+    peers_ptr, partners_ptr, num_partners, rank, world_size, PUT: tl.constexpr
+):  # fmt: skip
+    """Give this op's credit to ``partners``, the ranks of other nodes that this one exchanges puts with.
+
+    ``finish_kernel`` comes next on the stream: it gives the credits of this node and ends the op.
+
+    Ordering: as finish_kernel. All reads of the channel by this rank are over, the kernel boundary
+    has put them before the signals, which carry no data. One warp, one signal per lane. In a void
+    channel there is no credit, and partners are told so as by finish_kernel.
+
+    Example: with epoch word 6, partners [2] and rank 0, word CREDIT[0] of rank 2 becomes 7.
+    """
+    epoch = counted_epoch(peers_ptr, rank)
+    credit = tl.where(is_void(peers_ptr, rank), -epoch, epoch)
+    word_byte = (_CREDIT + rank) * 8
+    if PUT == "nvshmem":
+        word = tl.load(peers_ptr + rank) + word_byte
+        for first in range(0, num_partners, _LANES):
+            # lanes to spare say the same as the last one
+            number = tl.minimum(first + tl.arange(0, _LANES), num_partners - 1)
+            pe = tl.load(peers_ptr + world_size + tl.load(partners_ptr + number))
+            nvshmem.signal(word, credit, _SET, pe)
+    else:
+        for number in range(num_partners):
+            partner = tl.load(partners_ptr + number)
+            publish(peer_pointer(peers_ptr, world_size + partner, word_byte), credit)

@@ -1,0 +1,262 @@
+"""Reduce-scatter over several nodes: sums within each node first, then one partial sum per node travels.
+
+Between two nodes go as many bytes as the parts of one node have, once, in place of one contribution per
+rank. For owner 2 of four ranks on two nodes::
+
+    node 0   0 --contribution--> 0 (sums for node 0)  --put partial-->  2
+             1 --contribution--> 0
+    node 1   2, 3 --contribution--> 2                                   2 adds both sums
+
+Partial sums are fp32 wherever they are, so a result is rounded once. The sum is taken by nodes, and
+within a node by ranks: deterministic, and the same on all ranks that need it, but other bits than the
+sum over all ranks in a row, which cannot be had without every contribution travelling.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.nodes.moves import land, put
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.tiling import first_tile
+from interlace.kernels.transfer import copy_elements, data_pointer
+
+PART_COLUMNS = 5
+_PART = tl.constexpr(PART_COLUMNS)
+
+
+@triton.jit
+def float_region(peers_ptr, rank, byte_offset):
+    """The own buffer from ``byte_offset`` on, a multiple of 256, as float32."""
+    address = (tl.load(peers_ptr + rank) + byte_offset).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(address, 16)
+
+
+@triton.jit
+def wait_node(peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, slots_each, epoch):
+    """Wait until the contribution of every rank of the node is here; the smallest slot seen.
+
+    ``slot_byte`` is that of the first member; member i has it ``i * slots_each`` later.
+    """
+    ready = epoch
+    for member in range(num_members):
+        source = tl.load(members_ptr + member)
+        slot = slot_byte + member * slots_each * 8
+        ready = tl.minimum(ready, wait(peers_ptr, rank, world_size, source, slot, epoch))
+    return ready
+
+
+@triton.jit
+def sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK: tl.constexpr):
+    """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for member in range(num_members):
+        part = tl.load(contributions_ptr + member * stride + offsets, mask=mask)
+        total += part.to(tl.float32)
+    return total
+
+
+@triton.jit
+def sum_nodes(contributions_ptr, landed_ptr, stride, num_members, num_nodes, own_node, world_size,
+              offsets, mask, BLOCK: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
+    """Sum over nodes, in order: of the own node the members' contributions, of others what has landed."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for node in range(num_nodes):
+        if node == own_node:
+            total += sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
+        else:
+            total += tl.load(landed_ptr + node * stride + offsets, mask=mask)
+    if AVERAGE:
+        total = total / world_size
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["rank", "world_size", "num_members", "num_nodes", "own_node", "own_member",
+                       "first_part", "num_parts", "num_duties", "own_elements", "slot_offset",
+                       "landing_slot", "pieces"]
+)  # fmt: skip
+def node_reduce_scatter_kernel(
+    peers_ptr,
+    input_ptr,
+    output_ptr,
+    parts_ptr,
+    first_part,
+    num_parts,
+    duties_ptr,
+    num_duties,
+    members_ptr,
+    num_members,
+    sums_ptr,
+    num_nodes,
+    own_node,
+    own_member,
+    own_elements,
+    piece,
+    pieces,
+    stride,
+    rank,
+    world_size,
+    slot_offset,
+    landing_slot,
+    data_offset,
+    partial_offset,
+    landing_offset,
+    PUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):
+    """Reduce-scatter of a flat tensor over nodes: each rank ends with the sum of its own part.
+
+    Legend: ``input`` is ``[sum of parts]``, ``output`` ``[own_elements]``; a part is cut in pieces of
+    ``piece`` elements, at most ``pieces``. ``parts``: a line per owner in ``node_order.scatter_order``:
+    who sums it on this node, in which of its regions, first element, elements, number of the first
+    piece; this launch hands over ``num_parts`` of them from ``first_part`` on, and with ``num_duties`` and
+    ``own_elements`` 0 does no more than that. ``duties``: for owners on other nodes whose parts this
+    rank sums, the same with the owner first. ``members``: the ranks of this node; this one is number
+    ``own_member``. ``sums``: for each node who sends its sum here, and in which region it is there;
+    this node is number ``own_node``. Regions are ``stride`` elements long: contributions
+    ``[region][member]`` at ``data_offset``, own partial sums ``[region]`` at ``partial_offset``, those of
+    other nodes ``[node]`` at ``landing_offset``, in bytes; the slots of the last begin with number
+    ``landing_slot``. ``quiet_kernel`` follows on the stream.
+
+    Ordering: every program first stores its pieces of all parts, each after the credit of who sums
+    it, and publishes a slot per piece. Then it sums its pieces for other nodes: waits for all members'
+    slots and for the credit of the owner, stores the sum and puts it. Last it sums its own pieces:
+    waits for the members' slots and for what the other nodes put. A step waits only for earlier steps
+    of other ranks, so any number of programs gets through. Nothing is put where a wait was given up.
+
+    Example: nodes [0, 0, 1, 1], parts of 4 elements, one piece each. Rank 0 stores elements 12-15 in
+    region 1 of rank 1, 8-11 in its own region 1, 4-7 in region 0 of rank 1, 0-3 in its own region 0.
+    It adds both contributions of its region 1 and puts the sum to landing place 0 of rank 2. It adds
+    region 0, then what rank 2 has put to its own landing place 1.
+    """
+    epoch = current_epoch(peers_ptr, rank)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    region_slots = num_members * pieces
+    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    region = num_members * stride
+    for number in range(first_part, first_part + num_parts):
+        line = parts_ptr + number * _PART
+        summing = tl.load(line)
+        place = tl.load(line + 1)
+        first_element = tl.load(line + 2)
+        elements = tl.load(line + 3)
+        start = tl.load(line + 4).to(tl.int32)
+        end = start + tl.cdiv(elements, piece).to(tl.int32)
+        first = first_tile(start, program, programs)
+        if first < end:
+            if wait_credit(peers_ptr, rank, world_size, summing, epoch) >= epoch - 1:
+                to_ptr = data_pointer(peers_ptr, summing, data_offset, input_ptr)
+                to_ptr += place * region + own_member * stride
+                for each in range(first, end, programs):
+                    element = tl.cast(each - start, tl.int64) * piece
+                    count = tl.minimum(elements - element, piece)
+                    from_ptr = input_ptr + first_element + element
+                    copy_elements(to_ptr + element, from_ptr, count, BLOCK)
+                    slot = place * region_slots + own_member * pieces + (each - start)
+                    publish(peer_pointer(peers_ptr, summing, slot_offset + slot * 8), epoch)
+    partials_ptr = float_region(peers_ptr, rank, partial_offset)
+    for number in range(num_duties):
+        line = duties_ptr + number * _PART
+        owner = tl.load(line)
+        place = tl.load(line + 1)
+        elements = tl.load(line + 3)
+        start = tl.load(line + 4).to(tl.int32)
+        end = start + tl.cdiv(elements, piece).to(tl.int32)
+        for each in range(first_tile(start, program, programs), end, programs):
+            element = tl.cast(each - start, tl.int64) * piece
+            count = tl.minimum(elements - element, piece)
+            slot_byte = slot_offset + (place * region_slots + (each - start)) * 8
+            ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1
+            seen = wait_node(
+                peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, pieces, epoch
+            )
+            if tl.minimum(ready, seen) >= epoch:
+                contributions_ptr = own_ptr + place * region + element
+                partial_ptr = partials_ptr + place * stride + element
+                whole = count // BLOCK * BLOCK
+                for begin in range(0, whole, BLOCK):
+                    offsets = begin + tl.arange(0, BLOCK)
+                    total = sum_node(contributions_ptr, stride, num_members, offsets, None, BLOCK)
+                    tl.store(partial_ptr + offsets, total)
+                for begin in range(whole, count, BLOCK):
+                    offsets = begin + tl.arange(0, BLOCK)
+                    mask = offsets < count
+                    total = sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
+                    tl.store(partial_ptr + offsets, total, mask=mask)
+                put(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    owner,
+                    partial_offset + (place * stride + element) * 4,
+                    landing_offset + (own_node * stride + element) * 4,
+                    count * 4,
+                    slot_offset + (landing_slot + own_node * pieces + (each - start)) * 8,
+                    epoch,
+                    PUT,
+                    BLOCK,
+                )
+    landed_ptr = float_region(peers_ptr, rank, landing_offset)
+    own_pieces = tl.cdiv(own_elements, piece).to(tl.int32)
+    for each in range(program, own_pieces, programs):
+        element = tl.cast(each, tl.int64) * piece
+        count = tl.minimum(own_elements - element, piece)
+        for node in range(num_nodes):
+            if node == own_node:
+                slot_byte = slot_offset + each * 8
+                wait_node(
+                    peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, pieces, epoch
+                )
+            else:
+                source = tl.load(sums_ptr + 2 * node)
+                place = tl.load(sums_ptr + 2 * node + 1)
+                land(
+                    peers_ptr,
+                    rank,
+                    world_size,
+                    source,
+                    partial_offset + (place * stride + element) * 4,
+                    landing_offset + (node * stride + element) * 4,
+                    count * 4,
+                    slot_offset + (landing_slot + node * pieces + each) * 8,
+                    epoch,
+                    PUT,
+                    BLOCK,
+                )
+        to_ptr = output_ptr + element
+        whole = count // BLOCK * BLOCK
+        for begin in range(0, whole, BLOCK):
+            offsets = begin + tl.arange(0, BLOCK)
+            total = sum_nodes(
+                own_ptr + element,
+                landed_ptr + element,
+                stride,
+                num_members,
+                num_nodes,
+                own_node,
+                world_size,
+                offsets,
+                None,
+                BLOCK,
+                AVERAGE,
+            )
+            tl.store(to_ptr + offsets, total.to(output_ptr.dtype.element_ty))
+        for begin in range(whole, count, BLOCK):
+            offsets = begin + tl.arange(0, BLOCK)
+            mask = offsets < count
+            total = sum_nodes(
+                own_ptr + element,
+                landed_ptr + element,
+                stride,
+                num_members,
+                num_nodes,
+                own_node,
+                world_size,
+                offsets,
+                mask,
+                BLOCK,
+                AVERAGE,
+            )
+            tl.store(to_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,245 @@
+"""Validation of arguments. Every message names the argument, both values and the rank."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.tuning.auto import FUSED_DTYPES
+
+FLOAT_DTYPES = (*FUSED_DTYPES, torch.float64)
+ALGORITHMS = ("auto", "fused", "pipelined", "unfused")
+REDUCE_OPS = ("sum", "avg")
+
+
+def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value`` if it is a tensor on the group's device; one over its memory if it is another array."""
+    rank = communicator.rank
+    if not isinstance(value, torch.Tensor):
+        value = imported(name, value, rank)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
+    if value.device.type != communicator.place.device.type:
+        raise ValueError(
+            f"{name} is on {value.device}, the group's memory on {communicator.place.device}, "
+            f"on rank {rank}"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got {value.layout} on rank {rank}")
+    if value.is_conj() or value.is_neg():
+        # kernels and copies see memory, where a lazy conjugation has not happened
+        raise ValueError(
+            f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'} on rank {rank}; pass "
+            f"{name}.resolve_conj().resolve_neg()"
+        )
+    if not (value.is_nested or has_memory(value)):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, which has no memory of its own, on rank {rank}; "
+            "interlace.functional takes tensors that stand for others"
+        )
+    return value.detach()
+
+
+def imported(name: str, value: Any, rank: int) -> Any:
+    """A tensor over the memory of ``value`` if that is an array of another library: CuPy, NumPy, JAX ...
+
+    By DLPack, so nothing is copied and what is written is written in place; on a GPU torch's current stream
+    waits for what the other library has enqueued. Anything else comes back as it is.
+    """
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__dlpack__"):
+        return value
+    if not getattr(getattr(value, "flags", None), "writeable", True):
+        raise TypeError(  # torch would take it, and write it
+            f"{name} is a {type(value).__name__} that is read-only on rank {rank}; give a copy"
+        )
+    if backwards := _negative_strides(value):
+        raise ValueError(  # torch would end the process
+            f"{name} is a {type(value).__name__} with negative strides {backwards} on rank {rank}; "
+            "give a copy"
+        )
+    try:
+        return torch.from_dlpack(value)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise TypeError(
+            f"{name} is a {type(value).__name__} that cannot be taken as a tensor on rank {rank}: {error}"
+        ) from error
+
+
+def _negative_strides(array: Any) -> tuple[int, ...]:
+    """All strides, in bytes, if some dimension runs backwards, as far as the array says; else ()."""
+    for name in ("__array_interface__", "__cuda_array_interface__"):
+        about = getattr(array, name, None)
+        if not isinstance(about, dict):
+            continue
+        strides = about.get("strides") or ()
+        if any(s < 0 for e, s in zip(about["shape"], strides, strict=False) if e > 1):
+            return tuple(strides)
+    return ()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie where ``tensor`` says; a LocalTensor's or FakeTensor's do not."""
+    if type(tensor) is FakeTensor:
+        return False
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:  # wrappers of other tensors may have no address at all
+        return False
+
+
+def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value`` if it is a tensor on the group's device that can be written, each element once."""
+    checked = tensor(name, value, communicator)
+    if any(e > 1 and s == 0 for e, s in zip(checked.shape, checked.stride(), strict=True)):
+        raise ValueError(
+            f"{name} of shape {tuple(checked.shape)} is expanded, its elements share memory "
+            f"(strides {checked.stride()}), on rank {communicator.rank}"
+        )
+    return checked
+
+
+def requires_grad(tensors: Sequence[Any]) -> bool:
+    """Whether a tensor among these, or among the lists among these, does."""
+    for each in tensors:
+        if each is None:
+            continue
+        if type(each) is torch.Tensor or isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_grad(each):
+            return True
+    return False
+
+
+def warn_without_gradients(op: str, *tensors: Any) -> None:
+    """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
+    if torch.is_grad_enabled() and requires_grad(tensors):
+        warnings.warn(
+            f"interlace.{op} does not record gradients of unequal parts: its output is "
+            "detached from inputs that require them; call it under torch.no_grad() if that is meant",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def float_dtype(name: str, dtype: torch.dtype, rank: int) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be float32, float16, bfloat16 or float64, got {dtype} on rank {rank}"
+        )
+
+
+def same_dtype(name: str, dtype: torch.dtype, other: str, expected: torch.dtype, rank: int) -> None:
+    if dtype != expected:
+        raise TypeError(f"{name} is {dtype}, {other} is {expected}, on rank {rank}")
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str], rank: int) -> str:
+    """``value`` if it is one of ``allowed``; reduce ops of torch are known by their names too."""
+    text = str(value).rsplit(".", 1)[-1].lower() if not isinstance(value, str) else value
+    if text not in allowed:
+        raise ValueError(
+            f"{name} must be one of {', '.join(allowed)}, got {value!r} on rank {rank}"
+        )
+    return text
+
+
+def seconds(name: str, value: Any, rank: int) -> float | None:
+    """A time, given as a number of seconds or a timedelta, or None."""
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be seconds or a timedelta, got {value!r} on rank {rank}")
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number of seconds, got nan on rank {rank}")
+    return float(number)
+
+
+def dimension(name: str, value: Any, ndim: int, rank: int) -> int:
+    """``value`` as an index from 0; negative counts from the end."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
+    value = int(operator.index(value))
+    if not -ndim <= value < ndim:
+        raise ValueError(
+            f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value} "
+            f"on rank {rank}"
+        )
+    return int(value) % ndim
+
+
+def matrix(
+    name: str, value: Any, input: torch.Tensor, inner: int | None, communicator: Communicator
+) -> torch.Tensor:
+    """A weight: ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
+    rank = communicator.rank
+    weight = tensor(name, value, communicator)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)} on rank {rank}"
+        )
+    same_dtype(name, weight.dtype, "input", input.dtype, rank)
+    if inner is not None and weight.shape[0] != inner:
+        raise ValueError(
+            f"{name} has {weight.shape[0]} rows, input has k = {inner} (shape "
+            f"{tuple(input.shape)}), on rank {rank}"
+        )
+    return weight
+
+
+def bias_vector(
+    name: str, value: Any, columns: int, input: torch.Tensor, communicator: Communicator
+) -> torch.Tensor | None:
+    """A bias ``(n,)`` of the input's dtype, or None."""
+    if value is None:
+        return None
+    rank = communicator.rank
+    bias = tensor(name, value, communicator)
+    if tuple(bias.shape) != (columns,):
+        raise ValueError(
+            f"{name} must have shape ({columns},) to match weight, got {tuple(bias.shape)} "
+            f"on rank {rank}"
+        )
+    same_dtype(name, bias.dtype, "input", input.dtype, rank)
+    return bias.contiguous()
+
+
+def output_dtype(value: Any, input: torch.Tensor, rank: int) -> torch.dtype:
+    if value is None:
+        return input.dtype
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {value!r} on rank {rank}")
+    float_dtype("out_dtype", value, rank)
+    return value
+
+
+def equal_on_all(
+    op: str, name: str, values: Sequence[Any], rank: int, *, kind: type[Exception] = ValueError
+) -> None:
+    """Raise unless all ranks' ``values`` are equal; the same message on every rank."""
+    for other, value in enumerate(values):
+        if value != values[0]:
+            raise kind(
+                f"{op}: {name} differs between ranks: {values[0]} on rank 0, {value} on rank {other}"
+            )
+
+
+def fused_algorithm_allowed(
+    algorithm: str, input_dtype: torch.dtype, out: torch.dtype, rank: int
+) -> None:
+    """The kernel multiplies in fp32, so it takes and gives nothing wider."""
+    for name, dtype in (("input", input_dtype), ("out_dtype", out)):
+        if algorithm == "fused" and dtype not in FUSED_DTYPES:
+            raise TypeError(
+                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype} '
+                f'on rank {rank}; use "unfused" or "auto"'
+            )

@@ -1,0 +1,150 @@
+"""One tensor per rank: a list, or one tensor whose shape says whether it is the concatenation or a stack.
+
+For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the stack
+``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks, dense
+from interlace.runtime.core.communicator import Communicator
+
+NOT_GIVEN: Any = object()
+
+
+def parts(
+    name: str,
+    whole: Any,
+    like_name: str,
+    like: torch.Tensor,
+    communicator: Communicator,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
+    """The tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
+
+    Raises unless this rank's has the shape of ``like``, and is the only one that may share its memory.
+    ``written``: whether the op fills them.
+    """
+    tensors = _parts(name, whole, like_name, like, communicator, written=written)
+    apart(name, tensors, like_name, like, communicator.rank)
+    return tensors
+
+
+def _parts(
+    name: str,
+    whole: Any,
+    like_name: str,
+    like: torch.Tensor,
+    communicator: Communicator,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
+    rank, world_size = communicator.rank, communicator.world_size
+    take = dense.target if written else dense.source
+    whole = checks.imported(name, whole, rank)
+    if isinstance(whole, torch.Tensor):
+        tensor = take(name, whole, communicator)
+        if tensor.dtype is not like.dtype:
+            checks.same_dtype(name, tensor.dtype, like_name, like.dtype, rank)
+        shape, given = like.shape, tensor.shape
+        if given == (world_size, *shape):
+            return list(tensor.unbind(0))
+        if shape and given == (world_size * shape[0], *shape[1:]):
+            if shape[0]:
+                return list(tensor.chunk(world_size))
+            return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
+        forms = [str((world_size, *shape))]
+        if shape:
+            forms.insert(0, str((world_size * shape[0], *shape[1:])))
+        raise ValueError(
+            f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
+            f"{world_size}, got {tuple(given)} on rank {rank}"
+        )
+    tensors = one_per_rank(name, whole, like_name, like.dtype, communicator, written=written)
+    if tensors[rank].shape != like.shape:
+        raise ValueError(
+            f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has {tuple(like.shape)}, "
+            f"on rank {rank}"
+        )
+    return tensors
+
+
+def one_per_rank(
+    name: str,
+    whole: Any,
+    like_name: str,
+    dtype: torch.dtype,
+    communicator: Communicator,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
+    """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
+    rank, world_size = communicator.rank, communicator.world_size
+    if not isinstance(whole, Sequence) or isinstance(whole, str):
+        raise TypeError(
+            f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
+        )
+    if len(whole) != world_size:
+        raise ValueError(
+            f"{name} must have one tensor per rank, {world_size}, got {len(whole)} on rank {rank}"
+        )
+    take = dense.target if written else dense.source
+    tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
+    for r, tensor in enumerate(tensors):
+        if tensor.dtype is not dtype:
+            checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype, rank)
+    if written:
+        _disjoint(name, tensors, rank)
+    return tensors
+
+
+def _disjoint(name: str, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """Raise if two dense entries share memory: the second would overwrite the first."""
+    ranges = sorted(
+        (tensor.data_ptr(), index, tensor.nbytes)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() and tensor.is_contiguous()
+    )
+    for (start, first, nbytes), (following, second, _) in pairwise(ranges):
+        if following < start + nbytes:
+            one, other = sorted((first, second))
+            raise ValueError(f"{name}[{one}] and {name}[{other}] share memory on rank {rank}")
+
+
+def apart(
+    name: str, tensors: Sequence[torch.Tensor], like_name: str, like: torch.Tensor, rank: int
+) -> None:
+    """Raise if ``like`` shares memory with another entry than its own, or with a part of that.
+
+    What is written there would change what peers have still to read. Looks at dense tensors only.
+    """
+    if not like.is_contiguous() or not like.numel():
+        return
+    start, end = like.data_ptr(), like.data_ptr() + like.nbytes
+    for index, tensor in enumerate(tensors):
+        if tensor.is_contiguous() and tensor.numel():
+            other = tensor.data_ptr()
+            shared = start < other + tensor.nbytes and other < end
+            if shared and not (index == rank and other == start):
+                raise ValueError(
+                    f"{like_name} shares memory with {name}[{index}] on rank {rank}; it may be the same "
+                    f"memory as {name}[{rank}], or none of it"
+                )
+
+
+def either(name: str, value: Any, alias: str, other: Any, function: str) -> Any:
+    """An argument that has two names; TypeError as Python's own if both or neither are given."""
+    if other is NOT_GIVEN:
+        if value is NOT_GIVEN:
+            raise TypeError(f"{function}() missing required argument: {name!r}")
+        return value
+    if value is not NOT_GIVEN:
+        raise TypeError(f"{function}() got both {name!r} and {alias!r}")
+    return other

@@ -1,0 +1,62 @@
+"""``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` of the group."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from interlace.runtime.core.communicator import Communicator
+
+
+def _index(name: str, value: Any, rank: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
+    return int(operator.index(value))
+
+
+def group_rank(
+    name: str,
+    value: Any,
+    group_value: Any,
+    communicator: Communicator,
+    *,
+    default: int | None = None,
+) -> int:
+    """The rank within the group that ``name`` (a rank of the default group) or ``group_name`` says.
+
+    Raises ValueError if both or, without a ``default`` rank of the default group, neither is given, or
+    if the rank is not in the group; TypeError if it is no int.
+    """
+    rank = communicator.rank
+    if group_value is not None:
+        if value is not None:
+            raise ValueError(
+                f"give {name} or group_{name}, not both: got {value} and {group_value} on rank {rank}"
+            )
+        chosen = _index(f"group_{name}", group_value, rank)
+        if not 0 <= chosen < communicator.world_size:
+            raise ValueError(
+                f"group_{name} must be within 0..{communicator.world_size - 1}, got {chosen} on rank {rank}"
+            )
+        return chosen
+    if value is None:
+        if default is None:
+            raise ValueError(f"give {name} or group_{name}: got neither on rank {rank}")
+        value = default
+    chosen = _index(name, value, rank)
+    try:
+        return communicator.ranks.index(chosen)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be one of the group's ranks {list(communicator.ranks)}, got {chosen} "
+            f"on rank {rank}"
+        ) from None
+
+
+def check_member(name: str, group_value: int, communicator: Communicator) -> None:
+    """Raise ValueError unless ``group_value`` is a rank of the group."""
+    if not 0 <= group_value < communicator.world_size:
+        raise ValueError(
+            f"{name} must be within 0..{communicator.world_size - 1}, got {group_value} "
+            f"on rank {communicator.rank}"
+        )

@@ -1,0 +1,1 @@
+"""Measuring and tuning on all ranks, and rows of results."""

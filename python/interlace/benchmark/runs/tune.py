@@ -1,0 +1,251 @@
+"""Measure candidates for one op at one shape, on every rank: successive halving, each result checked.
+
+    1  every candidate: checked against float64, then one block of calls
+    2  the best third, and the best tiles with the best sends: two blocks
+    3  the best three and the default: blocks in turn, of which medians count
+
+As ``bench`` does (``timing/protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All
+ranks see the same times, so all go on with the same candidates. What the budget does not allow is not
+tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from interlace.benchmark.runs.tune_candidates import SENDING, Candidate, combined
+from interlace.benchmark.subjects import ops
+from interlace.benchmark.timing import protocol
+from interlace.benchmark.timing.caches import cache_bytes, sets_needed
+from interlace.benchmark.timing.subject import Setting
+from interlace.groups import groups
+from interlace.runtime.tuning import configuration
+
+FINAL_BLOCKS = 7
+LEAST_BLOCKS = 3
+FINALISTS = 3
+EARLY = 0.6  # of the budget, for the first round
+WORTH_IT = 0.98  # of the default's time; what is nearer than that is noise
+
+Tick = Callable[[int, int], None]
+
+
+class CandidateError(Exception):
+    """Candidate ``index`` cannot be run: ``reason``. Ends the run, which is then tried without it."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index, self.reason = index, reason
+
+    def __str__(self) -> str:
+        return f"candidate {self.index}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """One op at one shape; ``m`` are all rows, ``n`` and ``k`` a rank's."""
+
+    op: str
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    candidates: tuple[Candidate, ...]
+    seconds: float
+    virtual: bool = False
+
+
+@dataclass
+class Timed:
+    """``microseconds`` of each block; [] if time was up. ``error``: as a multiple of what is allowed."""
+
+    candidate: Candidate
+    microseconds: list[float] = field(default_factory=list)
+    error: float = 0.0
+    final: bool = False
+
+    @property
+    def median(self) -> float:
+        return median(self.microseconds)
+
+    @property
+    def right(self) -> bool:
+        return self.error <= 1
+
+
+def on_rank(request: TuneRequest, tick: Tick) -> list[Timed]:
+    """Of every candidate; the same on every rank. Collective. Raises CandidateError."""
+    return _Search(request, tick if groups.default_group().rank == 0 else _nobody).run()
+
+
+def _nobody(done: int, total: int) -> None: ...
+
+
+class _Search:
+    def __init__(self, request: TuneRequest, tick: Tick) -> None:
+        place = groups.default_group().place
+        self._request, self._tick = request, tick
+        setting = Setting(place.rank, place.world_size, place.device, request.dtype)
+        self._op = ops.FUSED[request.op](setting, request.m, request.n, request.k)
+        self._timed = [Timed(each) for each in request.candidates]
+        self._start = time.perf_counter()
+        first = self._op.inputs(0)
+        size = int(protocol.slowest(protocol.total_bytes(first)))
+        count = 1 if place.name == "sim" else sets_needed(size, cache_bytes(place.device))
+        self._first = first
+        self._rotation = protocol.Rotation(protocol.copies_of(first, count))
+        self._calls = 1
+
+    def _left(self) -> float:
+        """Seconds of the budget; of the slowest rank. Collective."""
+        return self._request.seconds - protocol.slowest(time.perf_counter() - self._start)
+
+    def _function(self, candidate: Candidate) -> Callable[..., Any]:
+        run, values = self._op.ours(candidate.algorithm), candidate.configuration
+
+        def call(*inputs: Any) -> Any:
+            with configuration.override(**values):
+                return run(*inputs)
+
+        return call
+
+    def _block(self, timed: Timed) -> None:
+        call = self._rotation.calling(self._function(timed.candidate))
+        seconds = protocol.block(call, self._calls, virtual=self._request.virtual)
+        timed.microseconds.append(seconds * 1e6)
+
+    def _check(self, index: int, timed: Timed) -> None:
+        try:
+            result = self._function(timed.candidate)(*self._first)
+            protocol.finish(virtual=self._request.virtual)
+        except Exception as error:
+            text = (str(error).splitlines() or [""])[0][:300]
+            raise CandidateError(index, f"{type(error).__name__}: {text}") from error
+        timed.error = protocol.slowest(_finite(self._op.check(result, 0)))
+
+    def run(self) -> list[Timed]:
+        everything = self._timed
+        total = len(everything) + FINAL_BLOCKS
+        for index, timed in enumerate(everything):
+            if index and self._left() < (1 - EARLY) * self._request.seconds:
+                break
+            self._check(index, timed)
+            if not index:
+                call = self._rotation.calling(self._function(timed.candidate))
+                self._calls = protocol.calls_per_block(call, virtual=self._request.virtual)
+            if timed.right:
+                self._block(timed)
+            self._tick(index + 1, total)
+        second = self._best(max(2 * FINALISTS, len(everything) // 3))
+        second += self._combinations(second)
+        for timed in second:
+            for _ in range(2):
+                if self._left() > 0:
+                    self._block(timed)
+        last = self._best(FINALISTS)
+        if everything[0] not in last:
+            last.append(everything[0])
+        for timed in last:
+            timed.microseconds.clear()
+            timed.final = True
+        for number in range(FINAL_BLOCKS):
+            if number >= LEAST_BLOCKS and self._left() < 0:
+                break
+            for timed in last:
+                self._block(timed)
+            self._tick(len(everything) + number + 1, total)
+        return self._timed
+
+    def _best(self, count: int) -> list[Timed]:
+        ran = [each for each in self._timed if each.microseconds]
+        return sorted(ran, key=lambda each: each.median)[:count]
+
+    def _combinations(self, best: Sequence[Timed]) -> list[Timed]:
+        """The fastest tiles with the fastest sends, if no candidate is that already."""
+        fused = [each for each in best if each.candidate.algorithm == "fused"]
+        base = self._request.candidates[0]
+        known = {each.candidate.values for each in self._timed}
+        if base.algorithm != "fused" or self._request.op != "all_gather_matmul":
+            return []
+        sends = {name: base.configuration[name] for name in SENDING}
+
+        def as_sent(each: Timed) -> bool:
+            return all(each.candidate.configuration[name] == sends[name] for name in SENDING)
+
+        tiles = [each for each in fused if as_sent(each)]
+        others = [each for each in fused if not as_sent(each)]
+        if not tiles or not others or self._left() < (1 - EARLY) / 2 * self._request.seconds:
+            return []
+        made = combined(tiles[0].candidate, others[0].candidate)
+        if made.values in known:
+            return []
+        timed = Timed(made)
+        self._timed.append(timed)
+        self._check(len(self._timed) - 1, timed)
+        return [timed] if timed.right else []
+
+
+def _finite(error: float) -> float:
+    return error if error == error else float("inf")
+
+
+@dataclass
+class Outcome:
+    """What came of one shape. ``skipped``: candidates that could not be run, and why."""
+
+    request: TuneRequest
+    timed: list[Timed]
+    skipped: list[tuple[Candidate, str]]
+
+    @property
+    def default(self) -> Timed:
+        return self.timed[0]
+
+    @property
+    def best(self) -> Timed:
+        """The fastest that is right, if by more than noise; else the default."""
+        right = [each for each in self.timed if each.final and each.right]
+        fastest = min(right, key=lambda each: each.median, default=self.default)
+        if self.default.right and fastest.median > WORTH_IT * self.default.median:
+            return self.default
+        return fastest
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast as the default."""
+        return self.default.median / self.best.median
+
+    @property
+    def by_algorithm(self) -> dict[str, Timed]:
+        """The fastest of each that is right, by its last blocks."""
+        found: dict[str, Timed] = {}
+        ran = [each for each in self.timed if each.microseconds and each.right]
+        for each in sorted(ran, key=lambda each: each.median):
+            found.setdefault(each.candidate.algorithm, each)
+        found[self.best.candidate.algorithm] = self.best
+        return found
+
+
+def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> Outcome:
+    """``run`` it, again and again without a candidate that cannot be run. Raises if the default cannot."""
+    skipped: list[tuple[Candidate, str]] = []
+    left = list(request.candidates)
+    while True:
+        tried = TuneRequest(**{**vars(request), "candidates": tuple(left)})
+        try:
+            return Outcome(tried, run(tried), skipped)
+        except CandidateError as error:
+            found: Any = getattr(error, "original", error)  # of a rank
+            if found.index == 0:
+                raise ValueError(
+                    f"{request.op}: the default, {left[0].describe()}, cannot be run: {found.reason}"
+                ) from error
+            if found.index >= len(left):  # a combination of two that can
+                raise
+            skipped.append((left.pop(found.index), found.reason))

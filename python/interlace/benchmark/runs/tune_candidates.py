@@ -1,0 +1,164 @@
+"""What ``interlace tune`` tries for one op at one shape, the default first.
+
+sim   the fused kernel with other blocks and more or fewer programs: what the interpreter takes
+shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
+cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and with shards sent otherwise
+
+Candidates that the chip cannot run are left out by arithmetic (``tuning/valid_configurations.py``), and of
+the rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from interlace.kernels.launch_formulas import ceil_div
+from interlace.runtime.tuning import chips, cost_model, tuning
+from interlace.runtime.tuning.auto import FUSED_DTYPES, choose_algorithm
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.tuning import Problem
+from interlace.runtime.tuning.valid_configurations import (
+    sending_candidates,
+    tile_candidates,
+    why_not,
+)
+
+MOST_TILES = 16
+MOST_SENDINGS = 6
+MOST_INTERPRETED = 12
+SENDING = ("copiers", "chunks")
+_LIKE = chips.CHIPS[90]
+
+Values = tuple[tuple[str, int | bool], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``algorithm`` with a configuration; no values where it has none. ``default`` is what runs untuned."""
+
+    algorithm: str
+    values: Values = ()
+    default: bool = False
+
+    @property
+    def configuration(self) -> dict[str, int | bool]:
+        return dict(self.values)
+
+    def describe(self) -> str:
+        """The algorithm, and of the configuration what is most telling."""
+        v = self.configuration
+        if not v:
+            return self.algorithm
+        if self.algorithm == "pipelined":
+            return f"pipelined, {v['chunks']} chunks"
+        text = f"fused {v['block_m']}x{v['block_n']}x{v['block_k']}"
+        text += f", {v['num_warps']} warps, {v['num_stages']} stages, group {v['group_m']}"
+        return f"{text}, {v['chunks']} chunks, {v['copiers']} copiers, {v['programs']} programs"
+
+
+def made(algorithm: str, configuration: Configuration, *, default: bool = False) -> Candidate:
+    return Candidate(algorithm, tuple(sorted(asdict(configuration).items())), default)
+
+
+def problem_of(op: str, dtype: Any, m: int, n: int, k: int, world_size: int) -> Problem:
+    """``m`` are all rows; an all-reduce shards none."""
+    rows = m if op == "matmul_all_reduce" else m // world_size
+    return Problem(op, dtype, rows, n, k, world_size)
+
+
+def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
+    """What "auto" is without a cache: the algorithm, and the choice with its source."""
+    choice = tuning.decide(capability, problem, None)
+    kind: Any = SimpleNamespace(name=place, direct_access=place == "shm", nodes=None)
+    rows, size = problem.rows * problem.whole, problem.world_size
+    gathers = problem.op == "all_gather_matmul"
+    received = (size - 1) * problem.rows * problem.inner * problem.dtype.itemsize if gathers else 0
+    algorithm = choose_algorithm(
+        kind, problem.dtype, rows, received, empty=False, tuned=choice.algorithm
+    )
+    return algorithm, choice
+
+
+def candidates(
+    place: str, capability: int | None, problem: Problem, *, one_shot: bool = True
+) -> list[Candidate]:
+    """All to be tried. ``one_shot``: whether an all-reduce is small enough for its own kernel."""
+    algorithm, choice = untuned(place, capability, problem)
+    base = choice.configuration
+    if place == "shm":
+        names = ["unfused", "pipelined"] if problem.dtype in FUSED_DTYPES else ["unfused"]
+        found = [Candidate(name, (), name == algorithm) for name in names]
+        return sorted(found, key=lambda each: not each.default)
+    if capability is None:
+        fused = [made("fused", each) for each in _interpreted(problem, base)]
+        return _unique([made("fused", base, default=True), *fused])
+    first = Candidate("unfused", (), True)
+    if algorithm != "unfused":
+        first = made(algorithm, base, default=True)
+    found = [first, Candidate("unfused")]
+    if problem.dtype not in FUSED_DTYPES:
+        return _unique(found)
+    gathers = problem.op == "all_gather_matmul"
+    parts = (1, 2, 4, 8) if gathers else (base.chunks,)
+    found += [made("pipelined", replace(base, chunks=chunks)) for chunks in parts]
+    if problem.op == "matmul_all_reduce" and not one_shot:
+        return _unique([*found, made("fused", base)])
+    itemsize = problem.dtype.itemsize
+    tiles = _ranked(problem, capability, tile_candidates(base, capability, itemsize), MOST_TILES)
+    groups = [replace(base, group_m=group) for group in (4, 16)]
+    sent = []
+    if gathers:
+        sent = _ranked(problem, capability, sending_candidates(base), MOST_SENDINGS)
+    every = [base, *tiles, *groups, *sent]
+    fitting = [each for each in every if not why_not(each, capability, itemsize)]
+    return _unique([*found, *(made("fused", each) for each in fitting)])
+
+
+def combined(tile: Candidate, sending: Candidate) -> Candidate:
+    """The tiles of one with the sends of the other."""
+    values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
+    return Candidate("fused", tuple(sorted(values.items())))
+
+
+def _unique(found: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each."""
+    kept: dict[tuple[str, Values], Candidate] = {}
+    for each in found:
+        kept.setdefault((each.algorithm, each.values), each)
+    return list(kept.values())
+
+
+def _ranked(
+    problem: Problem, capability: int, found: Iterable[Configuration], most: int
+) -> list[Configuration]:
+    chip = chips.chip_of(capability) or _LIKE
+    if problem.dtype.itemsize not in chip.tflops:
+        chip = _LIKE
+    return sorted(set(found), key=lambda c: (cost_model.fused_us(chip, problem, c), str(c)))[:most]
+
+
+def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:
+    """Few large tiles first: the interpreter pays per block, not per number."""
+    found = []
+    for block_m in {base.block_m, max(16, base.block_m // 2)}:
+        for block_n in {base.block_n, max(16, base.block_n // 2), min(256, base.block_n * 2)}:
+            for block_k in {base.block_k, max(16, base.block_k // 2)}:
+                for programs in (1, 2, 3, 4):
+                    found.append(
+                        replace(
+                            base,
+                            block_m=block_m,
+                            block_n=block_n,
+                            block_k=block_k,
+                            programs=programs,
+                        )
+                    )
+
+    def blocks(c: Configuration) -> tuple[int, str]:
+        steps = ceil_div(problem.columns, c.block_n) * ceil_div(problem.inner, c.block_k)
+        return problem.whole * ceil_div(problem.rows, c.block_m) * steps, str(c)
+
+    return sorted(found, key=blocks)[:MOST_INTERPRETED]

@@ -1,0 +1,1 @@
+"""The measured ops: each through interlace, torch and gloo."""

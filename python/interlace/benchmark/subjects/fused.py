@@ -1,0 +1,282 @@
+"""The fused ops, at one shape: through interlace, and as torch's sequence of a matmul and a collective.
+
+M, N, K are those of the matmul that every rank does: M are all rows, gathered or not yet scattered; N are
+the columns of this rank's weight; K is what this rank contracts. Weights lie as ``nn.Linear`` keeps them.
+Results are compared with float64 in 1 row of 16, others in every call, all columns: a tile has at least
+16 rows, so none is left out; up to 512 rows all are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import reference
+from interlace.benchmark.subjects.plain import Tensors, torchs
+from interlace.benchmark.timing import payload
+from interlace.benchmark.timing.figures import bus_factor, matmul_flops
+from interlace.benchmark.timing.subject import Setting
+
+ALL_ROWS = 512
+ROW_STEP = 16
+INPUT, WEIGHT = 0, 1
+Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, looser bound
+
+
+class Fused(ABC):
+    """One fused op of a rank. ``communication`` names the collective in it."""
+
+    op: str
+    communication: str
+    algorithms = ("auto", "fused", "pipelined", "unfused")
+
+    def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
+        self.setting, self.rank, self.world_size = setting, setting.rank, setting.world_size
+        self.m, self.n, self.k = m, n, k
+        self.rows = m // self.world_size
+        self.itemsize = torch.empty((), dtype=setting.dtype).element_size()
+        self.bus_factor = bus_factor(self.op, self.world_size)
+        self.flops = matmul_flops(m, n, k)
+        self._expected: dict[int, Expected] = {}
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int, dtype: str) -> None:
+        """Raise ValueError if the op cannot be so."""
+        if not dtype.startswith(("float", "bfloat")):
+            raise ValueError(f"--dtype {dtype}: {cls.op} multiplies floats")
+        if m % world_size:
+            raise ValueError(
+                f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
+            )
+
+    # -- data ----------------------------------------------------------------------------------------
+
+    def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
+        number, setting = 2 * call + what, self.setting
+        return payload.matrix(rows, columns, rank, number, setting.dtype, setting.device)
+
+    def weight(self, rank: int, call: int) -> torch.Tensor:
+        """``[k, n]``, a transposed view."""
+        return self.matrix(WEIGHT, self.n, self.k, rank, call).t()
+
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        output = torch.empty(rows, columns, dtype=self.setting.dtype, device=self.setting.device)
+        return payload.poison(output)
+
+    @abstractmethod
+    def inputs(self, call: int) -> Tensors:
+        """Arguments of :meth:`ours`, :meth:`theirs`: input, weight, a buffer of the communicated size."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of the tensor that is gathered or reduced."""
+
+    # -- ways to do it -----------------------------------------------------------------------------------
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        op = getattr(interlace, self.op)
+        return lambda input, weight, buffer: op(input, weight, algorithm=algorithm)
+
+    @abstractmethod
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        """torch.mm and a collective of torch.distributed's default group."""
+
+    @abstractmethod
+    def alone_inputs(self, call: int) -> Tensors:
+        """Arguments of :meth:`alone`."""
+
+    @abstractmethod
+    def alone(self, *tensors: Any) -> torch.Tensor:
+        """torch.mm, copies and sums in this rank's memory of what all ranks bring."""
+
+    def symmetric(self, group_name: str) -> Callable[..., Any]:
+        """torch's own fused op, over symmetric memory. Raises ValueError where torch has none."""
+        raise ValueError(f"--baseline symm_mem: torch has no fused {self.op}")
+
+    def matmul_inputs(self, call: int) -> Tensors:
+        return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
+
+    @abstractmethod
+    def communicate(self, *tensors: Any) -> Any:
+        """interlace's collective on as many bytes, alone."""
+
+    @abstractmethod
+    def communicate_inputs(self, call: int) -> Tensors: ...
+
+    # -- what is right ---------------------------------------------------------------------------------
+
+    def result_rows(self) -> tuple[int, int]:
+        """First of the rows of the whole that a result has, and how many."""
+        return 0, self.m
+
+    def checked_rows(self, call: int) -> torch.Tensor:
+        count = self.result_rows()[1]
+        step = 1 if count <= ALL_ROWS else ROW_STEP
+        return torch.arange(call % step, count, step, device=self.setting.device)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        """Of these rows of the result of ``call``. Here: of a sum of products over ranks."""
+        rows = rows + self.result_rows()[0]
+        inputs = [
+            payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.setting.dtype)
+            for rank in range(self.world_size)
+        ]
+        weights = [self.weight(rank, call) for rank in range(self.world_size)]
+        value = reference.matmul_all_reduce_reference(inputs, weights)
+        bound = reference.matmul_all_reduce_bound(inputs, weights, self.setting.dtype)
+        products = [a.double() @ b.double() for a, b in zip(inputs, weights, strict=True)]
+        return value, bound, bound + payload.often_rounded(products, self.setting.dtype)
+
+    def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
+        rows = self.checked_rows(call)
+        if call not in self._expected:
+            self._expected[call] = self.expected(rows, call)
+        value, bound, looser = self._expected[call]
+        if result.shape[0] != self.result_rows()[1]:
+            return float("inf")
+        return reference.worst_ratio(result[rows], value, looser if rounds_often else bound)
+
+
+class AllGatherMatmul(Fused):
+    op = "all_gather_matmul"
+    communication = "all_gather"
+
+    @property
+    def nbytes(self) -> int:
+        return self.m * self.k * self.itemsize
+
+    def inputs(self, call: int) -> Tensors:
+        shard = self.matrix(INPUT, self.rows, self.k, self.rank, call)
+        return shard, self.weight(self.rank, call), self.empty(self.m, self.k)
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        torchs("all_gather_single", "all_gather_into_tensor")(buffer, input)
+        return torch.mm(buffer, weight)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        shards = [self.matrix(INPUT, self.rows, self.k, r, call) for r in range(self.world_size)]
+        return torch.cat(shards), self.weight(self.rank, call), self.empty(self.m, self.k)
+
+    def alone(self, gathered: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        return torch.mm(buffer.copy_(gathered), weight)
+
+    def symmetric(self, group_name: str) -> Callable[..., Any]:
+        op = torch.ops.symm_mem.fused_all_gather_matmul
+        return lambda input, weight, buffer: op(input, [weight], 0, group_name)[1][0]
+
+    def communicate_inputs(self, call: int) -> Tensors:
+        return self.empty(self.m, self.k), self.matrix(INPUT, self.rows, self.k, self.rank, call)
+
+    def communicate(self, *tensors: Any) -> Any:
+        interlace.all_gather(*tensors)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        owners, index = rows // self.rows, rows % self.rows
+        pieces = [
+            payload.some_rows(index[owners == r], self.k, r, 2 * call + INPUT, self.setting.dtype)
+            for r in range(self.world_size)
+        ]
+        weight, dtype = self.weight(self.rank, call), self.setting.dtype
+        value = reference.all_gather_matmul_reference(pieces, weight)
+        bound = reference.all_gather_matmul_bound(pieces, weight, dtype, roundings=2)
+        return value, bound, bound
+
+
+class MatmulReduceScatter(Fused):
+    op = "matmul_reduce_scatter"
+    communication = "reduce_scatter"
+
+    @property
+    def nbytes(self) -> int:
+        return self.m * self.n * self.itemsize
+
+    def inputs(self, call: int) -> Tensors:
+        return (*self.matmul_inputs(call), self.empty(self.rows, self.n))
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        output: torch.Tensor = buffer
+        torchs("reduce_scatter_single", "reduce_scatter_tensor")(output, torch.mm(input, weight))
+        return output
+
+    def _parts(self, call: int) -> torch.Tensor:
+        """Every rank's product for the own rows, ``[world_size, rows, n]``."""
+        first = self.rank * self.rows
+        products = [
+            self.matrix(INPUT, self.m, self.k, r, call)[first : first + self.rows]
+            @ self.weight(r, call)
+            for r in range(self.world_size)
+        ]
+        return torch.stack(products)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        return (*self.matmul_inputs(call), self._parts(call))
+
+    def _summed(self, product: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        first = self.rank * self.rows
+        parts[self.rank].copy_(product[first : first + self.rows])
+        return torch.sum(parts, 0, dtype=parts.dtype)
+
+    def alone(self, *tensors: Any) -> torch.Tensor:
+        input, weight, parts = tensors
+        return self._summed(torch.mm(input, weight), parts)
+
+    def symmetric(self, group_name: str) -> Callable[..., Any]:
+        op = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        return lambda input, weight, buffer: op(input, weight, "sum", 0, group_name)
+
+    def communicate_inputs(self, call: int) -> Tensors:
+        return self.empty(self.rows, self.n), self.matrix(INPUT, self.m, self.n, self.rank, call)
+
+    def communicate(self, *tensors: Any) -> Any:
+        interlace.reduce_scatter(*tensors)
+
+    def result_rows(self) -> tuple[int, int]:
+        return self.rank * self.rows, self.rows
+
+
+class MatmulAllReduce(MatmulReduceScatter):
+    op = "matmul_all_reduce"
+    communication = "all_reduce"
+
+    def inputs(self, call: int) -> Tensors:
+        return (*self.matmul_inputs(call), None)
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        product = torch.mm(input, weight)
+        dist.all_reduce(product)
+        return product
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides, the sums of the other rows, which their owners would send."""
+        total = sum(
+            self.matrix(INPUT, self.m, self.k, r, call) @ self.weight(r, call)
+            for r in range(self.world_size)
+        )
+        return (*super().alone_inputs(call), total)
+
+    def alone(self, *tensors: Any) -> torch.Tensor:
+        input, weight, parts, sums = tensors
+        product = torch.mm(input, weight)
+        first, end = self.rank * self.rows, (self.rank + 1) * self.rows
+        product[first:end] = self._summed(product, parts)
+        product[:first].copy_(sums[:first])
+        product[end:].copy_(sums[end:])
+        return product
+
+    def symmetric(self, group_name: str) -> Callable[..., Any]:
+        return Fused.symmetric(self, group_name)
+
+    def communicate_inputs(self, call: int) -> Tensors:
+        return (self.empty(self.m, self.n).zero_(),)
+
+    def communicate(self, *tensors: Any) -> Any:
+        interlace.all_reduce(*tensors)
+
+    def result_rows(self) -> tuple[int, int]:
+        return 0, self.m

@@ -1,0 +1,225 @@
+"""From a request to what is measured: the candidates of an op, or of a kernel of the user's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.benchmark.subjects import baselines, ops
+from interlace.benchmark.subjects.fused import Fused
+from interlace.benchmark.subjects.plain import Plain
+from interlace.benchmark.timing import kernel
+from interlace.benchmark.timing.subject import (
+    ALGORITHM,
+    BASELINE,
+    PART,
+    Candidate,
+    Setting,
+    Subject,
+)
+from interlace.groups.groups import default_group
+from interlace.runtime.algorithms.low_latency import MOST_BYTES
+from interlace.runtime.core.place import Place
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+# interpreted on a CPU, far too slow to measure unless asked for
+TRITON = ("fused", "kernel", "multimem", "low_latency")
+NARROW = ("float32", "float16", "bfloat16")  # all that most algorithms take
+WIDE = ("auto", "unfused", "copy")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One size of one run.
+
+    ``target``: an op or "file.py::function". ``algorithms``: names, ("all",), or () for a kernel of one's
+    own. ``chosen``: baselines, or None for the default ones. ``store``: a file through which ranks of
+    torch.distributed meet, None under ``torchrun``. ``virtual``: ranks share one GPU.
+    """
+
+    target: str
+    dtype: str
+    algorithms: tuple[str, ...]
+    chosen: tuple[str, ...] | None
+    repetitions: int
+    nbytes: int | None = None
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
+    virtual: bool = False
+    store: str | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether it is about a kernel of the user's own."""
+        return "::" in self.target
+
+
+@dataclass
+class Source:
+    """``make()`` gives the subject, once torch.distributed is there with ``backend`` (None: not needed).
+
+    ``left_out``: algorithms that "all" does not stand for here, and in brackets why.
+    """
+
+    backend: str | None
+    left_out: list[str]
+    make: Callable[[], Subject]
+
+
+def source(request: Request, place: Place) -> Source:
+    """What ``request`` asks for, on the calling rank of ``place``. Collective for a kernel of one's own.
+
+    Raises ValueError or TypeError for what cannot be in this place.
+    """
+    setting = Setting(place.rank, place.world_size, place.device, DTYPES[request.dtype])
+    if request.own:
+        return _own_kernel(request, setting, place)
+    device, chosen = place.device.type, request.chosen
+    if chosen is None:
+        chosen = baselines.default(place.name, device, virtual=request.virtual)
+        if request.target == "barrier":
+            chosen = tuple(name for name in chosen if name != "torch")
+    for name in chosen:
+        baselines.refuse(name, place.name, device, virtual=request.virtual)
+    names, left_out = algorithms(request, setting, place)
+    backend = baselines.torch_backend(chosen)
+    return Source(backend, left_out, lambda: _op(request, setting, names, chosen))
+
+
+def algorithms(request: Request, setting: Setting, place: Place) -> tuple[list[str], list[str]]:
+    """(those to measure, those that "all" leaves out and why)."""
+    if request.algorithms != ("all",):
+        return list(request.algorithms), []
+    # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
+    known = [
+        n for n in ops.algorithms(request.target) if n != "auto" or request.target in ops.PLAIN
+    ]
+    reasons = {name: _why_not(name, request, setting, place) for name in known}
+    left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    return [name for name in known if not reasons[name]], left_out
+
+
+def _why_not(name: str, request: Request, setting: Setting, place: Place) -> str:
+    """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
+    if name in TRITON and place.interpreted and place.name != "sim":
+        return "interpreted on a CPU"
+    op = None
+    if request.target in ops.PLAIN:
+        op = ops.PLAIN[request.target](setting, request.nbytes or 0)
+    moves = name == "low_latency" and op is not None and not op.reduces
+    if request.dtype not in NARROW and name not in WIDE and not moves:
+        return f"not for {request.dtype}"
+    if name == "low_latency" and op is not None and op.message_bytes > MOST_BYTES:
+        return f"for at most {MOST_BYTES >> 10} KiB a rank"
+    if name == "multimem" and not place.interpreted and not default_group().multicast:
+        return "no multicast address"
+    return ""
+
+
+# -- ops -------------------------------------------------------------------------------------------------
+
+
+def _op(request: Request, setting: Setting, names: list[str], chosen: tuple[str, ...]) -> Subject:
+    op: Plain | Fused
+    if request.target in ops.PLAIN:
+        op = ops.PLAIN[request.target](setting, request.nbytes or 0)
+        subject = Subject(op.op, {"bytes": op.nbytes}, op.nbytes, op.bus_factor, 0.0)
+        subject.candidates = _candidates(op, names, chosen)
+        return subject
+    assert request.m and request.n and request.k
+    op = ops.FUSED[request.target](setting, request.m, request.n, request.k)
+    shape = {"m": op.m, "n": op.n, "k": op.k}
+    subject = Subject(op.op, shape, op.nbytes, op.bus_factor, op.flops)
+    subject.matmul, subject.communication = "torch.mm alone", f"{op.communication} alone"
+    subject.candidates = [
+        *_candidates(op, names, chosen),
+        Candidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
+        Candidate(subject.communication, PART, op.communicate, op.communicate_inputs),
+    ]
+    return subject
+
+
+def _candidates(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> list[Candidate]:
+    """interlace's algorithms, then the baselines."""
+    timed = op.timed_inputs if isinstance(op, Plain) else None
+    check: Any = op.check if op.nbytes else None
+    loose: Any = functools.partial(op.check, rounds_often=True) if op.nbytes else None
+    found = [Candidate(name, ALGORITHM, op.ours(name), op.inputs, check, timed) for name in names]
+    for name in chosen:
+        if name == "torch":
+            if op.op == "barrier":
+                raise ValueError("--baseline torch: a rank alone has no barrier")
+            found.append(Candidate(name, BASELINE, op.alone, op.alone_inputs, loose))
+        elif name != "symm_mem":
+            found.append(Candidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
+        elif isinstance(op, Fused):
+            run = op.symmetric(baselines.group_name())
+            found.append(Candidate(name, BASELINE, run, op.inputs, loose))
+        else:
+            found.append(baselines.symmetric_collective(op))
+    return found
+
+
+# -- kernels of the user's own ---------------------------------------------------------------------------
+
+
+@functools.cache
+def loaded(target: str) -> Callable[..., Any]:
+    """The function that a kernel of one's own is named by. Raises ValueError or OSError."""
+    from interlace.verify.suite.jobs import load_function
+
+    return load_function(target)
+
+
+def _own_kernel(request: Request, setting: Setting, place: Place) -> Source:
+    target = request.target
+    sizes = {"nbytes": request.nbytes, "m": request.m, "n": request.n, "k": request.k}
+    found = kernel.made(loaded(target), target, {**sizes, "dtype": setting.dtype})
+    names = _own_baselines(request, found, place)
+    function = target.rpartition("::")[2]
+    sizes["bytes"] = found.nbytes or sizes.pop("nbytes")
+    shape = {name: sizes[name] or 0 for name in ("bytes", "m", "n", "k") if sizes[name]}
+    subject = Subject(function, shape, found.nbytes, found.bus_factor, found.flops)
+
+    def add(name: str, role: str, run: Callable[..., Any], check: Any) -> str:
+        subject.candidates.append(Candidate(name, role, run, found.inputs, check, copied=False))
+        return name
+
+    add(function, ALGORITHM, found.run, found.check)
+    for name in names:
+        add(name, BASELINE, found.baselines[name], found.check)
+    if found.matmul is not None and found.communication is not None:
+        subject.matmul = add("matmul alone", PART, found.matmul, None)
+        subject.communication = add("communication alone", PART, found.communication, None)
+    backend = baselines.torch_backend(tuple(name for name in names if name in ("gloo", "nccl")))
+    return Source(backend, [], lambda: subject)
+
+
+def _own_baselines(request: Request, found: kernel.Kernel, place: Place) -> list[str]:
+    """Those that were asked for, or all that this place has."""
+    names = []
+    for name in found.baselines if request.chosen is None else request.chosen:
+        if name not in found.baselines:
+            known = ", ".join(found.baselines) or "no baselines"
+            raise ValueError(f"--baseline {name}: {request.target} has {known}")
+        try:
+            if name in ("gloo", "nccl"):
+                baselines.refuse(name, place.name, place.device.type, virtual=request.virtual)
+        except ValueError:
+            if request.chosen is not None:
+                raise
+            continue
+        names.append(name)
+    return names

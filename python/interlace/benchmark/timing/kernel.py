@@ -1,0 +1,143 @@
+"""A kernel of the user's own: what the function named in ``bench FILE.py::FUNCTION`` gives back.
+
+The function is called on every rank, once per size, with those of the arguments ``nbytes``, ``dtype``,
+``m``, ``n``, ``k`` that it takes. It may return
+
+===============  =====================================================================================
+:class:`Kernel`  everything: what to run on which inputs, how to check, what it amounts to
+a callable       what to time; it is called without arguments
+anything else    then the function itself is timed, as a whole, and is right if it raises nothing:
+                 the functions that ``python -m interlace verify`` takes
+===============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+LONGEST = 500  # characters that are kept of what a check says
+ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
+
+
+def _no_inputs(number: int) -> tuple[Any, ...]:
+    return ()
+
+
+@dataclass
+class Kernel:
+    """One kernel at one size, on one rank.
+
+    Parameters
+    ----------
+    run : called as ``run(*inputs(number))``; its result goes to ``check``. Collective.
+    inputs : the arguments of set ``number``, made anew in each call. Not collective, and not timed. As
+        many sets are used in turn as it takes to get past the cache.
+    check : ``check(result, number)``: None or True if the result is right, False or AssertionError if it
+        is wrong, or its largest error as a multiple of what is allowed: one number, wrong if it is
+        negative or nan. Tensors and NumPy arrays without dimensions count as what is in them; anything
+        else is a TypeError. Not collective.
+    nbytes : for algbw, bytes of the largest buffer of a rank; 0 prints none.
+    bus_factor : busbw = ``bus_factor`` * algbw; see ``figures.py``. None prints none.
+    flops : for TFLOP/s, floating-point operations of a rank; 0 prints none.
+    matmul, communication : the two parts alone, called as ``run`` is; with both, overlap is printed.
+    baselines : what to compare with, by name, called as ``run`` is and checked alike. For the names "gloo"
+        and "nccl" ``torch.distributed`` is initialized with that backend before the first call.
+
+    >>> import torch
+    >>> double = Kernel(run=lambda x: 2 * x, inputs=lambda number: (torch.full((4,), float(number)),),
+    ...                 check=lambda result, number: bool((result == 2 * number).all()), nbytes=16)
+    >>> double.check(double.run(*double.inputs(3)), 3)
+    True
+    """
+
+    run: Callable[..., Any]
+    inputs: Callable[[int], tuple[Any, ...]] = _no_inputs
+    check: Callable[[Any, int], Any] | None = None
+    nbytes: int = 0
+    bus_factor: float | None = None
+    flops: float = 0.0
+    matmul: Callable[..., Any] | None = None
+    communication: Callable[..., Any] | None = None
+    baselines: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def arguments_of(function: Callable[..., Any], target: str) -> dict[str, bool]:
+    """Which of ``ARGUMENTS`` the function takes, and whether it has to be given it.
+
+    Raises TypeError if it needs any other.
+    """
+    taken = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        needed = parameter.default is parameter.empty
+        if name in ARGUMENTS:
+            taken[name] = needed
+        elif needed:
+            raise TypeError(
+                f"{target}: takes an argument {name!r}; bench gives {', '.join(ARGUMENTS)}"
+            )
+    return taken
+
+
+def arguments_for(
+    function: Callable[..., Any], target: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of ``given`` that the function takes. Raises ValueError if it needs one that is None."""
+    arguments = {}
+    for name, needed in arguments_of(function, target).items():
+        if given.get(name) is not None:
+            arguments[name] = given[name]
+        elif needed:
+            option = "--sizes" if name == "nbytes" else f"--{name}"
+            raise ValueError(f"{target}: takes {name!r}, so give {option}")
+    return arguments
+
+
+def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Kernel:
+    """What ``function`` is at one size. ``given``: values by the names in ``ARGUMENTS``. Collective."""
+    arguments = arguments_for(function, target, given)
+    found = function(**arguments)
+    if isinstance(found, Kernel):
+        return found
+    if callable(found):
+        return Kernel(run=found)
+    return Kernel(run=lambda: function(**arguments), check=lambda result, number: None)
+
+
+def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple[float, str]:
+    """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong).
+
+    Raises TypeError, naming ``check``, for what is neither a verdict nor a number.
+    """
+    try:
+        found = check(result, number)
+    except AssertionError as error:
+        return float("inf"), (str(error) or "AssertionError")[:LONGEST]
+    said = _plain(found)
+    if said is None or said is True:
+        return 0.0, ""
+    if said is False:
+        return float("inf"), ""
+    if isinstance(said, (int, float)):
+        if said >= 0:
+            return float(said), ""
+        return float("inf"), f"the check returned {said}, which is no error"
+    name = getattr(check, "__name__", type(check).__name__)
+    raise TypeError(
+        f"check {name} returned {type(found).__name__}, {str(found)[:100]}; it must return None, a bool, "
+        "or its largest error as one number"
+    )
+
+
+def _plain(found: Any) -> Any:
+    """Of a tensor without dimensions, or a scalar of NumPy, the bool or number in it."""
+    if isinstance(found, (torch.Tensor, numpy.ndarray)) and found.ndim == 0:
+        return found.item()
+    return found.item() if isinstance(found, numpy.generic) else found

@@ -1,0 +1,174 @@
+"""How time is taken, on all ranks of a group::
+
+    repetition 1     candidate A: barrier, block of calls    candidate B: barrier, block    ...
+    repetition 2     candidate A ...
+
+- Candidates alternate block by block, so that noise of the machine meets all of them alike.
+- A block is as many calls as fill 20 ms (at least one), one after another without a barrier; it takes as
+  long as its slowest rank, from leaving the barrier until its device has finished.
+- Results are medians over blocks, and ratios are of medians of the same run.
+- What is called first may allocate and compile: calls that calibrate the length of a block do not count.
+
+On a GPU the host waits for the device at the end of a block only, so calls are launched while earlier ones
+run, as in nccl-tests. With virtual ranks, which take turns on the host, a rank waits for its device after
+all ranks have launched.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.groups import groups
+
+BLOCK_SECONDS = 0.02
+MOST_CALLS = 2000
+ALIGNMENT = 256  # bytes, as torch's own allocator on GPUs
+
+
+@dataclass
+class Timing:
+    """``microseconds`` per call, by block; ``calls`` in a block."""
+
+    calls: int
+    microseconds: list[float]
+
+
+def everyones(mine: Any) -> list[Any]:
+    """What each rank brings, by rank; small and picklable. Collective, on the host only.
+
+    Not by ``Communicator.agree``, for which a place may answer from what it has agreed on before.
+    """
+    messages = groups.default_group().place.exchange(pickle.dumps(mine), "a benchmark")
+    return [pickle.loads(message) for message in messages]
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values. Collective."""
+    return float(max(everyones(value)))
+
+
+def finish(*, virtual: bool = False) -> None:
+    """Return when what this rank has launched has ended. Collective for virtual ranks."""
+    if virtual:  # a rank that blocked here at once would keep the others from launching
+        everyones(None)
+    if interlace.device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def block(function: Callable[[], object], calls: int, *, virtual: bool = False) -> float:
+    """Seconds per call of the slowest rank. Collective."""
+    interlace.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    finish(virtual=virtual)
+    return slowest((time.perf_counter() - start) / calls)
+
+
+def calls_per_block(function: Callable[[], object], *, virtual: bool = False) -> int:
+    """How many calls fill a block; the same on every rank. Collective."""
+    once = block(function, 1, virtual=virtual)
+    if once < BLOCK_SECONDS:
+        once = min(block(function, 3, virtual=virtual) for _ in range(2))
+    return max(1, min(MOST_CALLS, int(BLOCK_SECONDS / max(once, 1e-9))))
+
+
+def alternate(
+    functions: dict[str, Callable[[], object]],
+    repetitions: int,
+    *,
+    calls: int | None = None,
+    warm_up: int = 0,
+    virtual: bool = False,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Time all ``functions`` in turn. Collective, and the same on every rank.
+
+    ``calls``: in every block, or None for as many as fill it. ``warm_up``: blocks of each that do not
+    count. ``tick`` is called after every block that does.
+    """
+    timings = {}
+    for name, function in functions.items():
+        fill = calls_per_block(function, virtual=virtual) if calls is None else calls
+        timings[name] = Timing(fill, [])
+    for repetition in range(-warm_up, repetitions):
+        for name, function in functions.items():
+            seconds = block(function, timings[name].calls, virtual=virtual)
+            if repetition >= 0:
+                timings[name].microseconds.append(seconds * 1e6)
+                tick()
+    return timings
+
+
+class Rotation:
+    """Sets of inputs, one after another. Candidates share it, so none finds what another has just used."""
+
+    def __init__(self, sets: Sequence[tuple[Any, ...]]) -> None:
+        self._sets, self._next = sets, 0
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def calling(self, run: Callable[..., Any]) -> Callable[[], Any]:
+        """A function without arguments that calls ``run`` with the next set."""
+
+        def call() -> Any:
+            current = self._sets[self._next]
+            self._next = (self._next + 1) % len(self._sets)
+            return run(*current)
+
+        return call
+
+
+def total_bytes(value: Any) -> int:
+    """Of the storages of all tensors in nested tuples and lists.
+
+    >>> x = torch.zeros(8)
+    >>> total_bytes((x, [x[:2], torch.zeros(2)], None))
+    40
+    """
+    return sum(storage.nbytes() for storage in _storages(value, {}).values())
+
+
+def copies_of(value: Any, count: int) -> list[Any]:
+    """The same tensors ``count`` times; those that share memory share it in every copy, too.
+
+    All copies of a storage lie in one allocation, ALIGNMENT apart: thousands are made in no time.
+    """
+    copies: dict[int, tuple[torch.Tensor, int]] = {}
+    for address, storage in _storages(value, {}).items():
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        padded = -(-max(1, storage.nbytes()) // ALIGNMENT) * ALIGNMENT
+        rows = torch.empty(count, padded, dtype=torch.uint8, device=storage.device)
+        rows[:, : storage.nbytes()] = raw
+        copies[address] = (rows, padded)
+
+    def copied(each: Any, number: int) -> Any:
+        if isinstance(each, torch.Tensor):
+            rows, padded = copies[each.untyped_storage().data_ptr()]
+            first = number * padded // each.element_size() + each.storage_offset()
+            empty = torch.empty(0, dtype=each.dtype, device=each.device)
+            return empty.set_(rows.untyped_storage(), first, each.shape, each.stride())
+        if isinstance(each, (tuple, list)):
+            return type(each)(copied(inner, number) for inner in each)
+        return each
+
+    return [copied(value, number) for number in range(count)]
+
+
+def _storages(value: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """By address."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        found[storage.data_ptr()] = storage
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            _storages(each, found)
+    return found

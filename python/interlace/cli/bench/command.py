@@ -1,0 +1,154 @@
+"""``interlace bench``: time an op or a kernel of one's own, check it, and compare it with others.
+
+``interlace/benchmark/`` measures. This file runs one size after another, on ranks of its own or on those of
+``torchrun``, of which rank 0 prints; ``options.py`` reads the options, ``report.py`` prints.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.benchmark.runs.measure import Sizes, Tick, measure
+from interlace.benchmark.runs.results import Result, result
+from interlace.benchmark.subjects import baselines
+from interlace.benchmark.subjects.requests import Request
+from interlace.benchmark.timing.sizes import format_size
+from interlace.cli.bench import report
+from interlace.cli.bench.options import (
+    BenchOptions,
+    place_of,
+    requests_of,
+    under_torchrun,
+    world_size_of,
+)
+from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.plots import refuse_format
+from interlace.cli.output.progress import Progress, TickFile, nothing
+from interlace.groups import groups
+
+
+def bench(console: Any, options: BenchOptions) -> int:
+    """Measure, print, write; 1 if any result is wrong, else 0.
+
+    Raises ValueError, TypeError or OSError for options that cannot be, before anything runs.
+    """
+    requests = requests_of(options)
+    if options.plot is not None:
+        refuse_format(options.plot)
+    for name in ("json", "plot"):
+        if (path := getattr(options, name)) is not None and _prints():
+            refuse_unwritable(f"--{name}", path)
+    if not under_torchrun():
+        results = _in_own_ranks(options, requests)
+    else:
+        results = _as_rank(options, requests)
+        if not _prints():  # rank 0 has the same; a status of 1 here would end it too early
+            failed = [each.failed for each in results if each.failed]
+            print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
+            return 1 if failed else 0
+    report.render(console, options, results)
+    try:
+        if options.json is not None:
+            report.write_json(pathlib.Path(options.json), options, results)
+            console.print(f"JSON: {options.json}", highlight=False, markup=False)
+    finally:  # one may fail, and the other not
+        if options.plot is not None:
+            report.write_plot(pathlib.Path(options.plot), results)
+            console.print(f"Plot: {options.plot}", highlight=False, markup=False)
+    return 0 if all(each.right for each in results) else 1
+
+
+def _prints() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:
+    """One ``interlace.run`` per size."""
+    place, world_size = place_of(options), world_size_of(options)
+    apart = place == "shm"
+    results = []
+    with (
+        tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder,
+        Progress(len(requests)) as progress,
+    ):
+        for number, request in enumerate(requests):
+            progress.begin(number, _text(request))
+            file = TickFile(f"{folder}/progress-{number}")
+            with progress.reading(file) if apart else nullcontext(), _wrong(request) as said:
+                found = interlace.run(
+                    on_rank,
+                    world_size,
+                    replace(request, store=f"{folder}/store-{number}"),
+                    file if apart else progress.at,
+                    place=place,
+                    timeout=options.timeout,
+                )
+            results.append(Result(None, [], said[0]) if said else result(found[0]))
+    return results
+
+
+def on_rank(request: Request, tick: Tick) -> Sizes:
+    """What a rank of ``interlace.run`` measures."""
+    return measure(request, tick if interlace.get_rank() == 0 else nothing)
+
+
+def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
+    """This process is a rank of a job, on one host or on several."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    chosen = requests[0].chosen
+    if chosen is None:  # which it will be is known when the place is, and that comes after
+        chosen = baselines.default(
+            "", "cuda" if torch.cuda.is_available() else "cpu", virtual=False
+        )
+    tick = nothing
+    results = []
+    # torch first: interlace then takes the store from it, and no port is served twice
+    with baselines.Joined(baselines.torch_backend(chosen), None, rank, world_size):
+        try:
+            found = groups.default_group().place.name
+            if options.place not in (None, found):
+                raise ValueError(
+                    f"--place {options.place}: the ranks of torchrun are in place {found}"
+                )
+            with Progress(len(requests), shown=rank == 0) as progress:
+                if rank == 0:
+                    tick = progress.at
+                for number, request in enumerate(requests):
+                    progress.begin(number, _text(request))
+                    with _wrong(request) as said:
+                        results.append(result(measure(request, tick)))
+                    if said:  # the other ranks may be anywhere in it
+                        return [*results, Result(None, [], f"rank {rank}: {said[0]}")]
+        finally:
+            interlace.shutdown()
+    return results
+
+
+@contextmanager
+def _wrong(request: Request) -> Iterator[list[str]]:
+    """What a function of the user's own said in an AssertionError: its way to say that it was wrong."""
+    said: list[str] = []
+    try:
+        yield said
+    except AssertionError as error:
+        if not request.own:
+            raise
+        said.append(str(error).splitlines()[0] if str(error) else "AssertionError")
+
+
+def _text(request: Request) -> str:
+    """For the progress bar."""
+    shape = [str(value) for value in (request.m, request.n, request.k) if value is not None]
+    size = [] if request.nbytes is None else [format_size(request.nbytes)]
+    return " ".join([request.target.rpartition("::")[2], *size, " x ".join(shape)]).strip()

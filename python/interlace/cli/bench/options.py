@@ -1,0 +1,277 @@
+"""The options of ``interlace bench``, and the requests that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from interlace.benchmark.subjects import baselines, ops
+from interlace.benchmark.subjects.requests import DTYPES, Request, loaded
+from interlace.benchmark.timing import kernel
+from interlace.benchmark.timing.sizes import parse_sizes
+from interlace.launcher import MOST_SECONDS
+
+OWN_PLACES = ("sim", "shm", "cuda")
+PLACES = (*OWN_PLACES, "hosts", "nvshmem")  # these two only with torchrun
+GPU_PLACES = ("cuda", "nvshmem")
+DEFAULT_SIZES = "64K:16M:x16"
+DEFAULT_SHAPE = "1024"
+TIMEOUT = 600.0
+MOST_RANKS = 64
+
+DESCRIPTION = """\
+Time an op of interlace, or a kernel of your own, against baselines, and check every result.
+
+OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
+send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce), or
+path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
+
+Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
+"""
+
+UNITS = """\
+columns:
+  time      microseconds per call: the median over blocks of calls; +- half the distance between quartiles
+  algbw     size / time, in GB/s = 10**9 bytes/s; the size is that of the op's largest buffer on a rank
+  busbw     algbw times nccl-tests' factor: 2(W-1)/W for all_reduce; (W-1)/W for all_gather, reduce_scatter,
+            all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; on W ranks
+  TFLOP/s   2 m n k / time of one rank's matmul, in 10**12/s
+  overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), all of this run
+  x NAME    how many times as fast as that baseline
+  result    right, or WRONG with the largest error as a multiple of what the dtypes allow
+
+baselines:
+  gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
+  symm_mem  torch's symmetric memory, on GPUs              torch     copies, sums and torch.mm on one
+                                                                     rank alone; nobody waits
+exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors.
+"""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Arguments of the command, as texts where they are lists."""
+
+    target: str
+    sizes: str | None = None
+    m: str | None = None
+    n: str | None = None
+    k: str | None = None
+    dtype: str | None = None
+    world_size: int | None = None
+    place: str | None = None
+    algorithm: str | None = None
+    baseline: str | None = None
+    repetitions: int = 15
+    timeout: float = TIMEOUT
+    json: str | None = None
+    plot: str | None = None
+
+
+def add_command(commands: Any) -> None:
+    """Register ``bench`` with the subcommands of a parser."""
+    command = commands.add_parser(
+        "bench",
+        help="time an op or a kernel of one's own, and check it, against baselines",
+        description=DESCRIPTION,
+        epilog=UNITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("target", metavar="OP|FILE.py::FUNCTION")
+    command.add_argument(
+        "--sizes",
+        metavar="1K:1G:x4",
+        help="bytes, of collectives: a list of sizes and of ranges first:last:xFACTOR or "
+        f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {DEFAULT_SIZES})",
+    )
+    command.add_argument(
+        "--m", metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
+    )
+    command.add_argument("--n", metavar="COLUMNS", help="of fused ops: columns of a rank's weight")
+    command.add_argument("--k", metavar="INNER", help="of fused ops: what a rank contracts")
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
+    )
+    command.add_argument("--world-size", type=int, help="ranks (default 2; torchrun has its own)")
+    command.add_argument(
+        "--place",
+        choices=PLACES,
+        help="sim: simulated ranks, whose times are those of the simulator; shm: processes on this host; "
+        "cuda: virtual ranks on one GPU (default: cuda where there is a GPU, else shm). With torchrun, "
+        "where its ranks have to be",
+    )
+    command.add_argument(
+        "--algorithm",
+        metavar="NAME,...|all",
+        help="auto; of fused ops fused, pipelined, unfused; of all_reduce, all_gather and reduce_scatter "
+        "kernel, copy. all leaves out Triton kernels where they would be interpreted (default auto)",
+    )
+    command.add_argument(
+        "--baseline",
+        metavar="NAME,...|none",
+        help="torch, nccl, gloo, symm_mem, or those of your Kernel (default what fits the place: gloo on a "
+        "CPU, nccl on GPUs, torch for virtual ranks, none in sim)",
+    )
+    command.add_argument(
+        "--repetitions", type=int, default=15, help="blocks per candidate and size (default 15)"
+    )
+    command.add_argument(
+        "--timeout", type=float, default=TIMEOUT, help="seconds for one size (default 600)"
+    )
+    command.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    command.add_argument("--plot", metavar="FILE", help="write a plot (needs matplotlib)")
+
+
+def options_of(namespace: argparse.Namespace) -> BenchOptions:
+    """From parsed arguments."""
+    names = BenchOptions.__dataclass_fields__
+    return BenchOptions(**{name: getattr(namespace, name) for name in names})
+
+
+def wants_interpreter(options: BenchOptions) -> bool:
+    """Whether kernels run in the interpreter, where the options have them run."""
+    return place_of(options) not in GPU_PLACES
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def place_of(options: BenchOptions) -> str:
+    """The place of the ranks, as far as the options say."""
+    if options.place is not None:
+        return options.place
+    return "cuda" if torch.cuda.is_available() else "shm"
+
+
+def _names(text: str | None, nothing_is: str | None = None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    if text == nothing_is:
+        return ()
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def requests_of(options: BenchOptions) -> list[Request]:
+    """A request per size. Raises ValueError for what does not fit together."""
+    target = options.target
+    if "::" in target:
+        _check_file(target)
+    elif target not in ops.NAMES:
+        known = ", ".join(ops.NAMES)
+        raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
+    if options.repetitions < 1:
+        raise ValueError(f"--repetitions must be positive, got {options.repetitions}")
+    if not 0 < options.timeout <= MOST_SECONDS:
+        raise ValueError(
+            f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
+        )
+    on_gpu = place_of(options) in GPU_PLACES
+    request = Request(
+        target,
+        options.dtype or ("bfloat16" if on_gpu else "float32"),
+        _algorithms(options),
+        _names(options.baseline, "none"),
+        options.repetitions,
+        virtual=on_gpu and not under_torchrun(),
+    )
+    _check_place(options, request)
+    world_size = world_size_of(options)
+    requests = [replace(request, **size) for size in _shapes(options)]
+    for each in requests:
+        if each.own:
+            sizes = {"nbytes": each.nbytes, "m": each.m, "n": each.n, "k": each.k}
+            kernel.arguments_for(loaded(target), target, {**sizes, "dtype": each.dtype})
+        elif target in ops.FUSED:
+            ops.FUSED[target].refuse(world_size, each.m or 0, each.dtype)
+        elif target in ops.PLAIN:
+            ops.PLAIN[target].refuse(world_size)
+    return requests
+
+
+def _check_place(options: BenchOptions, request: Request) -> None:
+    """That the place is there, and has the baselines, as far as that is known before ranks have met."""
+    place, has_gpu = place_of(options), torch.cuda.is_available()
+    if place not in OWN_PLACES and not under_torchrun():
+        raise ValueError(f"--place {place} is one of torchrun's: start bench with it")
+    if place in GPU_PLACES and not has_gpu:
+        raise ValueError(
+            f"--place {place} needs a CUDA device, and torch sees none; use shm or sim"
+        )
+    for name in () if request.own else request.chosen or ():
+        if under_torchrun():
+            device = "cuda" if has_gpu and name != "gloo" else "cpu"
+        else:
+            device = "cuda" if request.virtual else "cpu"
+        baselines.refuse(name, place, device, virtual=request.virtual)
+
+
+def _check_file(target: str) -> None:
+    path, _, name = target.partition("::")
+    if not name or not path.endswith(".py"):
+        raise ValueError(f"{target}: must be like path/to/file.py::function")
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+
+
+def world_size_of(options: BenchOptions) -> int:
+    """How many ranks. Raises ValueError for a number that cannot be."""
+    given = options.world_size
+    if under_torchrun():
+        actual = int(os.environ["WORLD_SIZE"])
+        if given is not None and given != actual:
+            raise ValueError(f"--world-size {given}: torchrun has started {actual} ranks")
+        return actual
+    if given is not None and not 1 <= given <= MOST_RANKS:
+        raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {given}")
+    return given or 2
+
+
+def _algorithms(options: BenchOptions) -> tuple[str, ...]:
+    if "::" in options.target:
+        if options.algorithm is not None:
+            raise ValueError(f"--algorithm {options.algorithm}: a kernel of your own has none")
+        return ()
+    known = ops.algorithms(options.target)
+    names = _names(options.algorithm) or ("auto",)
+    for name in names:
+        if name not in known and names != ("all",):
+            raise ValueError(
+                f"--algorithm {name}: {options.target} has {', '.join(known)}, and all"
+            )
+    return names
+
+
+def _shapes(options: BenchOptions) -> Iterator[dict[str, Any]]:
+    """The sizes, as fields of a request."""
+    given = {name: getattr(options, name) for name in ("m", "n", "k")}
+    lists = {
+        name: parse_sizes(text, f"--{name}") for name, text in given.items() if text is not None
+    }
+    if "::" in options.target:
+        if options.sizes is not None:
+            lists["nbytes"] = parse_sizes(options.sizes)
+    elif options.target in ops.PLAIN:
+        if lists:
+            raise ValueError(f"--{min(lists)}: {options.target} has no matmul; it takes --sizes")
+        if not ops.PLAIN[options.target].has_size:
+            if options.sizes is not None:
+                raise ValueError(f"--sizes: {options.target} moves nothing, so it has no size")
+            yield {}
+            return
+        lists["nbytes"] = parse_sizes(DEFAULT_SIZES if options.sizes is None else options.sizes)
+    else:
+        if options.sizes is not None:
+            raise ValueError(f"--sizes: {options.target} has a shape; it takes --m, --n and --k")
+        lists = {name: lists.get(name, parse_sizes(DEFAULT_SHAPE)) for name in ("m", "n", "k")}
+    combined: list[dict[str, Any]] = [{}]
+    for name, values in lists.items():
+        combined = [{**each, name: value} for each in combined for value in values]
+    yield from combined

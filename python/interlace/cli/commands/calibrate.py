@@ -1,0 +1,262 @@
+"""``interlace calibrate``: measure what collectives take between the ranks of a mesh, and remember it.
+
+``mesh/calibration.py`` measures and fits, ``runtime/tuning/calibration.py`` writes; the cost model of
+``interlace.tensor`` and the choice between algorithms of the fused ops read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+from interlace.cli.output.progress import Progress, TickFile, nothing
+from interlace.runtime.tuning import calibration
+
+MOST_REPETITIONS = 10_000
+TIMEOUT = 600.0
+
+DESCRIPTION = """\
+Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh.
+
+all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages: two lines of time
+over bytes for each. They go into this machine's file: $INTERLACE_CALIBRATION, or
+interlace/calibration-XXXXXXXX.json in the user's cache folder. From then on interlace.tensor's costs are
+these for meshes of just this shape and backend, and algorithm="auto" of all_gather_matmul on CPUs follows
+them for groups of this size. INTERLACE_CALIBRATION=off ignores the file.
+
+Without torchrun the ranks are processes of this host (place shm). Under torchrun its processes are the
+ranks:
+  torchrun --nproc-per-node 4 -m interlace calibrate --mesh 2x2 --backend gloo
+"""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Arguments of the command."""
+
+    world_size: int | None = None
+    mesh: str | None = None
+    backend: str | None = None
+    repetitions: int = 21
+    json: bool = False
+    dry_run: bool = False
+    cache: str | None = None
+
+
+def add_command(commands: Any) -> None:
+    """Register ``calibrate`` with the subcommands of a parser."""
+    command = commands.add_parser(
+        "calibrate",
+        help="measure latency and bandwidth between ranks, for the cost model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--world-size", type=int, metavar="RANKS", help="default: the mesh's, or 2"
+    )
+    command.add_argument(
+        "--mesh", metavar="2x2", help="ranks per dimension (default: one dimension)"
+    )
+    command.add_argument(
+        "--backend", metavar="NAME", help="of torch.distributed, under torchrun (default interlace)"
+    )
+    command.add_argument(
+        "--repetitions", type=int, default=21, help="calls of each small size (default 21)"
+    )
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be measured")
+    command.add_argument("--cache", metavar="FILE", help="write there instead")
+
+
+def options_of(namespace: argparse.Namespace) -> CalibrateOptions:
+    """From parsed arguments."""
+    return CalibrateOptions(
+        **{name: getattr(namespace, name) for name in CalibrateOptions.__dataclass_fields__}
+    )
+
+
+def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
+    """Ranks per dimension. Raises ValueError for what cannot be."""
+    asked = options.world_size
+    if under_torchrun():
+        there = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, there):
+            raise ValueError(f"--world-size {asked}: torchrun has started {there} processes")
+        asked = there
+    if options.mesh is None:
+        mesh: tuple[int, ...] = (2 if asked is None else asked,)
+    else:
+        parts = options.mesh.lower().split("x")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ValueError(f"--mesh must be like 4 or 2x2, got {options.mesh!r}")
+        mesh = tuple(int(part) for part in parts)
+        if asked is not None and math.prod(mesh) != asked:
+            raise ValueError(
+                f"--mesh {options.mesh} has {math.prod(mesh)} ranks, --world-size is {asked}"
+            )
+    if not all(mesh) or not 2 <= math.prod(mesh) <= (
+        MOST_RANKS if not under_torchrun() else 1 << 20
+    ):
+        raise ValueError(
+            f"a mesh of {math.prod(mesh)} ranks: there must be 2 to {MOST_RANKS}, got {list(mesh)}"
+        )
+    return mesh
+
+
+def check(options: CalibrateOptions) -> None:
+    """Raise ValueError for what cannot be, before anything runs."""
+    mesh_of(options)
+    if not 3 <= options.repetitions <= MOST_REPETITIONS:
+        raise ValueError(
+            f"--repetitions must be within 3..{MOST_REPETITIONS}, got {options.repetitions}"
+        )
+    if options.backend is not None and not under_torchrun():
+        raise ValueError(
+            "--backend is for ranks that torchrun has started; without, it is interlace"
+        )
+
+
+def calibrate(console: Any, options: CalibrateOptions) -> int:
+    """Measure, write, print. Raises ValueError or OSError."""
+    from interlace.tensor.mesh.calibration import Request
+
+    check(options)
+    request = Request(mesh_of(options), repetitions=options.repetitions)
+    if options.dry_run:
+        _plan(console, options, request)
+        return 0
+    if under_torchrun():
+        return _as_rank(console, options, request)
+    file = _file(options, "cpu")
+    calibration.refuse_unwritable(file)
+    found = _in_processes(request, shown=not options.json)
+    calibration.add(found, file)
+    _print(console, options, found, file)
+    return 0
+
+
+def _in_processes(request: Any, *, shown: bool) -> calibration.Measured:
+    import interlace
+    from interlace.tensor.mesh import calibration as measuring
+
+    with (
+        tempfile.TemporaryDirectory(prefix="interlace-calibrate-") as folder,
+        Progress(1, shown=shown) as progress,
+    ):
+        tick = TickFile(f"{folder}/progress")
+        progress.begin(0, f"mesh {'x'.join(map(str, request.mesh))}")
+        with progress.reading(tick):
+            times = interlace.run(
+                measuring.on_rank,
+                math.prod(request.mesh),
+                request,
+                tick,
+                place="shm",
+                timeout=TIMEOUT,
+            )
+    return measuring.measured(request, times, calibration.OWN, "shm")
+
+
+def _as_rank(console: Any, options: CalibrateOptions, request: Any) -> int:
+    """One rank of a job. The first of each host writes that host's file."""
+    import torch
+    import torch.distributed as dist
+
+    from interlace.tensor.mesh import calibration as measuring
+
+    backend = options.backend or calibration.OWN
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    kind = "cuda" if "nccl" in backend else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group(backend)
+    try:
+        mine = measuring.on_rank(request, nothing)
+        times: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(times, mine)
+        found = measuring.measured(request, times, backend, "torchrun")
+        failed = None
+        if local == 0:
+            file = _file(options, kind)
+            try:
+                calibration.add(found, file, kind)
+            except (OSError, ValueError) as error:
+                failed = error
+            if dist.get_rank() == 0 and failed is None:
+                _print(console, options, found, file)
+        dist.barrier()
+        if failed is not None:
+            raise failed
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _file(options: CalibrateOptions, device_type: str) -> pathlib.Path:
+    if options.cache is not None:
+        return pathlib.Path(options.cache).absolute()
+    file = calibration.path(device_type)
+    if file is None:
+        raise ValueError(
+            f"{calibration.VARIABLE}={os.environ[calibration.VARIABLE]}: there is no file to write; "
+            "give --cache FILE"
+        )
+    return file
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def _line(console: Any, text: str, **style: Any) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+
+
+def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
+    file = _file(options, "cpu")
+    cases = request.cases
+    calls = sum(request.calls(size) for _, _, size in cases)
+    if options.json:
+        plan = {"file": str(file), "backend": _backend(options), **asdict(request)}
+        print(json.dumps({**plan, "cases": len(cases), "calls": calls}, indent=1))
+        return
+    _line(console, f"mesh {'x'.join(map(str, request.mesh))}, backend {_backend(options)}")
+    _line(console, f"would measure {len(cases)} cases, {calls} calls:")
+    _line(console, f"  ops    {', '.join(calibration.OPS)}")
+    _line(console, f"  small  {', '.join(map(str, request.small))} bytes")
+    _line(console, f"  large  {', '.join(map(str, request.large))} bytes")
+    _line(console, f"would write {file}")
+
+
+def _backend(options: CalibrateOptions) -> str:
+    return options.backend or calibration.OWN
+
+
+def _print(
+    console: Any, options: CalibrateOptions, found: calibration.Measured, file: pathlib.Path
+) -> None:
+    if options.json:
+        print(json.dumps({"file": str(file), **asdict(found)}, indent=1))
+        return
+    _line(console, f"mesh {'x'.join(map(str, found.mesh))}, backend {found.backend}, {found.date}")
+    _line(
+        console,
+        f"{'dim':>3} {'op':<14} {'messages':<8} {'from bytes':>10} {'latency us':>11} {'GB/s':>8}",
+    )
+    for link in found.links:
+        for name, each in zip(("small", "large"), link.protocols, strict=False):
+            _line(
+                console,
+                f"{link.dim:>3} {link.op:<14} {name:<8} {each.from_bytes:>10} {each.latency_us:>11.1f} "
+                f"{each.gb_per_s:>8.3f}",
+            )
+    _line(console, "GB/s are 10**9 bytes of the whole tensor per second", style="dim")
+    _line(console, f"written: {file}")
+    if calibration.path() != file:
+        _line(console, f"to use it: {calibration.VARIABLE}={file}")

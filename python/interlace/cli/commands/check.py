@@ -1,0 +1,250 @@
+"""``python -m interlace check``: every kernel, at several shapes and world sizes, against float64.
+
+On ``cpu`` the kernels run interpreted in ``sim``; on ``cuda`` the same kernels run compiled, with virtual
+ranks on the current GPU. A line per case says how large the worst error was as a share of what the dtypes
+allow; the exit code is 0 only if no share exceeds 1.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import interlace
+from interlace import reference
+from interlace.runtime.algorithms.low_latency import MOST_BYTES
+from interlace.runtime.tuning import configuration
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Case:
+    """One call on every rank: which op, how, and on what."""
+
+    op: str
+    variant: str
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, int | bool] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> str:
+        if self.op in COLLECTIVES:
+            return f"{self.m} elements"
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+@dataclass
+class Verdict:
+    """``ratio``: worst error over its bound; ``error`` says what was raised instead."""
+
+    case: Case
+    ratio: float
+    seconds: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.ratio <= 1
+
+
+def _random(seed: int, rank: int, *shape: int, dtype: str) -> torch.Tensor:
+    """The same numbers on every device and in every place."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(*shape, generator=generator).to(DTYPES[dtype])
+
+
+def _inputs(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
+    if case.op == "all_gather_matmul":
+        rows = uneven_rows(case.m, case.world_size)[rank]
+        shard = _random(seed, rank, rows, case.k, dtype=case.dtype)
+        return shard, _random(seed, 99, case.n, case.k, dtype=case.dtype).t()
+    if case.op in COLLECTIVES:
+        return _random(seed, rank, case.m, dtype=case.dtype), torch.empty(0)
+    activations = _random(seed, rank, case.m, case.k, dtype=case.dtype)
+    return activations, _random(seed, 50 + rank, case.k, case.n, dtype=case.dtype)
+
+
+def uneven_rows(m: int, world_size: int) -> list[int]:
+    """Uneven shards of about ``m / world_size`` rows."""
+    each = m // world_size
+    return [each + (3 * rank) % 7 for rank in range(world_size)]
+
+
+def _bias(case: Case, seed: int) -> torch.Tensor | None:
+    return _random(seed, 77, case.n, dtype=case.dtype) if case.arguments.get("bias") else None
+
+
+def _on_rank(case: Case, seed: int) -> torch.Tensor:
+    """Run the case; the rank's result on the CPU."""
+    device, rank = interlace.device(), interlace.get_rank()
+    input, weight = (tensor.to(device) for tensor in _inputs(case, seed, rank))
+    if case.op in COLLECTIVES:
+        return COLLECTIVES[case.op](input, case.world_size, case.arguments).cpu()
+    arguments = dict(case.arguments)
+    bias = _bias(case, seed)
+    arguments["bias"] = None if bias is None else bias.to(device)
+    result: torch.Tensor = getattr(interlace, case.op)(input, weight, **arguments)
+    return result.cpu()
+
+
+def _all_gather(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
+    output = torch.full((world_size * x.numel(),), torch.nan, dtype=x.dtype, device=x.device)
+    interlace.all_gather(output, x, **arguments)
+    return output
+
+
+def _reduce_scatter(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
+    parts = [part.contiguous() for part in reference.split(x, world_size)]
+    output = torch.full_like(parts[interlace.get_rank()], torch.nan)
+    interlace.reduce_scatter(output, parts, **arguments)
+    return output
+
+
+def _all_reduce(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
+    interlace.all_reduce(x, **arguments)
+    return x
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, int, dict[str, Any]], torch.Tensor]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}
+
+
+def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(reference, bound) by rank."""
+    inputs, weights = zip(*(_inputs(case, seed, r) for r in range(case.world_size)), strict=True)
+    dtype, bias = DTYPES[case.dtype], _bias(case, seed)
+    reduce_op = case.arguments.get("reduce_op") or case.arguments.get("op") or "sum"
+    if case.op == "all_gather_matmul":
+        value = reference.all_gather_matmul_reference(inputs, weights[0], 0, bias)
+        bound = reference.all_gather_matmul_bound(inputs, weights[0], dtype, 0, bias, roundings=2)
+        return [(value, bound)] * case.world_size
+    if case.op == "all_gather":
+        whole = torch.cat(inputs).double()
+        return [(whole, torch.zeros_like(whole))] * case.world_size
+    if case.op in COLLECTIVES:
+        value = reference.reduce_reference(inputs, reduce_op)
+        bound = reference.reduce_bound(inputs, reduce_op)
+    else:
+        value = reference.matmul_all_reduce_reference(inputs, weights, bias, reduce_op)
+        bound = reference.matmul_all_reduce_bound(inputs, weights, dtype, bias, reduce_op)
+    if "scatter" not in case.op:
+        return [(value, bound)] * case.world_size
+    values = reference.split(value, case.world_size)
+    return list(zip(values, reference.split(bound, case.world_size), strict=True))
+
+
+def cases(device: str) -> Iterator[Case]:
+    """What is checked. On a GPU the shapes are large enough for several waves of tiles."""
+    shapes = [(96, 80, 64), (61, 45, 37)]
+    worlds = (1, 2, 3, 4)
+    if device == "cuda":
+        shapes = [(2048, 1024, 512), (1000, 520, 264), (61, 45, 37)]
+        worlds = (1, 2, 4, 7)
+    gather: list[tuple[str, dict[str, Any], dict[str, int | bool]]] = [
+        ("fused, copiers", {"algorithm": "fused"}, {}),
+        ("fused, copy engine", {"algorithm": "fused", "bias": True}, {"copiers": 0}),
+        ("fused, pointers", {"algorithm": "fused"}, {"descriptors": False}),
+        ("pipelined", {"algorithm": "pipelined"}, {}),
+        ("unfused", {"algorithm": "unfused"}, {}),
+    ]
+    reduce: list[tuple[str, dict[str, Any], dict[str, int | bool]]] = [
+        ("fused", {"algorithm": "fused", "bias": True}, {}),
+        (
+            "fused, pointers, avg",
+            {"algorithm": "fused", "reduce_op": "avg"},
+            {"descriptors": False},
+        ),
+        ("pipelined", {"algorithm": "pipelined"}, {}),
+        ("unfused", {"algorithm": "unfused"}, {}),
+    ]
+    for world_size in worlds:
+        for number, (m, n, k) in enumerate(shapes):
+            dtype = ("bf16", "fp32", "fp16")[(number + world_size) % 3]
+            for variant, arguments, overrides in gather:
+                yield Case(
+                    "all_gather_matmul", variant, world_size, m, n, k, dtype, arguments, overrides
+                )
+            for op in ("matmul_reduce_scatter", "matmul_all_reduce"):
+                for variant, arguments, overrides in reduce:
+                    yield Case(op, variant, world_size, m, n, k, dtype, arguments, overrides)
+            for op in COLLECTIVES:
+                for algorithm in ("kernel", "copy", "low_latency"):
+                    if algorithm == "low_latency" and (
+                        op == "reduce_scatter" or 28 * m > MOST_BYTES
+                    ):
+                        continue  # no such kernel, or too much for one
+                    arguments = {"algorithm": algorithm}
+                    yield Case(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments, {})
+
+
+def run_case(case: Case, device: str, seed: int) -> Verdict:
+    """Run one case on all ranks and judge it."""
+    start = time.perf_counter()
+    try:
+        with configuration.override(**case.overrides):
+            results = interlace.run(
+                _on_rank,
+                case.world_size,
+                case,
+                seed,
+                place="cuda" if device == "cuda" else "sim",
+                seed=seed,
+            )
+    except Exception as error:
+        elapsed = time.perf_counter() - start
+        return Verdict(case, float("inf"), elapsed, f"{type(error).__name__}: {error}")
+    elapsed = time.perf_counter() - start
+    expected = _expected(case, seed)
+    ratios = [
+        reference.worst_ratio(result, value, bound)
+        for result, (value, bound) in zip(results, expected, strict=True)
+    ]
+    return Verdict(case, max(ratios), elapsed)
+
+
+def check(console: Any, device: str, *, seed: int = 0, as_json: bool = False) -> int:
+    """Run all cases; print a line each; 0 if all pass."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise interlace.PlaceUnavailableError(
+            "check --device cuda needs a CUDA device, and torch sees none; use --device cpu"
+        )
+    verdicts = []
+    for case in cases(device):
+        verdict = run_case(case, device, seed)
+        verdicts.append(verdict)
+        if not as_json:
+            mark = "[green]pass[/green]" if verdict.passed else "[red]FAIL[/red]"
+            console.print(
+                f"{mark}  {case.op:<22} {case.variant:<21} W={case.world_size} {case.shape:<17} "
+                f"{case.dtype}  {verdict.ratio:5.2f} of bound  {verdict.seconds * 1e3:6.0f} ms"
+                + (f"  {verdict.error.splitlines()[0]}" if verdict.error else ""),
+                highlight=False,
+                soft_wrap=True,
+            )
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if as_json:
+        document = {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "seed": seed,
+            "cases": [asdict(v) | {"passed": v.passed} for v in verdicts],
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed on {device}")
+    return 1 if failed else 0

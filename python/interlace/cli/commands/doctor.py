@@ -1,0 +1,188 @@
+"""``interlace doctor``: what this machine offers, and which places work here and why not.
+
+inspect_machine()  facts (output/machine.py)
+judge_places()     facts -> per place: works, and why (not)
+collect()          both, as plain JSON-able values
+doctor()           prints them, as tables or as JSON
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING, Any
+
+from interlace.cli.output.machine import DEVICE_LIBRARY, Facts, inspect_machine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OLDEST_CAPABILITY = (8, 0)
+
+
+def collect() -> Facts:
+    """Facts about this machine, and under "places" what they mean for each place."""
+    facts = inspect_machine()
+    facts["places"] = judge_places(facts, _shipped("cuda"), _shipped("nvshmem"))
+    return facts
+
+
+def judge_places(facts: Facts, cuda_shipped: bool = True, nvshmem_shipped: bool = True) -> Facts:
+    """Per place whether it works with these facts: {"works": bool, "why": str}."""
+    host, gpus, interpreted = facts["host"], facts["gpus"], facts["triton"]["interpreted"]
+    compiler = "kernels are loaded for the compiler: set TRITON_INTERPRET=1 before Python starts"
+    places: Facts = {}
+
+    def place(name: str, missing: list[str], note: str) -> None:
+        places[name] = {"works": not missing, "why": "; ".join(missing) or note}
+
+    missing = [] if interpreted else [compiler]
+    if not facts["greenlet"]:
+        missing.append("greenlet is not installed")
+    place("sim", missing, "ranks are simulated in this process")
+
+    missing = [
+        f"{what}: {_reason(host[fact])}"
+        for fact, what in (
+            ("sealed_memfd", "no sealed memfd"),
+            ("pidfd_open", "no pidfd"),
+            ("pass_descriptors", "descriptors cannot be passed"),
+        )
+        if host[fact] is not True
+    ]
+    note = (
+        "plain collectives and Triton kernels" if interpreted else f"collectives only; {compiler}"
+    )
+    place("shm", missing, note)
+
+    if facts["hosts"]["gloo"] is not True:
+        missing.append(f"torch has no gloo: {_reason(facts['hosts']['gloo'])}")
+    note = "plain collectives between hosts, by gloo; fused ops among the ranks of one host"
+    place("hosts", missing, note)
+
+    missing = [] if cuda_shipped else ["this installation has no place 'cuda' yet"]
+    if not isinstance(gpus, list):
+        missing.append(f"CUDA fails: {_reason(gpus)}")
+    elif not gpus:
+        missing.append("torch sees no CUDA device")
+    else:
+        old = [g["name"] for g in gpus if tuple(g["capability"]) < OLDEST_CAPABILITY]
+        if old:
+            missing.append(f"{old[0]} is older than compute capability 8.0")
+        if interpreted:
+            missing.append("kernels are loaded for the interpreter: unset TRITON_INTERPRET")
+    on_gpu = list(missing)
+    alone = isinstance(gpus, list) and len(gpus) == 1
+    note = "one GPU: virtual ranks only" if alone else f"peer access: {facts['peer_access']}"
+    place("cuda", missing, note)
+
+    missing = [m for m in on_gpu if "place 'cuda'" not in m]
+    if not nvshmem_shipped:
+        missing.insert(0, "this installation has no place 'nvshmem' yet")
+    backend, library = facts["nvshmem"]["torch_backend"], facts["nvshmem"]["device_library"]
+    if backend is not True:
+        reason = "" if backend is False else f": {_reason(backend)}"
+        missing.append(f"torch has no NVSHMEM backend{reason}")
+    if not isinstance(library, str):
+        missing.append(f"{DEVICE_LIBRARY} not found; install interlace[cuda12] or [cuda13]")
+    place("nvshmem", missing, "torch's NVSHMEM backend and its device library are there")
+    return places
+
+
+def doctor(console: Console, as_json: bool = False) -> int:
+    """Print what :func:`collect` finds; 0 if at least one place works here, else 1."""
+    facts = collect()
+    if as_json:
+        console.out(json.dumps(facts, indent=2), highlight=False)
+    else:
+        _render(console, facts)
+    return 0 if any(place["works"] for place in facts["places"].values()) else 1
+
+
+def _render(console: Console, facts: Facts) -> None:
+    try:
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        rows = [(name, value) for name, value in _rows(facts)]
+        for name, verdict in facts["places"].items():
+            rows.append(
+                (f"place {name}", f"{'yes' if verdict['works'] else 'no'}: {verdict['why']}")
+            )
+        for name, value in rows:
+            console.print(f"{name:22} {value}", markup=False)
+        return
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, title_justify="left", show_header=bool(columns))
+        for column in columns or ("", ""):
+            made.add_column(column, overflow="fold")
+        return made
+
+    machine = table("This machine")
+    for name, value in _rows(facts):
+        machine.add_row(name, Text(value))
+    places = table("Places", "place", "works", "why")
+    for name, verdict in facts["places"].items():
+        works = Text("yes", "green") if verdict["works"] else Text("no", "red")
+        places.add_row(name, works, Text(verdict["why"]))
+    console.print(machine, places)
+
+
+def _rows(facts: Facts) -> list[tuple[str, str]]:
+    """The first table, as (name, text)."""
+    torch, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
+    hosts = facts["hosts"]
+    mode = "interpreted" if triton["interpreted"] else "compiled"
+    built_for = f"{torch.get('version')}, CUDA build: {torch.get('cuda_build') or 'none'}"
+    rows = [
+        ("python", facts["python"]),
+        ("interlace", _show(facts["interlace"])),
+        ("torch", _show(torch) if "error" in torch else built_for),
+        ("triton", f"{_show(triton['version'])}, kernels are {mode}"),
+        ("numpy", _show(facts["numpy"])),
+        ("greenlet", _show(facts["greenlet"])),
+        ("cupy", _show(facts["cupy"])),
+    ]
+    if isinstance(facts["gpus"], list):
+        for gpu in facts["gpus"]:
+            capability = ".".join(map(str, gpu["capability"]))
+            memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+            rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, sm {capability}, {memory}"))
+    if not facts["gpus"] or not isinstance(facts["gpus"], list):
+        rows.append(("GPUs", _show(facts["gpus"] or None)))
+    memory = host["memory_bytes"]
+    return [
+        *rows,
+        ("peer access", _show(facts["peer_access"])),
+        ("multicast", _show(facts["multicast"])),
+        ("NVSHMEM in torch", _show(nvshmem["torch_backend"])),
+        ("NVSHMEM device library", _show(nvshmem["device_library"])),
+        ("NVSHMEM host library", _show(nvshmem["host_library"])),
+        ("system", host["system"]),
+        ("cores", _show(host["cores"])),
+        ("memory", f"{memory / 2**30:.1f} GiB" if isinstance(memory, int) else _show(memory)),
+        ("sealed memfd", _show(host["sealed_memfd"])),
+        ("pidfd_open", _show(host["pidfd_open"])),
+        ("passing descriptors", _show(host["pass_descriptors"])),
+        ("machine code for it", _show(host["machine_code"])),
+        ("/proc/self/fd", _show(host["proc_self_fd"])),
+        ("this host", f"{_show(hosts['this_host'])}, the same for ranks that share it"),
+        ("ranks on it", hosts["launched"] or "not launched by torchrun"),
+        ("gloo between hosts", _show(hosts["gloo"])),
+        ("NCCL in torch", _show(hosts["nccl"])),
+    ]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"fails: {_reason(value)}"
+    return {None: "none", True: "yes", False: "no"}.get(value, str(value))
+
+
+def _reason(value: Any) -> str:
+    return str(value["error"]) if isinstance(value, dict) else "not on this system"
+
+
+def _shipped(place: str) -> bool:
+    return importlib.util.find_spec(f"interlace.runtime.place_{place}") is not None

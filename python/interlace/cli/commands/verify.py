@@ -1,0 +1,176 @@
+"""``interlace verify``: race-check, schedule, lint and explore; a table, and every finding in full."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from interlace.verify.suite import jobs as suite
+from interlace.verify.suite.jobs import PROTOCOLS, Plan, Result
+from interlace.verify.suite.targets import TARGETS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Arguments of the command. ``seeds`` and ``schedules`` None: what suits the subject."""
+
+    target: str = "all"
+    ranks: tuple[int, ...] | None = None
+    seeds: int | None = None
+    schedules: int | None = None
+    arch: tuple[int, ...] | None = None
+    quick: bool = False
+    ignore: tuple[str, ...] = ()
+    json: bool = False
+
+
+def verify(console: Console, options: VerifyOptions) -> int:
+    """Check ``options.target``: 1 if anything was found, else 0.
+
+    Raises ValueError or OSError for a target that is none.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
+    if not own and "::" not in options.target:
+        known = ", ".join(["all", *TARGETS, PROTOCOLS])
+        raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
+    plan = _plan(options, own)
+    # what the user's code prints must not get into the JSON
+    quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    with (
+        quiet,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        ) as progress,
+    ):
+        results = _run_own(options, plan, progress) if own else _run_file(options, plan, progress)
+    if options.json:
+        facts = {
+            "target": options.target,
+            "ranks": list(plan.ranks),
+            "clean": not any(result.findings for result in results),
+            "results": [result.to_dict() for result in results],
+        }
+        console.out(json.dumps(facts, indent=2), highlight=False)
+    else:
+        render(console, results)
+    return 1 if any(result.findings for result in results) else 0
+
+
+def _plan(options: VerifyOptions, own: bool) -> Plan:
+    default = Plan() if own else Plan(ranks=(2, 4), seeds=10, schedules=200)
+    if options.quick:  # a function of one's own may need ranks in powers of two
+        default = suite.QUICK if own else replace(suite.QUICK, ranks=default.ranks)
+    return Plan(
+        options.ranks or default.ranks,
+        options.seeds or default.seeds,
+        options.schedules or default.schedules,
+        options.arch or default.arches,
+        options.quick,
+        options.ignore,
+    )
+
+
+def _run_own(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+    everything = options.target == "all"
+    names = list(TARGETS) if everything else [options.target]
+    names = [name for name in names if name != PROTOCOLS]
+    jobs = suite.shipped_jobs(names, plan)
+    if everything or options.target == PROTOCOLS:
+        jobs += suite.protocol_jobs(plan)
+    step = _bar(progress, "running", len(jobs))
+    results = suite.run_jobs(jobs, on_done=step)
+    step = _bar(progress, "compiling", len(suite.shipped_entries(names, plan)))
+    return results + suite.lint_shipped(names, plan, on_done=step)
+
+
+def _run_file(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+    fn = suite.load_function(options.target)
+    jobs = suite.function_jobs(options.target, fn, plan)
+    results = suite.run_jobs(jobs, on_done=_bar(progress, "running", len(jobs)))
+    step = _bar(progress, "compiling", None)
+    return results + suite.lint_launches(options.target, fn, plan, on_done=step)
+
+
+def _bar(progress: object, text: str, total: int | None):  # type: ignore[no-untyped-def]
+    task = progress.add_task(text, total=total)  # type: ignore[attr-defined]
+    return lambda: progress.advance(task)  # type: ignore[attr-defined]
+
+
+def render(console: Console, results: list[Result]) -> None:
+    """The table, then all findings, then one line."""
+    from rich.markup import escape
+
+    console.print(_table(results))
+    for result in [r for r in results if r.check == "protocol" and not r.findings]:
+        console.print(
+            f"protocol {result.variant}: {result.count}, all interleavings right",
+            highlight=False,
+            style="dim",
+        )
+    told: set[str] = set()
+    for result in results:
+        for text in result.findings:
+            if text not in told:
+                told.add(text)
+                title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
+                console.print(f"\n[bold red]{escape(title)}[/]")
+                console.print(escape(text), highlight=False, soft_wrap=True)
+    count = sum(len(result.findings) for result in results)
+    if count:
+        console.print(f"\n[red]{count} findings.[/]", highlight=False)
+    else:
+        console.print(
+            "[green]No findings.[/] The table says how much was looked at.", highlight=False
+        )
+
+
+def _table(results: list[Result]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("subject", no_wrap=True)
+    checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
+    for check in checks:
+        units = {_unit(result) for result in results if result.check == check}
+        title = "\n".join([check, *(f"[dim]{unit}[/]" for unit in units)])
+        table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for subject in dict.fromkeys(result.subject for result in results):
+        mine = [result for result in results if result.subject == subject]
+        cells = []
+        for check in checks:
+            done = [result for result in mine if result.check == check]
+            bad = sum(len(result.findings) for result in done)
+            amount = sum(int(result.count.partition(" ")[0]) for result in done)
+            if not done:
+                cells.append(Text("-", "dim"))
+            elif bad:
+                cells.append(Text(f"{bad} found", "red"))
+            else:
+                cells.append(Text(f"{amount:,}", "green"))
+        seconds = sum(result.seconds for result in mine)
+        table.add_row(Text(subject.rpartition("::")[2]), *cells, f"{seconds:.1f}")
+    return table
+
+
+def _unit(result: Result) -> str:
+    """What a check counts: the same for all results of a check."""
+    unit = result.count.partition(" ")[2].split(",")[0]
+    return unit if unit.endswith("s") else unit + "s"

@@ -1,0 +1,223 @@
+"""``interlace demo``: the fused ops on real input, compared with float64, and what happened when.
+
+Every case of ``cases.py`` is a run of its own with its own recording: run_case() runs and measures it,
+report() prints it, and the end of demo() writes the files.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import interlace
+from interlace import launcher, reference
+from interlace.cli.demo import chrome_trace, timeline, workload
+from interlace.cli.demo.cases import CASES, Case
+from interlace.cli.demo.workload import Workload
+from interlace.cli.output.plots import require_matplotlib
+from interlace.groups import groups
+from interlace.runtime.scheduler import trace
+from interlace.runtime.scheduler.recording import Recording, merge
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Arguments of the command; None takes the default, or the size of the input file."""
+
+    ranks: int = 4
+    place: str = "sim"
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+    text: str | None = None
+    input: str | None = None
+    trace: str | None = None
+    plot: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case, run: per rank (largest error, its ratio to the bound); None where nothing is seen."""
+
+    case: Case
+    errors: list[tuple[float, float]]
+    recording: Recording | None
+
+    @property
+    def correct(self) -> bool:
+        return all(ratio <= 1 for _, ratio in self.errors)
+
+
+def demo(console: Console, options: DemoOptions) -> int:
+    """Run and print everything; 0 if every error is within its bound, else 1.
+
+    Raises OSError, ValueError or TypeError for input that cannot be used, before anything runs.
+    """
+    work = _load(options)
+    _headline(console, options, work)
+    outcomes = []
+    for number, case in enumerate(CASES, 1):
+        with console.status(f"{case.title}, {number} of {len(CASES)}"):
+            outcome = run_case(case, work, options)
+        outcomes.append(outcome)
+        report(console, outcome, number)
+    if options.place == "cuda":
+        console.print("No timeline: compiled kernels do not report their tiles.", style="dim")
+    console.print()
+    _write(console, options, outcomes)
+    worst = max(ratio for outcome in outcomes for _, ratio in outcome.errors)
+    if all(outcome.correct for outcome in outcomes):
+        console.print(
+            f"Correct: every error is within the bound that follows from {options.dtype} "
+            f"(at most {worst:.0%} of it).",
+            style="bold green",
+            highlight=False,
+        )
+        return 0
+    wrong = ", ".join(outcome.case.title for outcome in outcomes if not outcome.correct)
+    console.print(f"WRONG: errors beyond the bound in {wrong}.", style="bold red", highlight=False)
+    return 1
+
+
+def _load(options: DemoOptions) -> Workload:
+    """The input, after everything that could make the run useless has been looked at."""
+    if options.dtype not in workload.DTYPES:
+        known = ", ".join(workload.DTYPES)
+        raise ValueError(f"--dtype must be one of {known}, got {options.dtype!r}")
+    if options.place not in launcher.PLACES:
+        known = ", ".join(launcher.PLACES)
+        raise ValueError(f"--place must be one of {known}, got {options.place!r}")
+    for name in ("ranks", "m", "n", "k"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be positive, got {value}")
+    if options.text is not None and options.input is not None:
+        raise ValueError("--text and --input exclude each other")
+    for name in ("trace", "plot"):
+        path = getattr(options, name)
+        if path is not None and options.place == "cuda":
+            raise ValueError(
+                f"--{name} needs --place sim or shm: compiled kernels are not recorded"
+            )
+        if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: the folder does not exist")
+    if options.plot is not None:
+        require_matplotlib()
+    dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)
+    if options.input is not None:
+        return workload.from_file(options.input, dtype, options.seed, *sizes)
+    return workload.from_text(options.text, dtype, options.seed, *sizes)
+
+
+def run_case(case: Case, work: Workload, options: DemoOptions) -> Outcome:
+    """Run ``case`` on all ranks and measure it."""
+    simulated = options.place == "sim"
+    with trace.recording() if simulated else nullcontext() as recorder:
+        answers = interlace.run(
+            _on_rank,
+            options.ranks,
+            CASES.index(case),
+            work,
+            place=options.place,
+            seed=options.seed,
+            timeout=TIMEOUT,
+        )
+    recorded = [part for _, part in answers if part is not None]
+    if recorder is not None:
+        recorded.append(recorder.recording())
+    value, bound = case.expected(work, options.ranks)
+    errors = []
+    parts = zip(
+        (output for output, _ in answers),
+        reference.split(value, options.ranks, case.part_dim),
+        reference.split(bound, options.ranks, case.part_dim),
+        strict=True,
+    )
+    for output, expected, allowed in parts:
+        ratio = reference.worst_ratio(output, expected, allowed)
+        error = (output.double() - expected).abs()
+        errors.append((float(error.max()) if error.numel() else 0.0, ratio))
+    return Outcome(case, errors, merge(recorded) if recorded else None)
+
+
+# -- on the ranks ----------------------------------------------------------------------------------
+
+
+def _on_rank(case: int, work: Workload) -> tuple[torch.Tensor, Recording | None]:
+    """This rank's part of the result, and what it recorded where every rank does so for itself."""
+    interpreted = groups.default_group().place.interpreted
+    own_recorder = interpreted and trace.current() is None
+    interlace.barrier()
+    with trace.recording() if own_recorder else nullcontext() as recorder:
+        output = CASES[case].on_rank(work)
+    return output.cpu(), None if recorder is None else recorder.recording()
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
+    m, n, k = work.sizes
+    ranks = f"{options.ranks} rank{'s' if options.ranks != 1 else ''}"
+    where = {
+        "sim": f"simulated in this process, schedule {options.seed}",
+        "shm": "one process each, kernels interpreted",
+        "cuda": "sharing the current GPU",
+    }[options.place]
+    console.print(f"[bold]interlace demo[/bold]: {ranks}, {where}", highlight=False)
+    console.print(f"  input   {work.origin}", highlight=False, markup=False)
+    console.print(
+        f"  shapes  x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}], {options.dtype}",
+        highlight=False,
+        markup=False,
+    )
+    if options.place != "cuda":
+        console.print(timeline.legend(console.options.ascii_only))
+
+
+def report(console: Console, outcome: Outcome, number: int) -> None:
+    """Print what one case did: a line per rank, then the timeline."""
+    from rich.box import SIMPLE_HEAD
+    from rich.padding import Padding
+    from rich.table import Table
+
+    case, recording = outcome.case, outcome.recording
+    console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}", highlight=False)
+    console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for header in ("rank", "max error", "of bound", "bytes sent", "tiles", "before last chunk"):
+        table.add_column(header, justify="right")
+    for rank, (error, ratio) in enumerate(outcome.errors):
+        style = "" if ratio <= 1 else "bold red"
+        sent = tiles = overlap = "-"
+        if recording is not None:
+            sent, tiles = f"{recording.bytes_sent(rank):,}", str(len(recording.tiles(rank)))
+            done = recording.overlap(rank)
+            overlap = "-" if done is None else f"{done[0]} ({done[0] / done[1]:.0%})"
+        table.add_row(str(rank), f"{error:.1e}", f"{ratio:.0%}", sent, tiles, overlap, style=style)
+    console.print(Padding(table, (0, 0, 0, 3), expand=False))
+    if recording is not None:
+        console.print()
+        console.print(timeline.Timeline(recording, len(outcome.errors)))
+
+
+def _write(console: Console, options: DemoOptions, outcomes: Sequence[Outcome]) -> None:
+    parts = [(o.case.title, o.recording) for o in outcomes if o.recording is not None]
+    if options.trace is not None:
+        chrome_trace.write_trace(pathlib.Path(options.trace), parts)
+        console.print(f"Trace for ui.perfetto.dev: {options.trace}", highlight=False, markup=False)
+    if options.plot is not None:
+        timeline.write_plot(pathlib.Path(options.plot), parts, options.ranks)
+        console.print(f"Plot: {options.plot}", highlight=False, markup=False)

@@ -1,0 +1,250 @@
+"""Drawings of a recording: a timeline for the terminal, and one for a PNG.
+
+In the terminal two lanes per rank, as wide as the console::
+
+    rank 0  chunks |----3--2---1----|     from which rank a chunk arrived; - while one is under way
+            tiles  |0000033..2221111|     whose rows the tile in work multiplies; . while all wait
+
+A lane is a row of cells. What is under way at any time during a cell competes for it, and what fills
+most of it wins; work always wins over waiting. A cell holds one arrival, so a crowd spreads sideways.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from interlace.cli.output.plots import require_matplotlib
+from interlace.runtime.scheduler.recording import STEPS, TICKS, Recording, Span
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+NAMES = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_cyan")
+LABELS = ("rank {:<3} chunks ", "         tiles  ")
+NARROWEST = 20
+DRAWN = ("tile", "sum")
+
+
+class Timeline:
+    """A rich renderable: the lanes of every rank of ``recording``, and a ruler."""
+
+    def __init__(self, recording: Recording, world_size: int) -> None:
+        self.recording = recording
+        self.world_size = world_size
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        start, end = extent(self.recording)
+        margin = len(LABELS[1]) + 2
+        scale = Scale(start, end, max(NARROWEST, options.max_width - margin))
+        glyphs = Glyphs(options.ascii_only)
+        for rank in range(self.world_size):
+            lanes = (
+                _chunk_cells(self.recording, rank, scale, glyphs),
+                _tile_cells(self.recording, rank, scale, glyphs),
+            )
+            for label, cells in zip(LABELS, lanes, strict=True):
+                line = Text(label.format(rank), no_wrap=True)
+                line.append(glyphs.edge, "dim")
+                for glyph, style in cells:
+                    line.append(glyph, style)
+                yield line.append(glyphs.edge, "dim")
+        last = _duration(end - start, self.recording.unit)
+        yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
+
+
+def legend(ascii_only: bool) -> Text:
+    """How to read a :class:`Timeline`, in five lines."""
+    glyphs = Glyphs(ascii_only)
+    text = Text(
+        "  reading the timelines, where a rank is always the same digit and color:\n", "dim"
+    )
+    for lane, glyph, meaning in (
+        ("chunks", f"{glyphs.under_way}1", "a chunk from rank 1 is under way, and has arrived"),
+        ("tiles", "1", "in work: a tile of the rows that belong to rank 1"),
+        ("", "+", "sums the parts of all ranks"),
+        ("", glyphs.waiting, "all programs of the rank wait for chunks"),
+    ):
+        text.append(f"    {lane:<8}", "dim").append(f"{glyph:>2}", "bold")
+        text.append(f"  {meaning}\n", "dim")
+    text.rstrip()
+    return text
+
+
+class Glyphs:
+    """Characters of the lanes, with stand-ins for consoles that have only ASCII."""
+
+    def __init__(self, ascii_only: bool) -> None:
+        self.under_way = "-" if ascii_only else "\u2500"
+        self.waiting = "." if ascii_only else "\u00b7"
+        self.edge = "|" if ascii_only else "\u2502"
+
+
+class Scale:
+    """Time to cells."""
+
+    def __init__(self, start: int, end: int, cells: int) -> None:
+        self.start, self.cells = start, cells
+        self.per_cell = max(1, end - start) / cells
+
+    def cell(self, time: int) -> int:
+        return min(self.cells - 1, max(0, int((time - self.start) / self.per_cell)))
+
+    def shares(self, span: Span) -> Iterable[tuple[int, float]]:
+        """(cell, how long in it) of every cell that ``span`` touches."""
+        for cell in range(self.cell(span.start), self.cell(span.end) + 1):
+            begin = self.start + cell * self.per_cell
+            inside = min(span.end, begin + self.per_cell) - max(span.start, begin)
+            yield cell, max(inside, 0.0)
+
+
+def _duration(ticks: int, unit: str) -> str:
+    """The end of the ruler. Interpreted kernels say nothing about speed, and should not seem to."""
+    if unit == STEPS:
+        return f"{ticks / TICKS:,.0f} {unit}"
+    return f"{ticks / TICKS / 1000:,.1f} ms in the interpreter"
+
+
+Cells = list[tuple[str, str]]
+
+
+def name_of(rank: int | None) -> str:
+    """A rank as one character."""
+    return NAMES[rank] if rank is not None and rank < len(NAMES) else "?"
+
+
+def color_of(rank: int | None) -> str:
+    return COLORS[(rank or 0) % len(COLORS)]
+
+
+def extent(recording: Recording) -> tuple[int, int]:
+    """The first and the last moment of programs."""
+    spans = [span for span in recording.spans if span.kind != "item"] or recording.spans
+    if not spans:
+        return 0, 1
+    return min(span.start for span in spans), max(span.end for span in spans)
+
+
+def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
+    """What arrives at ``rank``."""
+    cells: Cells = [(" ", "")] * scale.cells
+    for span in recording.spans:
+        if span.kind == "copy" and span.peer == rank and span.rank != rank:
+            for cell, _ in scale.shares(span):
+                cells[cell] = (glyphs.under_way, "dim " + color_of(span.rank))
+    taken: set[int] = set()
+    for signal in recording.arrivals(rank):
+        at = scale.cell(signal.time)
+        near = [c for c in (at, at + 1, at - 1, at + 2) if 0 <= c < scale.cells and c not in taken]
+        cell = near[0] if near else at
+        taken.add(cell)
+        cells[cell] = (name_of(signal.source), "bold " + color_of(signal.source))
+    return cells
+
+
+def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
+    """What ``rank`` computes."""
+    work: list[dict[tuple[str, int | None], float]] = [
+        defaultdict(float) for _ in range(scale.cells)
+    ]
+    waiting: set[int] = set()
+    first_of_op: dict[str, int] = {}
+    for span in recording.spans:
+        if span.rank != rank or span.kind not in (*DRAWN, "wait"):
+            continue
+        first_of_op.setdefault(span.op, span.start)
+        for cell, share in scale.shares(span):
+            if span.kind == "wait":
+                waiting.add(cell)
+            else:
+                work[cell][span.kind, span.peer] += share + 1e-9
+    cells: Cells = []
+    for cell, candidates in enumerate(work):
+        if not candidates:
+            cells.append((glyphs.waiting, "dim") if cell in waiting else (" ", ""))
+            continue
+        kind, peer = max(candidates, key=lambda key: candidates[key])
+        if kind == "sum":
+            cells.append(("+", "black on white"))
+        else:
+            cells.append((name_of(peer), "black on " + color_of(peer)))
+    for start in sorted(first_of_op.values())[1:]:
+        cells[scale.cell(start)] = (glyphs.edge, "bold")
+    return cells
+
+
+# -- PNG ---------------------------------------------------------------------------------------------
+
+
+def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world_size: int) -> None:
+    """One panel per (title, recording): arrivals and the programs of every rank."""
+    figure = require_matplotlib()(figsize=(12, 1.6 + len(parts) * (0.7 + 0.62 * world_size)))
+    panels = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
+    for panel, (title, recording) in zip(panels, parts, strict=True):
+        _plot_panel(panel, recording, world_size)
+        panel.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    handles = [_patch(_shade(rank), f"rows of rank {rank}") for rank in range(min(world_size, 16))]
+    handles += [_patch("0.35", "sum over ranks"), _patch("0.9", "waiting")]
+    figure.legend(handles=handles, loc="lower center", ncol=min(len(handles), 9), frameon=False)
+    figure.text(
+        0.5,
+        0.995,
+        "upper line of a rank: chunks under way to it, a triangle where one has arrived; "
+        "below: its programs",
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 0.985))
+    figure.savefig(path, dpi=120)
+
+
+def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
+    start, end = extent(recording)
+    for rank in range(world_size):
+        base = float(rank)
+        own = [s for s in recording.spans if s.rank == rank and s.kind in (*DRAWN, "wait")]
+        lanes = sorted({_program(s) for s in own if s.kind in DRAWN} or {_program(s) for s in own})
+        height = 0.6 / max(1, len(lanes))
+        for span in own:
+            if _program(span) in lanes:
+                y = base + 0.3 + lanes.index(_program(span)) * height
+                shade = {"wait": "0.9", "sum": "0.35"}.get(span.kind, _shade(span.peer))
+                _bar(panel, span, start, y, height * 0.9, shade)
+        for span in recording.spans:
+            if span.kind == "copy" and span.peer == rank and span.rank != rank:
+                _bar(panel, span, start, base + 0.17, 0.06, _shade(span.rank))
+        for signal in recording.arrivals(rank):
+            x = (signal.time - start) / TICKS
+            panel.plot(x, base + 0.17, "v", color=_shade(signal.source), markersize=6, mec="0.2")
+    panel.set_xlim(0, (end - start) / TICKS)
+    panel.set_ylim(world_size, 0)
+    panel.set_yticks([rank + 0.5 for rank in range(world_size)])
+    panel.set_yticklabels([f"rank {rank}" for rank in range(world_size)])
+    panel.set_xlabel(recording.unit + ("" if recording.unit == STEPS else ", in the interpreter"))
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _program(span: Span) -> str:
+    """The lane without the kernel's name: programs of successive ops share a line."""
+    return span.lane.split(" ", 1)[-1]
+
+
+def _bar(panel: Any, span: Span, start: int, y: float, height: float, color: str) -> None:
+    left, width = (span.start - start) / TICKS, (span.end - span.start) / TICKS
+    panel.broken_barh([(left, width)], (y, height), facecolors=color, edgecolor="white", lw=0.3)
+
+
+def _shade(rank: int | None) -> str:
+    return f"C{(rank or 0) % 10}"
+
+
+def _patch(color: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=color, label=label)

@@ -1,0 +1,1 @@
+"""Consoles, files, plots, progress, facts about the machine."""

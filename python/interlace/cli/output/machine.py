@@ -1,0 +1,234 @@
+"""Facts about this machine, for ``interlace doctor``: versions, GPUs, links, kernel features.
+
+Nothing is started, waited for or written, and optional packages are looked up without importing
+them: a broken one must not take the doctor down. A probe that fails leaves its reason as a fact.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+DEVICE_LIBRARY = "libnvshmem_device.bc"
+
+
+def inspect_machine() -> Facts:
+    """All facts, as values that JSON can hold."""
+    return {
+        "python": platform.python_version(),
+        "interlace": _version("interlace"),
+        "torch": _probe(_torch),
+        "triton": {"version": _version("triton"), "interpreted": _interpreted()},
+        "numpy": _version("numpy"),
+        "greenlet": _version("greenlet"),
+        "cupy": next((f"{name} {v}" for name in CUPY if (v := _version(name))), None),
+        "gpus": _probe(_gpus),
+        "peer_access": _probe(_peer_access),
+        "multicast": _probe(_multicast),
+        "nvshmem": {
+            "torch_backend": _probe(_nvshmem_backend),
+            "device_library": _probe(_nvshmem_library),
+            "host_library": ctypes.util.find_library("nvshmem_host"),
+        },
+        "host": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "memory_bytes": _probe(_memory),
+            "sealed_memfd": _probe(_sealed_memfd),
+            "pidfd_open": _probe(_pidfd_open),
+            "pass_descriptors": _probe(_pass_descriptors),
+            "machine_code": _probe(_machine_code),
+            "proc_self_fd": os.path.isdir("/proc/self/fd"),
+        },
+        "hosts": {
+            "this_host": _probe(_this_host),
+            "launched": _launched(),
+            "gloo": _probe(_gloo),
+            "nccl": _probe(_nccl),
+        },
+    }
+
+
+def _probe(probe: Callable[[], Any]) -> Any:
+    """What ``probe`` returns, or {"error": why it could not."""
+    try:
+        return probe()
+    except Exception as error:  # whatever a broken driver or package raises is the finding
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    # From a source tree on PYTHONPATH there is no metadata, but there is the module.
+    found = getattr(sys.modules.get(distribution), "__version__", None)
+    return str(found) if found else None
+
+
+def _interpreted() -> bool:
+    """What interlace's kernels were decorated as; their import settled it."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from interlace.kernels import signal
+
+    return any(isinstance(value, InterpretedFunction) for value in vars(signal).values())
+
+
+def _torch() -> Facts:
+    import torch
+
+    return {"version": torch.__version__, "cuda_build": torch.version.cuda}
+
+
+def _gpus() -> list[Facts]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": about.name,
+                "capability": [about.major, about.minor],
+                "memory_bytes": about.total_memory,
+            }
+        )
+    return found
+
+
+def _peer_access() -> str | None:
+    """Summary of the matrix of devices that can reach each other's memory."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if not pairs:
+        return None
+    cut = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    return f"all {len(pairs)} pairs" if not cut else f"not {', '.join(cut)}"
+
+
+def _multicast() -> bool | None:
+    import torch
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return None
+    return all(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, i) for i in range(count))
+
+
+def _machine_code() -> bool:
+    from interlace.runtime.places.shm.machine_code.steps import available
+
+    return available()
+
+
+def _nvshmem_backend() -> bool:
+    from torch.distributed._symmetric_memory import is_nvshmem_available
+
+    return bool(is_nvshmem_available())
+
+
+def _nvshmem_library() -> str | None:
+    """Where the bitcode that kernels are linked with lies: $NVSHMEM_LIB_DIR or the pip package."""
+    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
+    nvidia = importlib.util.find_spec("nvidia")
+    for root in (nvidia.submodule_search_locations or []) if nvidia else []:
+        folders.append(Path(root, "nvshmem", "lib"))
+    files = [folder / DEVICE_LIBRARY for folder in folders]
+    return next((str(file) for file in files if file.is_file()), None)
+
+
+def _this_host() -> str:
+    """Name of this host, and what is equal for ranks that can share its memory."""
+    from interlace.runtime.places.hosts.host_map import this_host
+
+    digest = hashlib.sha256(this_host().encode()).hexdigest()[:8]
+    return f"{platform.node()} ({digest})"
+
+
+def _launched() -> str | None:
+    """Which ranks torchrun has put on this host; None if nobody has launched this process as a rank."""
+    rank, world_size, here = (
+        os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
+    if not (rank.isdecimal() and world_size.isdecimal()):
+        return None
+    count = f"{here} of {world_size} ranks" if here.isdecimal() else f"of {world_size} ranks"
+    return f"{count}, this is rank {rank}"
+
+
+def _gloo() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def _nccl() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _sealed_memfd() -> bool:
+    """Whether a memfd can be made, and after sealing refuses to shrink."""
+    import fcntl
+
+    descriptor = os.memfd_create("interlace-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        try:
+            os.ftruncate(descriptor, 0)
+        except PermissionError:
+            return True
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _pidfd_open() -> bool:
+    os.close(os.pidfd_open(os.getpid()))
+    return True
+
+
+def _pass_descriptors() -> bool:
+    """Whether a descriptor travels through an abstract unix socket, as ranks pass theirs."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen(1)
+        listener.settimeout(0.5)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
+            sender.connect(listener.getsockname())
+            receiver, _ = listener.accept()
+            with receiver:
+                receiver.settimeout(0.5)
+                socket.send_fds(sender, [b"x"], [listener.fileno()])
+                _, descriptors, _, _ = socket.recv_fds(receiver, 1, 1)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return len(descriptors) == 1

@@ -1,0 +1,1 @@
+"""``interlace tune``."""

@@ -1,0 +1,232 @@
+"""``interlace tune``: measure which configuration is fastest for some shapes, keep it, say what it gained.
+
+``runs/tune.py`` measures on the ranks, ``runtime/tuning/cache.py`` writes; here one shape
+comes after another, each written when it is done, so an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.benchmark.runs.tune import Outcome, Timed, TuneRequest, on_rank, search
+from interlace.benchmark.runs.tune_candidates import Candidate, candidates, problem_of, untuned
+from interlace.cli.output.progress import Progress, TickFile
+from interlace.cli.tune import options as tune_options
+from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
+from interlace.fused.reduce import ONE_SHOT_BYTES
+from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning.tuning import Problem
+
+GRACE = 300.0  # seconds over the budget after which a run is given up: compiling is slow
+Job = tuple[str, tune_options.Shape]
+
+
+def tune(console: Any, options: TuneOptions) -> int:
+    """Measure, write, print; 1 if any default is wrong, else 0. Raises ValueError or OSError."""
+    tune_options.check(options)
+    jobs = [(op, shape) for op in ops_of(options) for shape in tune_options.shapes_of(options)]
+    if options.dry_run:
+        _list(console, options, jobs)
+        return 0
+    file = _file(options)
+    cache.refuse_unwritable(file)
+    place = place_of(options)
+    device = torch.device("cuda" if place == "cuda" else "cpu")
+    machine = cache.machine(place, device)
+    console.print(
+        f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
+        f"{_name(options)}, triton {machine.triton}",
+        highlight=False,
+    )
+    outcomes: list[tuple[Job, Outcome]] = []
+    unwritten: list[cache.Row] = []
+    failed: Exception | None = None
+    with (
+        tempfile.TemporaryDirectory(prefix="interlace-tune-") as folder,
+        Progress(len(jobs)) as progress,
+    ):
+        for number, job in enumerate(jobs):
+            progress.begin(number, _text(job))
+            outcome = _measured(options, job, len(jobs), progress, f"{folder}/progress-{number}")
+            outcomes.append((job, outcome))
+            if outcome.best.right:
+                unwritten.append(_row(options, job, outcome))
+            try:
+                if unwritten:
+                    cache.add(machine, unwritten, file)
+                    unwritten.clear()
+            except (
+                OSError,
+                cache.NotOursError,
+            ) as error:  # what was measured is still to be printed
+                failed = error
+    for job, outcome in outcomes:
+        _print(console, job, outcome)
+    console.print(_meaning(place), style="dim", highlight=False, markup=False, soft_wrap=True)
+    if unwritten and failed is not None:
+        raise failed
+    console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
+    if cache.path() != file:
+        said = f"to use it: {cache.VARIABLE}={file}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    return 0 if all(outcome.default.right for _, outcome in outcomes) else 1
+
+
+def _file(options: TuneOptions) -> pathlib.Path:
+    if options.cache is not None:
+        return pathlib.Path(options.cache).absolute()
+    file = cache.path()
+    if file is None:
+        raise ValueError(
+            f"{cache.VARIABLE}={os.environ[cache.VARIABLE]}: there is no cache to write; "
+            "give --cache FILE"
+        )
+    return file
+
+
+def _capability(options: TuneOptions) -> int | None:
+    if place_of(options) != "cuda":
+        return None
+    if options.arch is not None:
+        return options.arch
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def _problem(options: TuneOptions, job: Job) -> Problem:
+    op, (m, n, k) = job
+    return problem_of(op, dtype_of(options), m, n, k, world_size_of(options))
+
+
+def _tried(options: TuneOptions, job: Job) -> list[Candidate]:
+    op, (m, n, _) = job
+    dtype = dtype_of(options)
+    one_shot = op != "matmul_all_reduce" or m * n * dtype.itemsize <= ONE_SHOT_BYTES
+    problem = _problem(options, job)
+    return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
+
+
+def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, path: str) -> Outcome:
+    """One ``interlace.run``, or as many as candidates cannot be run."""
+    op, (m, n, k) = job
+    place, size = place_of(options), world_size_of(options)
+    processes = place == "cuda" and torch.cuda.device_count() >= size > 1
+    seconds, apart = options.budget / count, place == "shm" or processes
+    request = TuneRequest(
+        op, dtype_of(options), m, n, k, tuple(_tried(options, job)), seconds,
+        virtual=place == "cuda" and not processes,
+    )  # fmt: skip
+    file = TickFile(path)
+
+    def run(tried: TuneRequest) -> list[Timed]:
+        tick: Callable[[int, int], None] = file if apart else progress.at
+        with progress.reading(file) if apart else nullcontext():
+            found = interlace.run(
+                on_rank, size, tried, tick, place=place, processes=processes,
+                timeout=seconds + GRACE,
+            )  # fmt: skip
+        timed: list[Timed] = found[0]
+        return timed
+
+    return search(request, run)
+
+
+def _row(options: TuneOptions, job: Job, outcome: Outcome) -> cache.Row:
+    op, shape = job
+    problem = _problem(options, job)
+    world, rows, columns, inner = tuning.bucket_of(problem)
+    found = outcome.by_algorithm
+    return cache.Row(
+        op,
+        tuning.dtype_name(problem),
+        tuning.extents_of(problem),
+        world,
+        rows,
+        columns,
+        inner,
+        outcome.best.candidate.algorithm,
+        {name: each.candidate.configuration for name, each in found.items()},
+        {name: round(each.median, 3) for name, each in found.items()},
+        round(outcome.default.median, 3),
+        shape,
+        problem.world_size,
+        datetime.date.today().isoformat(),
+    )
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def _print(console: Any, job: Job, outcome: Outcome) -> None:
+    def line(text: str, **style: Any) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+
+    default, best = outcome.default, outcome.best
+    console.print(f"[bold]{_text(job)}[/bold]", highlight=False)
+    line(f"  default  {default.median:12.1f} us   {default.candidate.describe()}")
+    if best is default:
+        line("  no candidate is faster by more than noise: the default stays")
+    else:
+        line(f"  best     {best.median:12.1f} us   {best.candidate.describe()}")
+        line(f"  {outcome.factor:.2f} times as fast as the default", style="green")
+    wrong = [each for each in outcome.timed if not each.right]
+    for each in wrong:
+        text = f"  WRONG: {each.candidate.describe()}: error {each.error:.3g} times what is allowed"
+        line(text, style="red")
+    for candidate, reason in outcome.skipped:
+        line(f"  skipped: {candidate.describe()}: {reason}", style="yellow")
+    untried = [each for each in outcome.timed if not each.microseconds and each.right]
+    tried = len(outcome.timed) - len(untried)
+    more = f", {len(untried)} more did not fit into the budget" if untried else ""
+    line(f"  {tried} candidates tried{more}", style="dim")
+
+
+def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
+    """What is chosen now and why, and what would be tried."""
+    place, capability = place_of(options), _capability(options)
+    rows: tuple[cache.Row, ...] = ()
+    if options.arch is None:
+        file = pathlib.Path(options.cache) if options.cache else cache.path()
+        device = torch.device("cuda" if place == "cuda" else "cpu")
+        rows = cache.rows_for(cache.machine(place, device), file)
+    for job in jobs:
+        problem = _problem(options, job)
+        cached = tuning.nearest(tuning.cached_rows(rows, problem), tuning.bucket_of(problem))
+        algorithm, choice = untuned(place, capability, problem)
+        if cached is not None:
+            choice = tuning.decide(capability, problem, cached)
+            algorithm = choice.algorithm if place != "sim" and choice.algorithm else algorithm
+        console.print(f"[bold]{_text(job)}[/bold], {_name(options)}", highlight=False)
+        lines = [f"now: {algorithm}, by {choice.source}"]
+        lines += [f"  {choice.configuration}"] if algorithm != "unfused" else []
+        tried = _tried(options, job)
+        lines += [f"would try {len(tried)}:", *(f"  {each.describe()}" for each in tried)]
+        for text in lines:
+            console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _meaning(place: str) -> str:
+    return {
+        "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
+        "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",
+        "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
+        f"GPU, and the simulator uses the cache only where {cache.VARIABLE} names it.",
+    }[place]
+
+
+def _name(options: TuneOptions) -> str:
+    return str(dtype_of(options)).removeprefix("torch.")
+
+
+def _text(job: Job) -> str:
+    op, shape = job
+    return f"{op} {' x '.join(map(str, shape))}"

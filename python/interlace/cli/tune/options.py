@@ -1,0 +1,221 @@
+"""The options of ``interlace tune``, and the shapes that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import pathlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.benchmark.subjects import ops
+from interlace.benchmark.subjects.requests import DTYPES
+from interlace.benchmark.timing.sizes import parse_size, parse_sizes
+from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+
+PLACES = ("sim", "shm", "cuda")
+ARCHES = (80, 86, 89, 90, 100, 120)
+SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
+BUDGET = 60.0
+MOST_BUDGET = 1e5
+Shape = tuple[int, int, int]
+
+DESCRIPTION = """\
+Measure which configuration of a fused op is fastest here, and remember it.
+
+OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every
+candidate is checked against float64. The fastest go into a cache file, where calls of about the same shape,
+on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in the user's
+cache folder. Ranks of a group never choose differently; where their files differ, rank 0's counts.
+"""
+
+MEANING = """\
+what a figure means:
+  cuda  the time of the op on these GPUs: one process per GPU if there are as many as ranks, else virtual
+        ranks that share one, whose "links" are its memory: tune where you run
+  shm   the time of the op on this host's CPUs. What is chosen is the algorithm, "pipelined" or "unfused"
+  sim   the time of the simulator, which is interpreted Python: says nothing of a GPU. Read only where
+        INTERLACE_TUNE_CACHE names the file, so that a seed is the same schedule everywhere
+exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors.
+"""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Arguments of the command, as texts where they are lists."""
+
+    op: tuple[str, ...] = ()
+    m: str | None = None
+    n: str | None = None
+    k: str | None = None
+    shapes: str | None = None
+    dtype: str | None = None
+    world_size: int | None = None
+    place: str | None = None
+    budget: float = BUDGET
+    dry_run: bool = False
+    arch: int | None = None
+    cache: str | None = None
+
+
+def add_command(commands: Any) -> None:
+    """Register ``tune`` with the subcommands of a parser."""
+    command = commands.add_parser(
+        "tune",
+        help="measure which configuration of a fused op is fastest here, and remember it",
+        description=DESCRIPTION,
+        epilog=MEANING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("op", nargs="*", metavar="OP", help=", ".join(ops.FUSED))
+    command.add_argument("--m", metavar="ROWS", help="all rows; a list or range, as bench has it")
+    command.add_argument("--n", metavar="COLUMNS", help="columns of a rank's weight")
+    command.add_argument("--k", metavar="INNER", help="what a rank contracts")
+    command.add_argument(
+        "--shapes", metavar="FILE", help="lines 'm n k' or 'm x n x k', # for comments"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16", "float64"),
+        help="default bfloat16 on a GPU, float32 on a CPU",
+    )
+    command.add_argument(
+        "--world-size", type=int, help="ranks (default: the GPUs, if several; else 2)"
+    )
+    command.add_argument(
+        "--place", choices=PLACES, help="default: cuda where there is a GPU, else shm"
+    )
+    command.add_argument(
+        "--budget", type=float, default=BUDGET, metavar="SECONDS", help="in all (default 60)"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only list what is chosen now, and what would be tried",
+    )
+    command.add_argument(
+        "--arch", type=int, choices=ARCHES, help="with --dry-run: as on such a GPU, without one"
+    )
+    command.add_argument(
+        "--cache", metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
+    )
+
+
+def options_of(namespace: argparse.Namespace) -> TuneOptions:
+    """From parsed arguments."""
+    given = {name: getattr(namespace, name) for name in TuneOptions.__dataclass_fields__}
+    return TuneOptions(**{**given, "op": tuple(given["op"])})
+
+
+def place_of(options: TuneOptions) -> str:
+    """The place of the ranks."""
+    if options.place is not None:
+        return options.place
+    return "cuda" if torch.cuda.is_available() or options.arch is not None else "shm"
+
+
+def world_size_of(options: TuneOptions) -> int:
+    if options.world_size is not None:
+        return options.world_size
+    count = torch.cuda.device_count() if place_of(options) == "cuda" else 0
+    return max(2, count)
+
+
+def ops_of(options: TuneOptions) -> list[str]:
+    return list(dict.fromkeys(options.op)) or list(ops.FUSED)
+
+
+def dtype_of(options: TuneOptions) -> torch.dtype:
+    return DTYPES[options.dtype or ("bfloat16" if place_of(options) == "cuda" else "float32")]
+
+
+def check(options: TuneOptions) -> None:
+    """Raise ValueError for what cannot be, before anything runs."""
+    for op in options.op:
+        if op not in ops.FUSED:
+            raise ValueError(f"{op}: is none of {', '.join(ops.FUSED)}")
+    if under_torchrun():
+        raise ValueError(
+            "tune starts its ranks itself, one process per GPU: start it without torchrun"
+        )
+    if not 0 < options.budget <= MOST_BUDGET:
+        raise ValueError(
+            f"--budget must be positive, got {options.budget}; the most is {MOST_BUDGET:g} s"
+        )
+    if not 1 <= world_size_of(options) <= MOST_RANKS:
+        raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {options.world_size}")
+    if options.arch is not None and not (options.dry_run and place_of(options) == "cuda"):
+        raise ValueError("--arch is for --dry-run in place cuda")
+    if place_of(options) == "cuda" and options.arch is None and not torch.cuda.is_available():
+        raise ValueError(
+            "--place cuda needs a CUDA device, and torch sees none; use --place shm or sim, or "
+            "--dry-run --arch 90"
+        )
+    shapes = shapes_of(options)
+    if not options.dry_run:
+        for shape in shapes:
+            _refuse_size(options, shape)
+
+
+def _refuse_size(options: TuneOptions, shape: Shape) -> None:
+    """Raise ValueError if the operands and the product of all ranks are more than there is memory."""
+    m, n, k = shape
+    size, place = world_size_of(options), place_of(options)
+    if place == "cuda":
+        devices = torch.cuda.device_count()
+        most = torch.cuda.get_device_properties(0).total_memory * (
+            devices if devices >= size else 1
+        )
+    elif "SC_PHYS_PAGES" in os.sysconf_names:
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    needed = size * (m * k + k * n + m * n) * dtype_of(options).itemsize
+    if needed > most:
+        raise ValueError(
+            f"{m} x {n} x {k} on {size} ranks needs {needed / 2**30:,.0f} GiB, there are "
+            f"{most / 2**30:,.0f} in place {place}"
+        )
+
+
+def shapes_of(options: TuneOptions) -> list[Shape]:
+    """(m, n, k) of each. Raises ValueError or OSError."""
+    sizes = (options.m, options.n, options.k)
+    if options.shapes is not None:
+        if any(each is not None for each in sizes):
+            raise ValueError("--shapes has the shapes: leave --m, --n and --k")
+        shapes = read_shapes(pathlib.Path(options.shapes))
+    else:
+        defaults = SHAPES[place_of(options)]
+        parsed = [
+            parse_sizes(text, f"--{name}") if text is not None else [default]
+            for name, text, default in zip("mnk", sizes, defaults, strict=True)
+        ]
+        shapes = [(m, n, k) for m, n, k in itertools.product(*parsed)]
+    dtype, size = options.dtype or "float32", world_size_of(options)
+    for op in ops_of(options):
+        for m, _, _ in shapes:
+            ops.FUSED[op].refuse(size, m, dtype)
+    return shapes
+
+
+def read_shapes(path: pathlib.Path) -> list[Shape]:
+    """Of a file of lines; errors name the line."""
+    shapes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        where = f"{path}, line {number}"
+        parts = [part for part in re.split(r"[\s,]+|\s*x\s*", text) if part]
+        if len(parts) != 3:
+            raise ValueError(f"{where}: {text!r} must be three numbers, m n k")
+        m, n, k = (parse_size(part, where) for part in parts)
+        shapes.append((m, n, k))
+    if not shapes:
+        raise ValueError(f"{path}: has no shapes")
+    return shapes

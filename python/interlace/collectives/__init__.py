@@ -1,0 +1,1 @@
+"""The collectives of torch.distributed under its names, eager."""

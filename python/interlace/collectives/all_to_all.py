@@ -1,0 +1,262 @@
+"""Every rank sends a part to every rank: all_to_all with lists, all_to_all_single with split sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks, dense
+from interlace.arguments.forms import one_per_rank
+from interlace.groups.groups import resolve
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Event
+from interlace.runtime.core.work import Work
+
+
+def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence[Any]], None]:
+    """Compares what each rank expects of each with what that one sends; parts are (expected, sent)."""
+
+    def match(parts: Sequence[Any]) -> None:
+        for receiver, (expected, _) in enumerate(parts):
+            for sender, (_, sent) in enumerate(parts):
+                if expected[sender] != sent[receiver]:
+                    raise ValueError(
+                        f"{op}: {output}[{sender}] {what} {expected[sender]} on rank {receiver}, "
+                        f"{input}[{receiver}] {what} {sent[receiver]} on rank {sender}"
+                    )
+
+    return match
+
+
+def _exchange(
+    communicator: Communicator,
+    call: Call,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    async_op: bool,
+) -> Work | None:
+    written = {each.untyped_storage().data_ptr() for each in outputs if each.numel()}
+    shared = any(each.untyped_storage().data_ptr() in written for each in inputs if each.numel())
+
+    def start(engine: Engine) -> Event | None:
+        # peers may fill an output while others have still to read an input that is the same memory
+        made = [each.clone().contiguous() if shared else each.contiguous() for each in inputs]
+        return dense.filled(
+            communicator, outputs, lambda targets: engine.all_to_all(call, targets, made)
+        )
+
+    return communicator.collective(call, start, given, async_op=async_op)
+
+
+def _all_to_all(
+    communicator: Communicator,
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    async_op: bool = False,
+) -> Work | None:
+    try:
+        form = dense.uncut_lists(output_tensor_list, input_tensor_list, communicator)
+        known: Any = form and communicator.calls.get(("all_to_all", *form))
+    except Exception:
+        with communicator.accepting("all_to_all"):
+            raise
+    if known is not None:
+        into, parts = list(output_tensor_list), list(input_tensor_list)
+        return communicator.collective(
+            known,
+            lambda engine: engine.all_to_all(known, into, parts),
+            into,
+            async_op=async_op,
+        )
+    try:
+        first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
+        first = checks.imported("input_tensor_list[0]", first, communicator.rank)
+        dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
+        inputs = one_per_rank(
+            "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
+            written=False,
+        )  # fmt: skip
+        outputs = one_per_rank(
+            "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
+            written=True,
+        )  # fmt: skip
+        expected = tuple(tuple(each.shape) for each in outputs)
+        sent = tuple(tuple(each.shape) for each in inputs)
+        key = ("all_to_all", dtype, *expected, *sent)
+        call = communicator.calls.get(key)
+        if call is None:
+            match = _pairwise("all_to_all", "has shape", "output_tensor_list", "input_tensor_list")
+            equal = expected == sent and len(set(sent)) == 1
+            made = Call(
+                "all_to_all",
+                (("dtype", dtype),),
+                part=(expected, sent),
+                match=match,
+                equal_fits=equal,
+            )
+            call = dense.remember(communicator, key, made)
+    except Exception:
+        with communicator.accepting("all_to_all"):
+            raise
+    return _exchange(communicator, call, outputs, inputs, output_tensor_list, async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Rank r gets ``input_tensor_list[r]`` of every rank, in ``output_tensor_list``, by rank. Any dtype.
+
+    Shapes may differ between pairs; rank r's output from rank s has the shape of s's input for r. Returns
+    None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
+    moves. Semantics: ``torch.distributed.all_to_all``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     outputs = [torch.empty(1) for _ in range(2)]
+    ...     inputs = [torch.tensor([10.0 * interlace.get_rank() + r]) for r in range(2)]
+    ...     interlace.all_to_all(outputs, inputs)
+    ...     return torch.cat(outputs).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 10.0], [1.0, 11.0]]
+    """
+    return _all_to_all(
+        resolve(group).on(input_tensor_list), output_tensor_list, input_tensor_list, async_op
+    )
+
+
+def _absent(split_sizes: Any) -> bool:
+    return split_sizes is None or (hasattr(split_sizes, "__len__") and len(split_sizes) == 0)
+
+
+def whole_numbers(name: str, value: Any, rank: int) -> list[int]:
+    try:
+        return [operator.index(each) for each in value]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of ints, got {value!r} on rank {rank}") from None
+
+
+def sizes(
+    name: str, value: Any, total: int, of: str, communicator: Communicator
+) -> tuple[int, ...]:
+    """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
+    rank, world_size = communicator.rank, communicator.world_size
+    if _absent(value):
+        if total % world_size:
+            raise ValueError(
+                f"{of} has {total} rows, which world size {world_size} does not divide, and {name} is "
+                f"not given, on rank {rank}"
+            )
+        return (total // world_size,) * world_size
+    lengths = tuple(whole_numbers(name, value, rank))
+    if len(lengths) != world_size:
+        raise ValueError(
+            f"{name} must have one size per rank, {world_size}, got {list(lengths)} on rank {rank}"
+        )
+    if min(lengths) < 0 or sum(lengths) != total:
+        raise ValueError(
+            f"{name} must not be negative and add up to the {total} rows of {of}, got {list(lengths)} "
+            f"on rank {rank}"
+        )
+    return lengths
+
+
+def _all_to_all_single(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    name, rank = "all_to_all_single", communicator.rank
+    known: Any = None
+    try:
+        even = _absent(output_split_sizes) and _absent(input_split_sizes)
+        if even and (form := dense.uncut(output, input, communicator)):
+            known = communicator.calls.get((name, *form))
+            if (
+                known is not None
+                and output.data_ptr() == input.data_ptr()
+                and communicator.world_size > 1
+            ):
+                known = None
+    except Exception:
+        with communicator.accepting(name):
+            raise
+    if known is not None:
+        into, whole = dense.detached(output), dense.detached(input)
+        return communicator.collective(
+            known,
+            lambda engine: engine.all_to_all_single(known, into, whole),
+            (output,),
+            async_op=async_op,
+        )
+    try:
+        data = dense.source("input", input, communicator)
+        out = dense.target("output", output, communicator)
+        if out.dtype is not data.dtype:
+            checks.same_dtype("output", out.dtype, "input", data.dtype, rank)
+        if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:
+            raise ValueError(
+                f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
+                f"{tuple(data.shape)} on rank {rank}"
+            )
+        sent = sizes("input_split_sizes", input_split_sizes, data.shape[0], "input", communicator)
+        expected = sizes(
+            "output_split_sizes", output_split_sizes, out.shape[0], "output", communicator
+        )
+        key = (name, data.dtype, data.shape, expected, sent)
+        call = communicator.calls.get(key)
+        if call is None:
+            match = _pairwise(name, "is", "output_split_sizes", "input_split_sizes")
+            terms = (
+                ("dtype of input", data.dtype),
+                ("shape of input off dim 0", tuple(data.shape[1:])),
+            )
+            equal = expected == sent and len(set(sent)) == 1
+            made = Call(name, terms, part=(expected, sent), match=match, equal_fits=equal)
+            call = dense.remember(communicator, key, made)
+        if even and data.shape == out.shape:
+            dense.remember(communicator, (name, data.dtype, data.shape, out.shape), call)
+    except Exception:
+        with communicator.accepting(name):
+            raise
+    outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))
+    return _exchange(communicator, call, outputs, inputs, [output], async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Rank r gets part r of every rank's ``input``, in rank order, in ``output``. Any dtype.
+
+    Parts are rows: ``input_split_sizes[r]`` rows of ``input`` go to rank r, ``output_split_sizes[s]`` rows
+    of ``output`` come from rank s; None or empty stands for equal parts. Returns None, or a :class:`Work`
+    with ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics:
+    ``torch.distributed.all_to_all_single``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     output = torch.empty(4)
+    ...     interlace.all_to_all_single(output, torch.arange(4.0) + 10 * interlace.get_rank())
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+    """
+    return _all_to_all_single(
+        resolve(group).on(input), output, input, output_split_sizes, input_split_sizes, async_op
+    )

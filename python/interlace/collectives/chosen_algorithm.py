@@ -1,0 +1,65 @@
+"""``algorithm`` of a plain collective: what an engine would otherwise choose.
+
+===============  ======================================================================================
+"kernel"         one Triton kernel that pushes; sums and averages of the dtypes that Triton has
+"copy"           the copy engine and torch operators; every op and dtype
+"multimem"       one Triton kernel that lets the switch send to all ranks, and sum; "sum" of the same
+                 dtypes, in an order of the switch's own. Needs memory with a multicast address
+"low_latency"    one Triton kernel whose words carry their own flags, for up to 64 KiB a rank. Moves any
+                 dtype, sums and averages those that Triton has; equal shards
+===============  ======================================================================================
+
+All run on a rank's streams, in every place, also where the group's own engine uses none; the last two need
+all ranks on one node.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.arguments import checks
+from interlace.runtime.algorithms.plain import KERNEL_DTYPES
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.engines.streams import StreamEngine
+
+COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy", "multimem", "low_latency")
+ONE_NODE_ALGORITHMS = ("multimem", "low_latency")
+
+
+def check(
+    algorithm: str, dtype: torch.dtype, communicator: Communicator, op: str | None = None
+) -> None:
+    """Raise ValueError or TypeError unless ``algorithm`` can do ``op`` (None: only move) for ``dtype``."""
+    rank = communicator.rank
+    checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+    check_nodes(algorithm, communicator)
+    typed = algorithm in ("kernel", "multimem") or (algorithm == "low_latency" and op is not None)
+    if typed and dtype not in KERNEL_DTYPES:
+        raise TypeError(
+            f'algorithm="{algorithm}" supports float32, float16 and bfloat16, got {dtype} '
+            f"on rank {rank}"
+        )
+    reductions = ("sum",) if algorithm == "multimem" else checks.REDUCE_OPS
+    if typed and op is not None and op not in reductions:
+        raise ValueError(
+            f'algorithm="{algorithm}" reduces with op {" or ".join(reductions)}, got {op!r} '
+            f"on rank {rank}"
+        )
+
+
+def check_nodes(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` cannot reach all ranks."""
+    nodes = communicator.place.nodes
+    if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
+        raise ValueError(
+            f'algorithm="{algorithm}" needs all ranks on one node, and this group is on '
+            f"{len(nodes.names())} in place {communicator.place.name!r}, on rank {communicator.rank}"
+        )
+
+
+def serving(engine: Engine, communicator: Communicator, algorithm: str) -> Engine:
+    """What runs a call whose term "algorithm" is ``algorithm``."""
+    if algorithm == "auto" or isinstance(engine, StreamEngine):
+        return engine
+    return StreamEngine(communicator)

@@ -1,0 +1,135 @@
+"""``monitored_barrier``: a barrier after which rank 0 can say who has not come.
+
+Every rank tells rank 0 that it came, and waits until rank 0 tells it that all have. Both ways are messages
+between two ranks, with a number of their own for every monitored barrier of the group, so a rank that comes
+late to one is not taken to have come to the next.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks
+from interlace.collectives import point_to_point
+from interlace.groups.groups import DEFAULT_TIMEOUT, resolve
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+
+FIRST_TAG = (1 << 30) + 1
+
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def _monitored_barrier(
+    communicator: Communicator,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Raises CollectiveTimeoutError; its ``waited_for`` are the missing ranks, of the group.
+
+    A rank that refuses its arguments says so in its token, so that all raise.
+    """
+    rank = communicator.rank
+    refused: Exception | None = None
+    try:
+        given = checks.seconds("timeout", timeout, rank)
+    except (TypeError, ValueError) as error:
+        refused, given = error, None
+    seconds = DEFAULT_TIMEOUT if given is None else given
+    number = _numbers[communicator] = _numbers.get(communicator, 0) + 1
+    tag = FIRST_TAG + number
+    token = torch.zeros(1, dtype=torch.int64, device=communicator.place.device)
+    if refused is not None:
+        token += 1 + rank
+    if rank == 0:
+        _collect(communicator, token, tag, seconds, wait_all_ranks)
+        _check_accepted(token, refused)
+        return
+    said = point_to_point._isend(communicator, token, 0, tag)
+    if refused is not None:
+        said.wait()
+        raise refused
+    try:
+        point_to_point._irecv(communicator, token, 0, tag).wait(seconds if seconds > 0 else 1e-3)
+    except InterlaceError as error:
+        raise CollectiveTimeoutError(
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            f"for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n{error}",
+            (0,),
+        ) from error
+    _check_accepted(token, None)
+
+
+def _check_accepted(token: torch.Tensor, refused: Exception | None) -> None:
+    """Raise if a rank refused its arguments: ``token`` is one more than its number, or 0."""
+    if refused is not None:
+        raise refused
+    number = int(token.item())
+    if number:
+        raise ValueError(
+            f"monitored_barrier: rank {number - 1} cannot take part: timeout is not a number of seconds"
+        )
+
+
+def _collect(
+    communicator: Communicator, token: torch.Tensor, tag: int, seconds: float, wait_all_ranks: bool
+) -> None:
+    deadline = time.monotonic() + seconds
+    milliseconds = round(seconds * 1000)
+    late = []
+    tokens = [torch.empty_like(token) for _ in range(communicator.world_size)]
+    works = [
+        point_to_point._irecv(communicator, tokens[peer], peer, tag)
+        for peer in range(1, communicator.world_size)
+    ]
+    for peer, work in enumerate(works, 1):
+        left = deadline - time.monotonic()
+        if seconds <= 0:
+            raise CollectiveTimeoutError(
+                f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {milliseconds} ms", (peer,)
+            )
+        try:
+            work.wait(max(left, 1e-3))
+        except InterlaceError as error:
+            late.append(peer)
+            if not wait_all_ranks:
+                raise CollectiveTimeoutError(
+                    f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms",
+                    (peer,),
+                ) from error
+    if late:
+        names = ", ".join(map(str, late))
+        raise CollectiveTimeoutError(
+            f"[Rank 0]: Ranks {names} failed to pass monitoredBarrier in {milliseconds} ms",
+            tuple(late),
+        )
+    for each in tokens[1:]:
+        token.copy_(torch.maximum(token, each))
+    for peer in range(1, communicator.world_size):
+        point_to_point._isend(communicator, token, peer, tag)
+
+
+def monitored_barrier(
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
+
+    ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
+    every missing rank rather than the first. Blocks. In ``sim``, which has no clock, a rank that never
+    comes is a DeadlockError, which names it too.
+
+    Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came. Semantics and
+    messages: ``torch.distributed.monitored_barrier``.
+
+    >>> import interlace
+    >>> interlace.run(interlace.monitored_barrier, 2, timeout=60)
+    [None, None]
+    """
+    _monitored_barrier(resolve(group), timeout, wait_all_ranks)

@@ -1,0 +1,310 @@
+"""Messages between two ranks: send, recv, isend, irecv, and several of them at once.
+
+Nothing here is collective: a misuse is raised on the rank that made it. Messages of one tag from one rank
+to another arrive in the order they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.arguments import dense
+from interlace.arguments.roots import check_member, group_rank
+from interlace.groups.groups import resolve
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.work import Work
+
+LARGEST_TAG = 2**31 - 1
+
+
+def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
+    key = (op, tensor.dtype, tensor.numel())
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (("dtype of tensor", tensor.dtype), ("elements of tensor", tensor.numel()))
+        call = dense.remember(communicator, key, Call(op, terms))
+    return call
+
+
+def _check_tag(tag: Any, rank: int) -> None:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"tag must be an int, got {tag!r} on rank {rank}")
+    if not 0 <= tag <= LARGEST_TAG:
+        raise ValueError(f"tag must be within 0..{LARGEST_TAG}, got {tag} on rank {rank}")
+
+
+def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    """Begin to send to ``peer``, a rank of the group."""
+    check_member("dst", peer, communicator)
+    data = dense.source("tensor", tensor, communicator)
+    _check_tag(tag, communicator.rank)
+    made = data.contiguous()
+    call = _call(communicator, "send", made)
+    return communicator.transfer(call, lambda engine: engine.send(call, made, peer, tag), tensor)
+
+
+def _irecv(
+    communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int = 0
+) -> Work:
+    """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
+    if peer is not None:
+        check_member("src", peer, communicator)
+    data = dense.target("tensor", tensor, communicator)
+    _check_tag(tag, communicator.rank)
+    call = _call(communicator, "recv", data)
+
+    def start(engine: Engine) -> Future[Outcome]:
+        if data.is_contiguous():
+            return engine.recv(call, data, peer, tag)
+        made = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+        return _Copied(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
+
+    def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
+        event = dense.copied_back(communicator, [data], [made], outcome.event)
+        return Outcome(outcome.result, event, outcome.source)
+
+    return communicator.transfer(call, start, tensor)
+
+
+class _Copied(Future[Outcome]):
+    """The end of a receive into a stand-in, after which the caller's tensor was filled from it.
+
+    Waiting for ``first`` may be what moves the message, so it is what is waited for.
+    """
+
+    def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
+        super().__init__()
+        self._first, self._change = first, change
+        first.add_done_callback(self._settle)
+
+    def _settle(self, done: Future[Outcome]) -> None:
+        try:
+            self.set_result(self._change(done.result()))
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        self._first.result(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._first.exception(timeout)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        return self._first.done() and super().done()
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work:
+    """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
+
+    Any shape and dtype; ``dst`` may be the caller, ``group_dst`` is a rank of ``group``. Raises ValueError
+    or TypeError, on this rank, if ``dst`` or ``tag`` cannot be. Semantics: ``torch.distributed.isend``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     mine, tensor = torch.tensor([float(interlace.get_rank())]), torch.empty(1)
+    ...     peer = 1 - interlace.get_rank()
+    ...     works = [interlace.isend(mine, peer), interlace.irecv(tensor, peer)]
+    ...     return [work.wait() for work in works], tensor.item()
+    >>> interlace.run(on_rank, 2)
+    [([True, True], 1.0), ([True, True], 0.0)]
+    """
+    communicator = resolve(group).on(tensor)
+    peer = group_rank("dst", dst, group_dst, communicator)
+    return _isend(communicator, tensor, peer, tag)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work:
+    """Begin to receive into ``tensor`` from rank ``src``, from any rank if None; never blocks.
+
+    ``Work.source_rank()`` is the sender's rank within the group. Raises ValueError or TypeError, here if
+    ``src`` or ``tag`` cannot be, in ``Work.wait()`` if what was sent differs in length or dtype. Semantics:
+    ``torch.distributed.irecv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     if interlace.get_rank() == 0:
+    ...         return interlace.send(torch.arange(2), 1)
+    ...     tensor = torch.empty(2, dtype=torch.int64)
+    ...     work = interlace.irecv(tensor)
+    ...     work.wait()
+    ...     return tensor.tolist(), work.source_rank()
+    >>> interlace.run(on_rank, 2)
+    [None, ([0, 1], 0)]
+    """
+    communicator = resolve(group).on(tensor)
+    return _irecv(communicator, tensor, _source(src, group_src, communicator), tag)
+
+
+def _source(src: Any, group_src: Any, communicator: Communicator) -> int | None:
+    if src is None and group_src is None:
+        return None
+    return group_rank("src", src, group_src, communicator)
+
+
+def _not_self(name: str, peer: int | None, communicator: Communicator) -> None:
+    if peer == communicator.rank:
+        raise ValueError(
+            f"{name} must be another rank, got {communicator.ranks[communicator.rank]}, the rank of the "
+            f"caller, on rank {communicator.rank}; isend and irecv may go to oneself"
+        )
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send ``tensor`` to rank ``dst``, another one than the caller; returns when ``tensor`` may be reused.
+
+    Any shape and dtype. Semantics: ``torch.distributed.send``.
+
+    Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([float(interlace.get_rank())])
+    ...     interlace.send(tensor, 1) if interlace.get_rank() == 0 else interlace.recv(tensor, 0)
+    ...     return tensor.item()
+    >>> interlace.run(on_rank, 2)
+    [0.0, 0.0]
+    """
+    communicator = resolve(group).on(tensor)
+    peer = group_rank("dst", dst, group_dst, communicator)
+    _not_self("dst", peer, communicator)
+    _isend(communicator, tensor, peer, tag).wait()
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive into ``tensor`` from rank ``src``, from any rank if None; the sender's rank.
+
+    The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
+    TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([interlace.get_rank()])
+    ...     return interlace.recv(tensor) if interlace.get_rank() == 0 else interlace.send(tensor, 0)
+    >>> interlace.run(on_rank, 2)
+    [1, None]
+    """
+    communicator = resolve(group).on(tensor)
+    peer = _source(src, group_src, communicator)
+    _not_self("src", peer, communicator)
+    work = _irecv(communicator, tensor, peer, tag)
+    work.wait()
+    if peer is None:
+        peer = work.source_rank()
+    return peer if group_src is not None else communicator.ranks[peer]
+
+
+class P2POp:
+    """One message of :func:`batch_isend_irecv`; as ``torch.distributed.P2POp``.
+
+    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch; ``tensor``, of any shape and dtype,
+    what is sent or filled. ``peer`` is a rank of the default group, ``group_peer`` one of ``group``; None
+    is any rank, for ``irecv``. Raises ValueError for another ``op``, TypeError if ``tensor`` is none.
+
+    >>> import interlace, torch
+    >>> interlace.P2POp(interlace.isend, torch.ones(2), peer=1)
+    P2POp(isend, peer=1, torch.float32, torch.Size([2]))
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        _direction(op)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        self.op, self.tensor, self.peer = op, tensor, peer
+        self.group, self.tag, self.group_peer = group, tag, group_peer
+
+    def __repr__(self) -> str:
+        peer = self.peer if self.group_peer is None else f"group rank {self.group_peer}"
+        return (
+            f"P2POp({_direction(self.op)}, peer={peer}, {self.tensor.dtype}, {self.tensor.shape})"
+        )
+
+
+def _direction(op: Any) -> str:
+    name = getattr(op, "__name__", "")
+    if name not in ("isend", "irecv"):
+        raise ValueError(f"op must be isend or irecv, got {op!r}")
+    return str(name)
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
+    """Begin all messages of a list of :class:`P2POp`, interlace's or torch's; their handles, in order.
+
+    No order of the list can block: order matters only between messages of one direction and peer. Raises
+    ValueError or TypeError, before any is begun, if an entry is wrong. Semantics:
+    ``torch.distributed.batch_isend_irecv``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank, theirs = interlace.get_rank(), torch.tensor([9])
+    ...     mine = torch.tensor([rank])
+    ...     ops = [interlace.P2POp(interlace.isend, mine, 1 - rank),
+    ...            interlace.P2POp(interlace.irecv, theirs, 1 - rank)]
+    ...     for work in interlace.batch_isend_irecv(ops):
+    ...         work.wait()
+    ...     return theirs.item()
+    >>> interlace.run(on_rank, 2)
+    [1, 0]
+    """
+    if not isinstance(p2p_op_list, (list, tuple)) or not p2p_op_list:
+        raise ValueError(f"p2p_op_list must be a non-empty list of P2POp, got {p2p_op_list!r}")
+    begun: list[Callable[[], Work]] = []
+    for index, entry in enumerate(p2p_op_list):
+        if not all(hasattr(entry, name) for name in ("op", "tensor", "peer", "group", "tag")):
+            raise ValueError(f"p2p_op_list[{index}] must be a P2POp, got {type(entry).__name__}")
+        begun.append(_prepared(entry))
+    return [begin() for begin in begun]
+
+
+def _prepared(entry: Any) -> Callable[[], Work]:
+    communicator = resolve(entry.group).on(entry.tensor)
+    _check_tag(entry.tag, communicator.rank)
+    group_peer = getattr(entry, "group_peer", None)
+    peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
+    if _direction(entry.op) == "isend":
+        destination = group_rank("dst", peer, group_peer, communicator)
+        dense.source("tensor", entry.tensor, communicator)
+        return lambda: _isend(communicator, entry.tensor, destination, entry.tag)
+    source = _source(peer, group_peer, communicator)
+    dense.target("tensor", entry.tensor, communicator)
+    return lambda: _irecv(communicator, entry.tensor, source, entry.tag)

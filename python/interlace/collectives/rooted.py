@@ -1,0 +1,394 @@
+"""Collectives with a root: broadcast, reduce, gather, scatter; torch's semantics.
+
+``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group; the
+internal forms take ``root``, a rank of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks, dense, reduce_ops
+from interlace.arguments.forms import apart, one_per_rank
+from interlace.arguments.roots import check_member, group_rank
+from interlace.collectives import chosen_algorithm
+from interlace.groups.groups import resolve
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Event
+from interlace.runtime.core.work import Work
+
+# -- broadcast ----------------------------------------------------------------------------------------
+
+
+BROADCAST_ALGORITHMS = ("auto", "copy", "low_latency")
+
+
+def _broadcast(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    root: int,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into("broadcast", tensor, (), (root,), async_op=async_op)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    try:
+        check_member("src", root, communicator)
+        is_root = communicator.rank == root
+        data = (dense.source if is_root else dense.target)("tensor", tensor, communicator)
+        key = ("broadcast", data.dtype, data.shape, root, algorithm)
+        call = communicator.calls.get(key)
+        if call is None:
+            checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
+            chosen_algorithm.check_nodes(algorithm, communicator)
+            terms = (
+                ("shape of tensor", tuple(data.shape)),
+                ("dtype of tensor", data.dtype),
+                ("root", root),
+                ("algorithm", algorithm),
+            )
+            call = dense.remember(communicator, key, Call("broadcast", terms))
+    except Exception:
+        with communicator.accepting("broadcast"):
+            raise
+    if data.is_contiguous() and algorithm == "auto":
+        return communicator.collective(
+            call, lambda engine: engine.broadcast(call, data, root), (tensor,), async_op=async_op
+        )
+
+    def start(engine: Engine) -> Event | None:
+        engine = chosen_algorithm.serving(engine, communicator, algorithm)
+        if is_root:
+            return engine.broadcast(call, data.contiguous(), root)
+        return dense.filled(
+            communicator, [data], lambda made: engine.broadcast(call, made[0], root)
+        )
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    """``tensor`` becomes that of rank ``src``, in place. Any dtype.
+
+    ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``chosen_algorithm``'s words).
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
+    any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([interlace.get_rank()])
+    ...     interlace.broadcast(tensor, src=1)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[1], [1]]
+    """
+    communicator = resolve(group).on(tensor)
+    try:
+        root = group_rank("src", src, group_src, communicator)
+    except Exception:
+        with communicator.accepting("broadcast"):
+            raise
+    return _broadcast(communicator, tensor, root, async_op, algorithm=algorithm)
+
+
+# -- reduce -------------------------------------------------------------------------------------------
+
+
+def _reduce(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    root: int,
+    op: Any = "sum",
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    try:
+        check_member("dst", root, communicator)
+        data = dense.target("tensor", tensor, communicator)
+        name, factor = reduce_ops.parse(op, rank)
+        if factor is not None:
+            reduce_ops.check_factor(factor, "tensor", data, rank)
+        key = ("reduce", data.dtype, data.shape, name, root)
+        call = communicator.calls.get(key)
+        if call is None:
+            reduce_ops.check_dtype("reduce", name, "tensor", data.dtype, rank)
+            terms = (
+                ("shape of tensor", tuple(data.shape)),
+                ("dtype of tensor", data.dtype),
+                ("op", name),
+                ("root", root),
+            )
+            call = dense.remember(communicator, key, Call("reduce", terms))
+    except Exception:
+        with communicator.accepting("reduce"):
+            raise
+    reducing = name if factor is None else "sum"
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous() if factor is None else reduce_ops.scaled(data, factor)
+        event = engine.reduce(call, made, root, reducing)
+        if rank != root:
+            return event
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """On rank ``dst``, ``tensor`` becomes the reduction over ranks; elsewhere it stays as it is.
+
+    Any shape, equal on all ranks. ``op`` as for :func:`interlace.all_reduce`. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    Semantics: ``torch.distributed.reduce``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.tensor([1 + interlace.get_rank()])
+    ...     interlace.reduce(tensor, dst=0)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[3], [2]]
+    """
+    communicator = resolve(group).on(tensor)
+    try:
+        root = group_rank("dst", dst, group_dst, communicator)
+    except Exception:
+        with communicator.accepting("reduce"):
+            raise
+    return _reduce(communicator, tensor, root, op, async_op)
+
+
+# -- gather and scatter -------------------------------------------------------------------------------
+
+
+def _shapes(tensors: Sequence[torch.Tensor] | None) -> list[tuple[int, ...]] | None:
+    return None if tensors is None else [tuple(each.shape) for each in tensors]
+
+
+def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
+    """torch's rule: the list is given on the root, and on no other rank."""
+    if rank == root and value is None:
+        raise ValueError(
+            f"{name} must be given on the root, group rank {root}, got None on rank {rank}"
+        )
+    if value is not None and not isinstance(value, (Sequence, torch.Tensor)):
+        raise TypeError(
+            f"{name} must be a list of tensors or None, got {type(value).__name__} on rank {rank}"
+        )
+    if rank != root and value is not None and len(value):
+        raise ValueError(
+            f"{name} must be given on the root only, group rank {root}, got {len(value)} tensors "
+            f"on rank {rank}"
+        )
+
+
+def _one_root(op: str, root: int, list_name: str) -> Any:
+    """Compares the shapes in the root's list with those of the ranks' tensors."""
+
+    def match(answers: Sequence[Any]) -> None:
+        for rank, shape in enumerate(answers[root][1]):
+            if shape != answers[rank][0]:
+                raise ValueError(
+                    f"{op}: {list_name}[{rank}] has shape {shape} on rank {root}, tensor has "
+                    f"{answers[rank][0]} on rank {rank}"
+                )
+
+    return match
+
+
+def _rooted_call(
+    communicator: Communicator,
+    op: str,
+    list_name: str,
+    data: torch.Tensor,
+    tensors: list[torch.Tensor] | None,
+    root: int,
+) -> Call:
+    key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (("dtype of tensor", data.dtype), ("root", root))
+        made = Call(
+            op,
+            terms,
+            part=(tuple(data.shape), _shapes(tensors)),
+            match=_one_root(op, root, list_name),
+        )
+        call = dense.remember(communicator, key, made)
+    return call
+
+
+def _known(op: str, communicator: Communicator, tensors: Any, own: Any, root: int) -> Call | None:
+    """The call of the root, if its tensors may go to the engine as they are and it was made before."""
+    if root != communicator.rank:
+        return None
+    form = dense.uncut_list(tensors, own, communicator)
+    return communicator.calls.get((op, root, *form)) if form else None
+
+
+def _gather(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None,
+    root: int,
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    known = _known("gather", communicator, gather_list, tensor, root)
+    if known is not None:
+        own, listed = dense.detached(tensor), list(gather_list or ())
+        return communicator.collective(
+            known, lambda engine: engine.gather(known, listed, own, root), listed, async_op=async_op
+        )
+    try:
+        check_member("dst", root, communicator)
+        data = dense.source("tensor", tensor, communicator)
+        _only_on_root("gather_list", gather_list, root, rank)
+        outputs: list[torch.Tensor] | None = None
+        if rank == root:
+            outputs = one_per_rank(
+                "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
+            )
+            apart("gather_list", outputs, "tensor", data, rank)
+        call = _rooted_call(communicator, "gather", "gather_list", data, outputs, root)
+    except Exception:
+        with communicator.accepting("gather"):
+            raise
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous()
+        if outputs is None:
+            return engine.gather(call, None, made, root)
+        return dense.filled(
+            communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
+        )
+
+    return communicator.collective(call, start, gather_list or (), async_op=async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather every rank's ``tensor`` into ``gather_list`` of rank ``dst``, by default 0. Any dtype.
+
+    ``gather_list``: on ``dst`` one tensor per rank, each of that rank's shape (shapes may differ); None or
+    empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
+    every rank before any data moves. Semantics: ``torch.distributed.gather``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     parts = [torch.empty(1), torch.empty(2)] if rank == 0 else None
+    ...     interlace.gather(torch.full((1 + rank,), float(rank)), parts)
+    ...     return parts
+    >>> interlace.run(on_rank, 2)
+    [[tensor([0.]), tensor([1., 1.])], None]
+    """
+    communicator = resolve(group).on(tensor)
+    try:
+        root = group_rank("dst", dst, group_dst, communicator, default=0)
+    except Exception:
+        with communicator.accepting("gather"):
+            raise
+    return _gather(communicator, tensor, gather_list, root, async_op)
+
+
+def _scatter(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None,
+    root: int,
+    async_op: bool = False,
+) -> Work | None:
+    rank = communicator.rank
+    known = _known("scatter", communicator, scatter_list, tensor, root)
+    if known is not None:
+        own, listed = dense.detached(tensor), list(scatter_list or ())
+        return communicator.collective(
+            known,
+            lambda engine: engine.scatter(known, own, listed, root),
+            (tensor,),
+            async_op=async_op,
+        )
+    try:
+        check_member("src", root, communicator)
+        out = dense.target("tensor", tensor, communicator)
+        _only_on_root("scatter_list", scatter_list, root, rank)
+        inputs: list[torch.Tensor] | None = None
+        if rank == root:
+            inputs = one_per_rank(
+                "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
+            )
+            apart("scatter_list", inputs, "tensor", out, rank)
+        call = _rooted_call(communicator, "scatter", "scatter_list", out, inputs, root)
+    except Exception:
+        with communicator.accepting("scatter"):
+            raise
+
+    def start(engine: Engine) -> Event | None:
+        made = None if inputs is None else [each.contiguous() for each in inputs]
+        return dense.filled(
+            communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
+        )
+
+    return communicator.collective(call, start, (tensor,), async_op=async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """``tensor`` becomes this rank's entry of ``scatter_list`` of rank ``src``, by default 0. Any dtype.
+
+    ``scatter_list``: on ``src`` one tensor per rank, each of that rank's shape (shapes may differ); None or
+    empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
+    every rank before any data moves. Semantics: ``torch.distributed.scatter``.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.empty(2)
+    ...     parts = [torch.zeros(2), torch.ones(2)] if interlace.get_rank() == 0 else None
+    ...     interlace.scatter(tensor, parts)
+    ...     return tensor.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    communicator = resolve(group).on(tensor)
+    try:
+        root = group_rank("src", src, group_src, communicator, default=0)
+    except Exception:
+        with communicator.accepting("scatter"):
+            raise
+    return _scatter(communicator, tensor, scatter_list, root, async_op)

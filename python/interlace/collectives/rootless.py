@@ -1,0 +1,501 @@
+"""Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
+
+Each has an internal form, ``_all_reduce(communicator, ...)``, which returns ``Work | None``. It checks this
+rank's arguments, looks up the :class:`Call` that the ranks have to agree on, and hands dense tensors to the
+group's engine. A misuse on one rank is reported on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks, dense, reduce_ops
+from interlace.arguments.forms import NOT_GIVEN, either, parts
+from interlace.collectives import chosen_algorithm, sparse
+from interlace.groups.groups import resolve
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Event
+from interlace.runtime.core.work import Work
+
+Prepared = tuple[Call, Callable[[Engine], Event | None], Sequence[torch.Tensor]]
+"""What ``Communicator.collective`` takes: a call, what the engine is to do, the outputs."""
+
+# -- all_reduce ---------------------------------------------------------------------------------------
+
+
+def _reduction(
+    communicator: Communicator, name: str, tensor: torch.Tensor, op: str, *terms: Any
+) -> Call:
+    """The call of a reduction of tensors that are equal in shape, made once."""
+    key = (name, tensor.dtype, tensor.shape, op, *terms)
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype(name, op, "tensor", tensor.dtype, communicator.rank)
+        common = (
+            ("shape of tensor", tuple(tensor.shape)),
+            ("dtype of tensor", tensor.dtype),
+            ("op", op),
+        )
+        call = dense.remember(communicator, key, Call(name, (*common, *terms)))
+    return call
+
+
+def prepare_all_reduce(
+    communicator: Communicator, tensor: torch.Tensor, op: Any, algorithm: str = "auto"
+) -> Prepared:
+    """An :func:`all_reduce` that was checked on this rank."""
+    try:
+        data = dense.target("tensor", tensor, communicator)
+        name, factor = reduce_ops.parse(op, communicator.rank)
+        if factor is not None:
+            reduce_ops.check_factor(factor, "tensor", data, communicator.rank)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+        call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
+    except Exception:
+        with communicator.accepting("all_reduce"):
+            raise
+    if factor is None and algorithm == "auto" and data.is_contiguous():
+        return call, lambda engine: engine.all_reduce(call, data, name), (tensor,)
+
+    def start(engine: Engine) -> Event | None:
+        if factor is None:
+            made, reducing = data.contiguous(), name
+        else:
+            made, reducing = reduce_ops.scaled(data, factor), "sum"
+        serving = chosen_algorithm.serving(engine, communicator, algorithm)
+        event = serving.all_reduce(call, made, reducing)
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return call, start, (tensor,)
+
+
+def _all_reduce(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    op: Any = "sum",
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_reduce", tensor, (), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    prepared = prepare_all_reduce(communicator, tensor, op, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    """Reduce ``tensor`` over ranks, in place; every rank ends with the same bits.
+
+    ``op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp`` of these
+    names, or ``ReduceOp.PREMUL_SUM(factor)``. ``algorithm``: "auto", or for sums and averages "kernel"
+    (Triton, one-shot) or "copy" (two-shot). A sparse COO ``tensor``, which may have other entries on every
+    rank, is summed or averaged, and is coalesced afterwards.
+
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
+    any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
+    ``torch.distributed.all_reduce``.
+
+    >>> import interlace, torch
+    >>> def reduce():
+    ...     x = torch.full((2,), 1.0 + interlace.get_rank())
+    ...     interlace.all_reduce(x)
+    ...     return x
+    >>> interlace.run(reduce, 2)
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    communicator = resolve(group).on(tensor)
+    if algorithm == "auto" and getattr(tensor, "layout", None) is torch.sparse_coo:
+        return sparse._all_reduce(communicator, tensor, op, async_op)
+    return _all_reduce(communicator, tensor, op, async_op, algorithm=algorithm)
+
+
+# -- all_gather ---------------------------------------------------------------------------------------
+
+
+def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
+    return tuple((f"shape of {name}[{r}]", tuple(each.shape)) for r, each in enumerate(tensors))
+
+
+def _whole(whole: torch.Tensor, part: torch.Tensor, algorithm: str, rank: int) -> bool:
+    """Whether ``whole``, known to be in one of the forms for ``part``, may be cut without a look."""
+    nbytes = part.nbytes
+    offset = part.data_ptr() - whole.data_ptr()
+    return (
+        algorithm == "auto"
+        and whole.is_contiguous()
+        and part.is_contiguous()
+        and nbytes > 0  # what is empty is not cut into as many
+        and (offset == rank * nbytes or not -nbytes < offset < whole.nbytes)
+    )
+
+
+def prepare_all_gather(
+    communicator: Communicator,
+    output: torch.Tensor | list[torch.Tensor],
+    tensor: torch.Tensor,
+    algorithm: str = "auto",
+) -> Prepared:
+    """An :func:`all_gather` that was checked on this rank."""
+    try:
+        if algorithm == "auto":
+            known: Any = None
+            if isinstance(output, torch.Tensor):
+                form = dense.uncut(output, tensor, communicator)
+                if form and (known := communicator.calls.get(("all_gather_single", *form))):
+                    out, data = dense.detached(output), dense.detached(tensor)
+                    return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
+            else:
+                form = dense.uncut_list(output, tensor, communicator)
+                if form and (known := communicator.calls.get(("all_gather", "auto", *form))):
+                    data, listed = dense.detached(tensor), list(output)
+                    return known, lambda engine: engine.all_gather(known, listed, data), listed
+        data = dense.source("tensor", tensor, communicator)
+        single = isinstance(output, torch.Tensor)
+        key: Any = ("all_gather", algorithm, data.dtype, data.shape)
+        if single:
+            out = dense.target("output", output, communicator)
+            key = (*key, out.shape, out.dtype)
+            known = communicator.calls.get(key)
+            if known is not None and _whole(out, data, algorithm, communicator.rank):
+                pieces = out.chunk(communicator.world_size)
+                return known, lambda engine: engine.all_gather(known, pieces, data), (out,)
+        outputs = parts("output", output, "tensor", data, communicator, written=True)
+        if not single:
+            key = (*key, *[each.shape for each in outputs])
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, data.dtype, communicator)
+        call = communicator.calls.get(key)
+        if call is None:
+            terms = (
+                ("dtype of tensor", data.dtype),
+                *_shape_terms("output", outputs),
+                ("algorithm", algorithm),
+            )
+            call = dense.remember(communicator, key, Call("all_gather", terms))
+    except Exception:
+        with communicator.accepting("all_gather"):
+            raise
+    given = (output,) if isinstance(output, torch.Tensor) else output
+    if isinstance(output, torch.Tensor) and algorithm == "auto":  # next time see above
+        dense.remember(
+            communicator, ("all_gather_single", data.dtype, data.shape, output.shape), call
+        )
+    if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
+        return call, lambda engine: engine.all_gather(call, outputs, data), given
+
+    def start(engine: Engine) -> Event | None:
+        made = data.contiguous()
+
+        def run(targets: list[torch.Tensor]) -> Event | None:
+            serving = chosen_algorithm.serving(engine, communicator, algorithm)
+            return serving.all_gather(call, targets, made)
+
+        return dense.filled(communicator, outputs, run)
+
+    return call, start, given
+
+
+def _all_gather(
+    communicator: Communicator,
+    output: torch.Tensor | list[torch.Tensor],
+    tensor: torch.Tensor,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "all_gather", output, (tensor,), (algorithm,), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    prepared = prepare_all_gather(communicator, output, tensor, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
+
+
+def all_gather(
+    output: Any = NOT_GIVEN,
+    tensor: Any = NOT_GIVEN,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    tensor_list: Any = NOT_GIVEN,
+    output_tensor: Any = NOT_GIVEN,
+    input_tensor: Any = NOT_GIVEN,
+) -> Work | None:
+    """Gather every rank's ``tensor`` into ``output``. Any dtype.
+
+    Parameters
+    ----------
+    output : a list with one tensor per rank, each of that rank's shape (shapes may differ); or one
+        tensor, ``(world_size * n, ...)`` to concatenate along dim 0 or ``(world_size, n, ...)`` to stack.
+        ``tensor`` may be this rank's part of it, which is then not copied.
+    algorithm : "auto", "kernel" (Triton), "copy" (copy engine), "multimem" (the switch sends to all),
+        "low_latency" (up to 64 KiB of equal shards in one shot).
+    tensor_list, output_tensor, input_tensor : torch's names of ``output`` and ``tensor``.
+
+    Returns None, or a :class:`Work` with ``async_op``. Semantics: ``torch.distributed.all_gather`` and
+    ``all_gather_into_tensor``. Raises ValueError or TypeError before any data moves.
+
+    >>> import interlace, torch
+    >>> def gather():
+    ...     out = torch.empty(2, dtype=torch.int64)
+    ...     interlace.all_gather(out, torch.tensor([interlace.get_rank()]))
+    ...     return out
+    >>> interlace.run(gather, 2)
+    [tensor([0, 1]), tensor([0, 1])]
+    """
+    communicator = resolve(group).on(tensor, input_tensor)
+    try:
+        if tensor_list is not NOT_GIVEN:
+            output = either("output", output, "tensor_list", tensor_list, "all_gather")
+        output = either("output", output, "output_tensor", output_tensor, "all_gather")
+        tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
+    except Exception:
+        with communicator.accepting("all_gather"):
+            raise
+    return _all_gather(communicator, output, tensor, async_op, algorithm=algorithm)
+
+
+all_gather_into_tensor = all_gather
+all_gather_single = all_gather
+_all_gather_base = all_gather
+
+# -- reduce_scatter -----------------------------------------------------------------------------------
+
+
+def _remembered_reduce_scatter(
+    communicator: Communicator, output: Any, input: Any, op: Any
+) -> Prepared | None:
+    """One that may go to the engine as it is, if the same was asked for before."""
+    single = isinstance(input, torch.Tensor)
+    form = (dense.uncut if single else dense.uncut_list)(input, output, communicator)
+    if form is None:
+        return None
+    name, factor = reduce_ops.parse(op, communicator.rank)
+    if factor is not None:
+        return None
+    kept, known = dense.detached(output), None
+    if single:
+        known = communicator.calls.get(("reduce_scatter_single", name, *form))
+        if known is not None:
+            data, call = dense.detached(input), known
+            return (
+                call,
+                lambda engine: engine.reduce_scatter_single(call, kept, data, name),
+                (kept,),
+            )
+    else:
+        known = communicator.calls.get(("reduce_scatter", "auto", name, *form))
+        if known is not None:
+            listed, call = list(input), known
+            return call, lambda engine: engine.reduce_scatter(call, kept, listed, name), (kept,)
+    return None
+
+
+def prepare_reduce_scatter(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor | list[torch.Tensor],
+    op: Any,
+    algorithm: str = "auto",
+) -> Prepared:
+    """A :func:`reduce_scatter` that was checked on this rank."""
+    rank = communicator.rank
+    try:
+        if algorithm == "auto" and (
+            found := _remembered_reduce_scatter(communicator, output, input, op)
+        ):
+            return found
+        out = dense.target("output", output, communicator)
+        name, factor = reduce_ops.parse(op, rank)
+        if algorithm != "auto":
+            chosen_algorithm.check(algorithm, out.dtype, communicator, name)
+        single = isinstance(input, torch.Tensor)
+        key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
+        if single:
+            whole = dense.source("input", input, communicator)
+            key = (*key, whole.shape, whole.dtype)
+            known = communicator.calls.get(key)
+            if known is not None and factor is None and _whole(whole, out, algorithm, rank):
+                pieces = whole.chunk(communicator.world_size)
+                return (
+                    known,
+                    lambda engine: engine.reduce_scatter(known, out, pieces, name),
+                    (output,),
+                )
+        inputs = parts("input", input, "output", out, communicator, written=False)
+        if factor is not None:
+            for r, each in enumerate(inputs):
+                reduce_ops.check_factor(factor, f"input[{r}]", each, rank)
+        if not single:
+            key = (*key, *[each.shape for each in inputs])
+        call = communicator.calls.get(key)
+        if call is None:
+            reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype, rank)
+            terms = (
+                ("dtype of input", out.dtype),
+                ("op", name),
+                *_shape_terms("input", inputs),
+                ("algorithm", algorithm),
+            )
+            call = dense.remember(communicator, key, Call("reduce_scatter", terms))
+    except Exception:
+        with communicator.accepting("reduce_scatter"):
+            raise
+    if isinstance(input, torch.Tensor) and algorithm == "auto":
+        dense.remember(
+            communicator, ("reduce_scatter_single", name, out.dtype, out.shape, input.shape), call
+        )
+    if (
+        algorithm == "auto"
+        and factor is None
+        and out.is_contiguous()
+        and dense.all_dense(input, inputs)
+    ):
+        return call, lambda engine: engine.reduce_scatter(call, out, inputs, name), (output,)
+
+    def start(engine: Engine) -> Event | None:
+        if factor is None:
+            made = [each.contiguous() for each in inputs]
+        else:
+            made = [reduce_ops.scaled(each, factor) for each in inputs]
+
+        def run(targets: list[torch.Tensor]) -> Event | None:
+            serving = chosen_algorithm.serving(engine, communicator, algorithm)
+            return serving.reduce_scatter(call, targets[0], made, name if factor is None else "sum")
+
+        return dense.filled(communicator, [out], run)
+
+    return call, start, (output,)
+
+
+def _reduce_scatter(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor | list[torch.Tensor],
+    op: Any = "sum",
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    if communicator.plans is not None:
+        known = communicator.plans.again_into(
+            "reduce_scatter", output, (input,), (op, algorithm), async_op=async_op
+        )
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    prepared = prepare_reduce_scatter(communicator, output, input, op, algorithm)
+    return communicator.collective(*prepared, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Any = NOT_GIVEN,
+    input: Any = NOT_GIVEN,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    input_list: Any = NOT_GIVEN,
+) -> Work | None:
+    """Reduce over ranks; rank r keeps part r in ``output``.
+
+    Parameters
+    ----------
+    output : this rank's part. It may be this rank's part of ``input``.
+    input : a list with one part per rank (shapes may differ, each equal to its owner's ``output``), or
+        one tensor that is the parts concatenated along dim 0 or stacked. ``input_list`` is torch's name.
+    op, algorithm : as for :func:`all_reduce`.
+
+    Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work`. Raises ValueError
+    or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``, ``_tensor`` too.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     output = torch.empty(2)
+    ...     interlace.reduce_scatter(output, torch.arange(4.0))
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 2.0], [4.0, 6.0]]
+    """
+    communicator = resolve(group).on(output)
+    try:
+        output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
+        input = either("input", input, "input_list", input_list, "reduce_scatter")
+    except Exception:
+        with communicator.accepting("reduce_scatter"):
+            raise
+    return _reduce_scatter(communicator, output, input, op, async_op, algorithm=algorithm)
+
+
+reduce_scatter_tensor = reduce_scatter
+reduce_scatter_single = reduce_scatter
+_reduce_scatter_base = reduce_scatter
+
+# -- barrier ------------------------------------------------------------------------------------------
+
+_BARRIER = Call("barrier")
+
+
+def _barrier(
+    communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
+) -> Work | None:
+    for other in communicator.also:  # what was issued on other devices has to finish, too
+        other.place.arrive()
+
+    def start(engine: Engine) -> Event | None:
+        return engine.barrier(_BARRIER)
+
+    if timeout is None or async_op:
+        return communicator.collective(_BARRIER, start, async_op=async_op)
+    work = communicator.collective(_BARRIER, start, async_op=True)
+    assert work is not None
+    work.wait(timeout)
+    return None
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: timedelta | float | None = None,
+) -> Work | None:
+    """Return once every rank of the group has called it, and what their callers had issued has finished.
+
+    Blocks the host, unless ``async_op``: then a :class:`Work`. ``timeout``, in seconds or a timedelta,
+    bounds the blocking in ``shm``; the group's own always does. ``device_ids`` is torch's, a list of ints
+    or None. Raises CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
+
+    >>> import interlace
+    >>> interlace.run(interlace.barrier, 2)
+    [None, None]
+    """
+    communicator = resolve(group)
+    if device_ids is not None or timeout is not None:
+        with communicator.accepting("barrier"):
+            if device_ids is not None and not isinstance(device_ids, list):
+                raise TypeError(
+                    f"device_ids must be a list of ints, got {device_ids!r} on rank {communicator.rank}"
+                )
+            checks.seconds("timeout", timeout, communicator.rank)
+    return _barrier(communicator, async_op, timeout)

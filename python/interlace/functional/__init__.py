@@ -1,0 +1,62 @@
+"""Functional collectives: ``f(input, ..., group=...) -> AsyncTensor``, eager and traced alike.
+
+An op starts and returns at once; its result waits by itself on first use, or in :func:`wait`. The input
+must not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``,
+``make_fx``, ``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace``
+where the call is, and a ``wait_tensor`` where the first use is. All are differentiable, see
+``ops/gradients.py``.
+
+``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
+needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks
+(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError, on every rank of the
+group, before any data moves.
+
+>>> import interlace, torch
+>>> from interlace import functional
+>>> def doubled():
+...     y = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()]), group="0")
+...     return y * 2  # waits here
+>>> interlace.run(doubled, 2)
+[tensor([2., 4.]), tensor([2., 4.])]
+"""
+
+from __future__ import annotations
+
+from interlace.functional.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    permute,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
+from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
+from interlace.groups.specs import GroupSpec
+from interlace.ops.async_tensor import AsyncTensor, wait
+
+__all__ = [
+    "AsyncTensor",
+    "GroupSpec",
+    "all_gather",
+    "all_gather_grouped_matmul",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_grouped_matmul",
+    "broadcast",
+    "gather",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scaled_matmul_reduce_scatter",
+    "scatter",
+    "wait",
+]

@@ -1,0 +1,305 @@
+"""Functional collectives: start the op, or leave a node in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.functional.calls import (
+    allow_in_graph,
+    check,
+    direct,
+    ints,
+    reduction,
+    started,
+    traceable,
+    traceable_out,
+    without_gradient,
+)
+from interlace.groups.specs import bound, describe
+from interlace.ops.async_tensor import wait
+from interlace.ops.eager import plain
+
+allow_in_graph(wait)
+
+
+_all_reduce = traceable("all_reduce")
+_all_gather = traceable("all_gather")
+_reduce_scatter = traceable("reduce_scatter")
+_all_to_all = traceable("all_to_all")
+_broadcast = traceable("broadcast")
+_reduce = traceable("reduce")
+_permute = traceable("permute")
+_gather = traceable("gather")
+_scatter = traceable("scatter")
+_all_reduce_out = traceable_out("all_reduce")
+_all_gather_out = traceable_out("all_gather")
+_reduce_scatter_out = traceable_out("reduce_scatter")
+_all_to_all_out = traceable_out("all_to_all")
+_broadcast_out = traceable_out("broadcast")
+
+
+# -- reductions ----------------------------------------------------------------------------------------
+
+
+def all_reduce(
+    input: torch.Tensor,
+    reduce_op: Any = "sum",
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The reduction of every rank's ``input``, on all ranks: the same bits everywhere.
+
+    ``input``: any shape and strides, equal shapes and dtypes on all ranks. ``reduce_op``: "sum", "avg",
+    "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``. ``out`` gets the result, of the
+    shape, dtype and device of ``input``; it may be ``input``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted, and in backward for a ``reduce_op`` on bits. Semantics: ``all_reduce`` of
+    ``torch.distributed._functional_collectives``; the gradient is that of the sum of all ranks' losses.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.all_reduce(torch.ones(2)).tolist(), 2)
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+    check("all_reduce", group, tag, input=input, out=out)
+    reduce_op, input = reduction("all_reduce", group, tag, reduce_op, input)
+    if direct(input, out):
+        return started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        without_gradient("all_reduce", input, out)
+        return _all_reduce_out(input, reduce_op, size, name, out)  # type: ignore[no-any-return]
+    return _all_reduce(input, reduce_op, size, name)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(
+    input: torch.Tensor,
+    reduce_op: Any = "sum",
+    scatter_dim: int = 0,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
+
+    ``input``: ``[.., n, ..]`` with n at ``scatter_dim``, which the size of the group must divide; the
+    result, and ``out``, is ``[.., n / size, ..]``. ``reduce_op`` and errors as for :func:`all_reduce`.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed._functional_collectives.reduce_scatter_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.reduce_scatter(torch.arange(4)).tolist(), 2)
+    [[0, 2], [4, 6]]
+    """
+    check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
+    reduce_op, input = reduction("reduce_scatter", group, tag, reduce_op, input)
+    if direct(input, out):
+        return started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        without_gradient("reduce_scatter", input, out)
+        return _reduce_scatter_out(input, reduce_op, scatter_dim, size, name, out)  # type: ignore[no-any-return]
+    return _reduce_scatter(input, reduce_op, scatter_dim, size, name)  # type: ignore[no-any-return]
+
+
+def reduce(
+    input: torch.Tensor, reduce_op: Any, dst: int, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others.
+
+    ``input``: any shape, equal on all ranks, which is the shape of the result. ``reduce_op`` as for
+    :func:`all_reduce`; gradients for "sum" and "avg".
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward for
+    another ``reduce_op``. Semantics: ``torch.distributed.reduce``, without a side effect.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.reduce(torch.ones(2), "sum", 1).tolist(), 2)
+    [[0.0, 0.0], [2.0, 2.0]]
+    """
+    check("reduce", group, tag, {"dst": dst}, input=input)
+    reduce_op, input = reduction("reduce", group, tag, reduce_op, input)
+    if direct(input):
+        return started(plain.reduce(bound(group, tag), input, reduce_op, dst))
+    name, size = describe(group, tag)
+    return _reduce(input, reduce_op, dst, size, name)  # type: ignore[no-any-return]
+
+
+# -- moving --------------------------------------------------------------------------------------------
+
+
+def all_gather(
+    input: torch.Tensor,
+    gather_dim: int = 0,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Every rank's ``input``, one behind the other along ``gather_dim``. Shapes must be equal.
+
+    The result, and ``out`` if it is given, is ``[.., size * n, ..]`` for an ``input`` of ``[.., n, ..]``;
+    0-dim tensors give a tensor of the group's size.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_gather_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.all_gather(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
+    """
+    check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
+    if direct(input, out):
+        return started(plain.all_gather(bound(group, tag), input, gather_dim, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        without_gradient("all_gather", input, out)
+        return _all_gather_out(input, gather_dim, size, name, out)  # type: ignore[no-any-return]
+    return _all_gather(input, gather_dim, size, name)  # type: ignore[no-any-return]
+
+
+def all_to_all(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rank r's part of dim 0 of every rank's ``input``, one behind the other.
+
+    ``input``: ``[n, ...]``. Parts are of equal length, or of ``input_split_sizes[r]`` rows for rank r and
+    ``output_split_sizes[s]`` from s, which add up to the rows of the result, and of ``out``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_to_all_single``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def exchanged():
+    ...     return functional.all_to_all(10 * interlace.get_rank() + torch.arange(2)).tolist()
+    >>> interlace.run(exchanged, 2)
+    [[0, 10], [1, 11]]
+    """
+    check("all_to_all_single", group, tag, input=input, out=out)
+    received = output_split_sizes
+    if received is not None:
+        received = ints("all_to_all_single", group, tag, "output_split_sizes", received)
+    sent = input_split_sizes
+    if sent is not None:
+        sent = ints("all_to_all_single", group, tag, "input_split_sizes", sent)
+    if direct(input, out):
+        return started(plain.all_to_all(bound(group, tag), input, received, sent, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        without_gradient("all_to_all", input, out)
+        return _all_to_all_out(input, received, sent, size, name, out)  # type: ignore[no-any-return]
+    return _all_to_all(input, received, sent, size, name)  # type: ignore[no-any-return]
+
+
+def broadcast(
+    input: torch.Tensor,
+    src: int,
+    *,
+    group: Any = None,
+    tag: str = "",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too.
+
+    ``out``, of that shape, gets the result; it may be ``input``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
+    gradient is wanted. Semantics: ``torch.distributed._functional_collectives.broadcast``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.broadcast(torch.tensor(interlace.get_rank()), 1).item(), 2)
+    [1, 1]
+    """
+    check("broadcast", group, tag, {"src": src}, input=input, out=out)
+    if direct(input, out):
+        return started(plain.broadcast(bound(group, tag), input, src, out))
+    name, size = describe(group, tag)
+    if out is not None:
+        without_gradient("broadcast", input, out)
+        return _broadcast_out(input, src, size, name, out)  # type: ignore[no-any-return]
+    return _broadcast(input, src, size, name)  # type: ignore[no-any-return]
+
+
+def permute(
+    input: torch.Tensor, src_dst: Sequence[int], *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal.
+
+    ``input``: any shape. ``src_dst``: each rank of the group once.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed._functional_collectives.permute_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.permute(torch.tensor(interlace.get_rank()), [1, 2, 0]).item(), 3)
+    [2, 0, 1]
+    """
+    check("permute", group, tag, input=input)
+    targets = ints("permute", group, tag, "src_dst", src_dst)
+    if direct(input):
+        return started(plain.permute(bound(group, tag), input, targets))
+    name, size = describe(group, tag)
+    return _permute(input, targets, size, name)  # type: ignore[no-any-return]
+
+
+def gather(
+    input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """As :func:`all_gather` of ``input`` on rank ``dst`` of the group; zeros of that shape on the others.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.gather``, into one tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.gather(torch.ones(1), 0).tolist(), 2)
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
+    if direct(input):
+        return started(plain.gather(bound(group, tag), input, dst, gather_dim))
+    name, size = describe(group, tag)
+    return _gather(input, dst, gather_dim, size, name)  # type: ignore[no-any-return]
+
+
+def scatter(
+    input: torch.Tensor, src: int, scatter_dim: int = 0, *, group: Any = None, tag: str = ""
+) -> torch.Tensor:
+    """This rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
+
+    The size of the group must divide that length. Other ranks' inputs say the shape and dtype, and are not
+    read.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.scatter``, of one tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.scatter(torch.arange(2) + interlace.get_rank(), 1).tolist(), 2)
+    [[1], [2]]
+    """
+    check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
+    if direct(input):
+        return started(plain.scatter(bound(group, tag), input, src, scatter_dim))
+    name, size = describe(group, tag)
+    return _scatter(input, src, scatter_dim, size, name)  # type: ignore[no-any-return]

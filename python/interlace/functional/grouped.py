@@ -1,0 +1,122 @@
+"""The functional forms of the grouped matmuls; part of ``interlace.functional``.
+
+See ``fused/grouped.py`` for the order of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.functional.calls import check, direct, ints, traceable
+from interlace.groups.specs import bound, describe
+from interlace.ops import grouped
+from interlace.ops.async_tensor import AsyncTensor
+
+_traced = {
+    name: traceable(name) for name in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
+}
+
+
+def all_gather_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
+
+    ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
+    splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by expert and
+    source rank, has to be there. Returns the output, or ``(received, output)`` with ``return_received``.
+    For gradients all ranks must have equally many rows.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
+    then a matmul for each expert, as ``torch._grouped_mm``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def gathered():  # one expert, of which each rank has a slice
+    ...     row, weight = torch.ones(1, 4), torch.ones(1, 4, 2)
+    ...     return functional.all_gather_grouped_matmul(row, weight, [1], [1, 1]).tolist()
+    >>> interlace.run(gathered, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
+    """
+    return _grouped(
+        "all_gather_grouped_matmul", grouped.all_gather_grouped_matmul, input, weight,
+        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def all_to_all_grouped_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
+
+    ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
+    ``weight`` has the own experts only, ``(experts / size, k, n)``, and ``bias`` theirs.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def exchanged():  # a row for the expert of each rank
+    ...     rows, weight = torch.ones(2, 4), torch.full((1, 4, 2), 1.0 + interlace.get_rank())
+    ...     return functional.all_to_all_grouped_matmul(rows, weight, [1, 1], [1, 1]).tolist()
+    >>> interlace.run(exchanged, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
+    """
+    return _grouped(
+        "all_to_all_grouped_matmul", grouped.all_to_all_grouped_matmul, input, weight,
+        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+    )  # fmt: skip
+
+
+def _grouped(
+    op: str,
+    start: Callable[..., Any],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    bias: torch.Tensor | None,
+    group: Any,
+    tag: str,
+    return_received: bool,
+    algorithm: str,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    check(op, group, tag, input=input, weight=weight, bias=bias)
+    sent = ints(op, group, tag, "input_splits", input_splits)
+    received = ints(op, group, tag, "output_splits", output_splits)
+    own = (input, weight, bias, sent, received)
+    if direct(input, weight, bias):
+        started = start(bound(group, tag), *own, return_received, algorithm, out_dtype)
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        wanted = torch.is_grad_enabled() and weight.requires_grad
+        # nobody waits for what a program without a backward keeps
+        kept = return_received or (wanted and not torch.compiler.is_exporting())
+        made = _traced[op](*own, kept, algorithm, out_dtype, size, name)
+    return (made[1], made[0]) if return_received else made[0]

@@ -1,0 +1,187 @@
+"""The functional forms of the fused matmuls; part of ``interlace.functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.functional.calls import check, direct, refuse, started, traceable
+from interlace.groups.specs import bound, describe
+from interlace.ops.async_tensor import AsyncTensor
+from interlace.ops.eager import fused
+
+_all_gather_matmul = traceable("all_gather_matmul")
+_matmul_reduce_scatter = traceable("matmul_reduce_scatter")
+_matmul_all_reduce = traceable("matmul_all_reduce")
+
+
+def _name_of(reduce_op: Any) -> str:
+    """For the fused ops, whose kernels refuse what they cannot do."""
+    return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
+
+
+def all_gather_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_gathered: bool = False,
+    save_gathered: bool = True,
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
+
+    ``input``: this rank's shard, ``[..., k]``; shards must be equal. ``weight``: ``(k, n)``, or a list of
+    such, which makes the output a list; ``bias``: ``(n,)``, or a list with one or None for each. Returns
+    ``[..., n]``, or ``(gathered, output)`` with ``return_gathered``. ``save_gathered``: keep the gathered
+    input for the weights' gradients; without, it is gathered again in backward, while the gradient of the
+    input is computed. ``algorithm`` and ``out_dtype`` as there.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.ops.symm_mem.fused_all_gather_matmul``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def gathered():
+    ...     return functional.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 3)).shape
+    >>> interlace.run(gathered, 2)
+    [torch.Size([4, 3]), torch.Size([4, 3])]
+    """
+    check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
+    several = not isinstance(weight, torch.Tensor)
+    if several and (not isinstance(weight, (list, tuple)) or not weight):
+        text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
+        refuse("all_gather_matmul", group, tag, TypeError(text))
+    weights: list[Any] = list(weight) if several else [weight]
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if len(biases) != len(weights):
+        text = f"bias has {len(biases)} entries, weight has {len(weights)}"
+        refuse("all_gather_matmul", group, tag, ValueError(text))
+    for each in weights:
+        check("all_gather_matmul", group, tag, weight=each)
+    for each in biases:
+        check("all_gather_matmul", group, tag, bias=each)
+    if all(each is None for each in biases):
+        biases = []
+    elif any(each is None for each in biases):
+        # a list of which some are None has no gradients in torch's custom ops
+        biases = [
+            w.new_zeros(w.shape[1:]) if b is None else b
+            for w, b in zip(weights, biases, strict=True)
+        ]
+    if direct(input, *weights, *biases):
+        started = fused.all_gather_matmul(
+            bound(group, tag),
+            input,
+            weights,
+            biases,
+            gather_dim,
+            return_gathered,
+            algorithm,
+            out_dtype,
+        )
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        # nobody waits for what a program without a backward keeps
+        kept = return_gathered or (save_gathered and wanted and not torch.compiler.is_exporting())
+        made = _all_gather_matmul(
+            input, weights, biases, gather_dim, kept, algorithm, out_dtype, size, name
+        )
+    outputs = list(made[: len(weights)]) if several else made[0]
+    return (made[len(weights)], outputs) if return_gathered else outputs
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
+
+    As :func:`interlace.matmul_reduce_scatter`, for equal parts: the size of the group must divide what is
+    scattered. ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, added once, to the
+    reduced rows. ``reduce_op``: "sum" or "avg".
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def reduced():
+    ...     return functional.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 3))[0].tolist()
+    >>> interlace.run(reduced, 2)
+    [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
+    """
+    check(
+        "matmul_reduce_scatter",
+        group,
+        tag,
+        {"scatter_dim": scatter_dim},
+        input=input,
+        weight=weight,
+        bias=bias,
+    )
+    if direct(input, weight, bias):
+        return started(
+            fused.matmul_reduce_scatter(
+                bound(group, tag), input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype
+            )
+        )
+    name, size = describe(group, tag)
+    return _matmul_reduce_scatter(  # type: ignore[no-any-return]
+        input, weight, bias, _name_of(reduce_op), scatter_dim, algorithm, out_dtype, size, name
+    )
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str = "sum",
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    algorithm: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
+
+    ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, of which
+    each adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg".
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch.matmul``, then
+    ``torch.distributed.all_reduce``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def summed():
+    ...     return functional.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 2)).tolist()
+    >>> interlace.run(summed, 2)
+    [[[16.0, 16.0]], [[16.0, 16.0]]]
+    """
+    check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
+    if direct(input, weight, bias):
+        return started(
+            fused.matmul_all_reduce(
+                bound(group, tag), input, weight, bias, reduce_op, algorithm, out_dtype
+            )
+        )
+    name, size = describe(group, tag)
+    return _matmul_all_reduce(  # type: ignore[no-any-return]
+        input, weight, bias, _name_of(reduce_op), algorithm, out_dtype, size, name
+    )

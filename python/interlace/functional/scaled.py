@@ -1,0 +1,139 @@
+"""The functional forms of the fused ops on scaled (fp8) operands; part of ``interlace.functional``.
+
+See ``eager/scaled.py`` for what scales are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.functional.calls import check, direct, started, traceable
+from interlace.groups.specs import bound, describe
+from interlace.ops.async_tensor import AsyncTensor
+from interlace.ops.eager import scaled
+
+_all_gather_scaled_matmul = traceable("all_gather_scaled_matmul")
+_scaled_matmul_reduce_scatter = traceable("scaled_matmul_reduce_scatter")
+
+
+def all_gather_scaled_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor | Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Any = None,
+    tag: str = "",
+    return_gathered: bool = False,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    algorithm: str = "auto",
+) -> Any:
+    """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
+
+    ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
+    ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
+    is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
+    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``
+    gives the gathered, unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies
+    fp8 where it arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the
+    gather), "auto".
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def gathered():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()  # contiguous along k
+    ...     return functional.all_gather_scaled_matmul(x, weight, one, one)[3, :2].tolist()
+    >>> interlace.run(gathered, 2)
+    [[4.0, 4.0], [4.0, 4.0]]
+    """
+    op = "all_gather_scaled_matmul"
+    several = not isinstance(weight, torch.Tensor)
+    weights: list[Any] = list(weight) if several else [weight]
+    scales: list[Any] = (
+        list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
+    )
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if all(each is None for each in biases):
+        biases = []
+    for number, (each, scale) in enumerate(zip(weights, scales, strict=False)):
+        named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
+        dims = {"gather_dim": gather_dim}
+        check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
+    own = (
+        input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
+        use_fast_accum, algorithm,
+    )  # fmt: skip
+    if direct(input, input_scale, *weights, *scales, *biases):
+        started = scaled.all_gather_scaled_matmul(bound(group, tag), *own)
+        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
+    else:
+        name, size = describe(group, tag)
+        made = _all_gather_scaled_matmul(*own, size, name)
+    outputs = list(made[: len(weights)]) if several else made[0]
+    return (made[len(weights)], outputs) if return_gathered else outputs
+
+
+def scaled_matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str = "sum",
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    group: Any = None,
+    tag: str = "",
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
+
+    ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, in which products travel, as
+    for :func:`all_gather_scaled_matmul`, but every rank may have another scale; any dimension of the
+    product may be scattered. ``reduce_op``: "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is
+    added once. ``algorithm`` as there; with "unfused" the matmul is done when the call returns, and the
+    reduction is in flight.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``, which adds the bias
+    on every rank.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def reduced():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()
+    ...     return functional.scaled_matmul_reduce_scatter(x, weight, one, one)[0, :2].tolist()
+    >>> interlace.run(reduced, 2)
+    [[8.0, 8.0], [8.0, 8.0]]
+    """
+    check(
+        "scaled_matmul_reduce_scatter",
+        group,
+        tag,
+        {"scatter_dim": scatter_dim},
+        input=input,
+        weight=weight,
+        input_scale=input_scale,
+        weight_scale=weight_scale,
+    )
+    own = (
+        input, weight, input_scale, weight_scale, bias, reduce_op, scatter_dim, out_dtype,
+        use_fast_accum, algorithm,
+    )  # fmt: skip
+    if direct(input, weight, input_scale, weight_scale, bias):
+        return started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))
+    name, size = describe(group, tag)
+    return _scaled_matmul_reduce_scatter(*own, size, name)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""The fused ops: validate, agree, choose, call. No gradients."""

@@ -1,0 +1,7 @@
+"""Groups of ranks: every way to name or make one."""
+
+from __future__ import annotations
+
+from interlace.groups.groups import resolve
+
+__all__ = ["resolve"]

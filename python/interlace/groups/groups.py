@@ -1,0 +1,331 @@
+"""Which group an op runs in: the default group of the caller, and every way to name another."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import sys
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.groups import rank_lists
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.start import connect
+from interlace.runtime.start.connect import connect_place
+
+if TYPE_CHECKING:
+    from interlace.runtime.core.place import Place
+
+DEFAULT_TIMEOUT = 300.0
+
+_default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
+    "interlace_default_group", default=None
+)
+_of_run: Communicator | None = None  # of a process that is one rank: all its threads see it
+_of_process: Communicator | None = None
+_made_from: weakref.ref[Any] | None = None  # torch's default group, if that is where it came from
+_of_process_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+
+Group = Communicator
+
+
+def install(place: Place, *, all_threads: bool = False) -> Communicator:
+    """Make a communicator on ``place`` the default group of this rank; used by launchers.
+
+    ``all_threads``: of the whole process, which is one rank.
+    """
+    global _of_run
+    communicator = Communicator(place, range(place.world_size))
+    _default.set(communicator)
+    if all_threads:
+        _of_run = communicator
+    return communicator
+
+
+def default_group() -> Communicator:
+    """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
+    if _made_from is not None and _is_left_over():
+        _forget("torch.distributed's default group, from which it came, was destroyed")
+    communicator = _default.get() or _of_run or _of_process
+    if communicator is None:
+        if "RANK" not in os.environ and not dist.is_initialized():
+            raise InterlaceError(
+                "no group: call this inside a function run by interlace.run, or start the script "
+                "with torchrun, or call torch.distributed.init_process_group first"
+            )
+        communicator = joined() or init()
+    return communicator
+
+
+def _is_left_over() -> bool:
+    return _made_from is not None and (
+        not dist.is_initialized() or _made_from() is not dist.group.WORLD
+    )
+
+
+def joined() -> Communicator | None:
+    """The caller's default group, unless it would have to be made first."""
+    communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
+    if communicator is None and dist.is_initialized():
+        # the backend may be interlace; not kept, for it ends with that group
+        whole: Any = dist.group.WORLD
+        communicator = whole.interlace_communicator if isinstance(whole, OnInterlace) else None
+    return communicator
+
+
+def simulated() -> int:
+    """How many ranks torch's ``LocalTensorMode`` plays in this process just now; 0 without it."""
+    module: Any = sys.modules.get("torch.distributed._local_tensor")
+    mode = module.enabled_local_tensor_mode() if module is not None else None
+    return 0 if mode is None else len(mode.ranks)
+
+
+class OnInterlace:
+    """A torch process group whose collectives are this project's."""
+
+    interlace_communicator: Communicator
+
+
+def world_size_of(name: str) -> int:
+    """The size of the group of that name. One of torch need not be joined for it."""
+    if dist.is_initialized() and (simulated() or joined() is None):
+        if name == rank_lists.DEFAULT_NAME:
+            return dist.get_world_size()
+        with contextlib.suppress(RuntimeError, LookupError, ValueError):
+            return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[attr-defined,arg-type]
+    elif name == rank_lists.DEFAULT_NAME and simulated():
+        return simulated()
+    return resolve(name).world_size
+
+
+def init(
+    *, timeout: float | timedelta = DEFAULT_TIMEOUT, device: str | torch.device | None = None
+) -> Communicator:
+    """Join the default group of a job of several processes, one rank each, on one host or several.
+
+    Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
+    is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR``, ``MASTER_PORT``). ``timeout``, in seconds, bounds every wait of the group. ``device``
+    is where the group's tensors are: "cpu", or "cuda" for GPUs, of which ranks of one host may share one.
+    By default "cuda" if every rank has a GPU of its own and torch's default group, if it is initialized,
+    is not one for CPUs alone.
+
+    Returns the group. Raises :class:`InterlaceError` if neither source is there, and
+    ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
+
+
+    >>> import interlace, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> interlace.init(timeout=60).ranks
+    (0,)
+    >>> interlace.shutdown()
+    >>> dist.destroy_process_group()
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    global _of_process, _made_from
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if _of_process is not None:
+        raise InterlaceError("interlace.init was called before in this process; shutdown() first")
+    if dist.is_initialized():
+        if dist.get_backend() == "fake":
+            raise InterlaceError(
+                "torch's default group is a fake one, which nobody else is in; under LocalTensorMode use "
+                "interlace.functional, which needs no group"
+            )
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+    else:
+        missing = [
+            n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ
+        ]
+        if missing:
+            raise InterlaceError(
+                f"interlace.init: {', '.join(missing)} not set; start the script with torchrun"
+            )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it
+        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=rank == 0 and not agent_store,
+            timeout=timedelta(seconds=seconds),
+        )
+    kind = None if device is None else torch.device(device)
+    if kind is not None and kind.type not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got {device!r} on rank {rank}')
+    place = connect_place(store, rank, world_size, timeout=seconds, name="default")
+    if kind is None and _may_be_gpus() and connect.all_have_gpus(place):
+        kind = torch.device("cuda")
+    if kind is not None and kind.type == "cuda":
+        own = kind if kind.index is not None else None
+        place = connect.on_gpu(place, own, timeout=seconds)
+    _of_process = Communicator(place, range(world_size))
+    _made_from = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+    return _of_process
+
+
+def _may_be_gpus() -> bool:
+    """Whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
+    if not dist.is_initialized():
+        return True
+    return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]
+
+
+def _forget(reason: str) -> None:
+    """Leave a default group that has no right to be any more, and join none but torch's next one."""
+    shutdown()
+    if not dist.is_initialized():
+        raise InterlaceError(
+            f"the default group is gone: {reason}; call torch.distributed.init_process_group or "
+            "interlace.init"
+        )
+
+
+def shutdown() -> None:
+    """Leave the default group of this process, which :func:`init` made, and give its memory back.
+
+    Idempotent, not collective. Ranks of :func:`interlace.run` need none of it.
+
+    >>> import interlace
+    >>> interlace.shutdown()
+    """
+    global _of_process, _made_from
+    _made_from = None
+    if _of_process is not None:
+        rank_lists.close(_of_process)
+        _of_process.close()
+        _of_process = None
+
+
+def resolve(group: Any) -> Communicator:
+    """The communicator that ``group`` names. Every op takes a group in each of these forms:
+
+    ============================  ====================================================================
+    None                          all ranks
+    a group                       from :func:`interlace.new_group`, or a torch ``ProcessGroup``
+    ``DeviceMesh``                of one dimension
+    ``(DeviceMesh, dim)``         the caller's row along a dimension, given by number or name
+    ``[0, 2]``                    ranks of the default group; made by its members on first use
+    ``[[0, 2], [1, 3]]``          that list, of equally long ones, in which the caller is
+    name                          "0" for all ranks, a ``name`` of ``new_group``, a torch group's name
+    ============================  ====================================================================
+
+    Raises TypeError for anything else, ValueError if the caller is not a member.
+    """
+    if group is None:
+        return default_group()
+    if isinstance(group, Communicator):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return _from_process_group(group)
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: the calling rank is not a member of it")
+    if isinstance(group, str):
+        return _from_name(group)
+    if rank_lists.is_mesh(group) or (
+        isinstance(group, tuple) and len(group) == 2 and rank_lists.is_mesh(group[0])
+    ):
+        return _from_mesh(*(group if isinstance(group, tuple) else (group, None)))
+    if isinstance(group, (list, tuple)):
+        whole = default_group()
+        return rank_lists.group_of(whole, rank_lists.chosen(whole, group))
+    raise TypeError(
+        "group must be None, a group from interlace.new_group, a torch ProcessGroup, a DeviceMesh, "
+        f"(DeviceMesh, dim), ranks, or a name, got {type(group).__name__}"
+    )
+
+
+def _from_name(name: str) -> Communicator:
+    whole = default_group()
+    found = rank_lists.named(whole, name)
+    if found is not None:
+        return found
+    try:
+        torch_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    except (RuntimeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"group: there is no group named {name!r} on rank {whole.rank}; names are "
+            f"{rank_lists.DEFAULT_NAME!r} for all ranks, those given to new_group, those of torch's groups"
+        ) from error
+    return _from_process_group(torch_group)
+
+
+def _from_mesh(mesh: Any, dim: int | str | None) -> Communicator:
+    ranks = rank_lists.of_mesh(mesh, dim, default_group().rank)
+    if dist.is_initialized():
+        group = None
+        with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups
+            group = mesh.get_group(dim)
+        if group is not None:
+            return resolve(group)
+    whole = default_group()
+    return rank_lists.group_of(whole, ranks)
+
+
+def _from_process_group(group: dist.ProcessGroup) -> Communicator:
+    if isinstance(group, OnInterlace):
+        return group.interlace_communicator
+    communicator = _of_process_group.get(group)
+    if communicator is None:
+        whole = default_group()
+        ranks = dist.get_process_group_ranks(group)
+        if ranks == list(range(whole.world_size)):
+            return whole
+        place = connect_place(
+            dist.distributed_c10d._get_default_store(),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            timeout=DEFAULT_TIMEOUT,
+            name=f"group {group.group_name}",
+        )
+        if whole.device_type == "cuda":
+            place = connect.on_gpu(place, whole.place.device, timeout=DEFAULT_TIMEOUT)
+        communicator = _of_process_group[group] = Communicator(place, ranks)
+    return communicator
+
+
+def get_rank(group: Any = None) -> int:
+    """The caller's rank within ``group``, by default within all ranks.
+
+    Raises ValueError if the caller is no member, TypeError for what is no group, :class:`InterlaceError` if
+    there is no default group. Semantics: ``torch.distributed.get_rank``, which gives -1 to those outside.
+
+    >>> import interlace
+    >>> interlace.run(interlace.get_rank, 2)
+    [0, 1]
+    """
+    return resolve(group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks of ``group``, by default of all ranks.
+
+    Raises what :func:`get_rank` does. Semantics: ``torch.distributed.get_world_size``, which gives -1 to
+    those outside.
+
+    >>> import interlace
+    >>> interlace.run(interlace.get_world_size, 2)
+    [2, 2]
+    """
+    return resolve(group).world_size
+
+
+def device() -> torch.device:
+    """Where tensors of the calling rank live.
+
+    The CPU in ``sim`` and ``shm``, the rank's GPU elsewhere.
+
+    >>> import interlace
+    >>> interlace.run(lambda: str(interlace.device()), 1)
+    ['cpu']
+    """
+    return default_group().place.device

@@ -1,0 +1,188 @@
+"""Groups made on purpose: new_group, new_subgroups, split_group; torch's arguments and semantics.
+
+``backend``, ``pg_options`` and ``device_id`` are torch's and have no effect: a group of interlace's is in
+the place of the ranks it is made of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from interlace.arguments import checks
+from interlace.groups import rank_lists
+from interlace.groups.groups import default_group, resolve
+from interlace.runtime.core.communicator import Communicator
+
+_made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def _seconds(timeout: timedelta | float | None, rank: int) -> float | None:
+    seconds = checks.seconds("timeout", timeout, rank)
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"timeout must be positive, got {seconds} s on rank {rank}")
+    return seconds
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | float | None = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = False,
+    *,
+    group: Any = None,
+    name: str | None = None,
+) -> Any:
+    """A group of some ranks of ``group``, by default of all ranks.
+
+    Collective over ``group``: every rank calls it with the same ``ranks``, as with
+    ``torch.distributed.new_group``; with ``use_local_synchronization`` its members only. Position in
+    ``ranks`` is the rank in the new group, unless ``sort_ranks``. Ranks outside it get
+    ``GroupMember.NON_GROUP_MEMBER``, as from torch, with which every op raises ValueError.
+
+    ``timeout``, in seconds or a timedelta, bounds the waits of the group, by default as its parent's.
+    ``name`` names it: a later op takes ``group=name``.
+
+    Raises ValueError or TypeError, on every rank of the parent unless ``use_local_synchronization``, for
+    ranks that are not there, and where ranks ask for different groups.
+
+    >>> import interlace
+    >>> def on_rank():
+    ...     group = interlace.new_group([2, 1], name="pair", timeout=60)
+    ...     return interlace.get_rank(group) if interlace.get_rank() else None
+    >>> interlace.run(on_rank, 3)
+    [None, 1, 0]
+    """
+    parent = resolve(group)
+    try:
+        members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
+        seconds = _seconds(timeout, parent.rank)
+    except Exception:
+        if use_local_synchronization:  # the others need not be here
+            raise
+        with parent.accepting("new_group"):
+            raise
+    if sort_ranks:
+        members = tuple(sorted(members))
+    communicator: Communicator | None
+    if use_local_synchronization:
+        if parent.rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        count = _made_locally.setdefault(parent, Counter())
+        count[members] += 1
+        communicator = rank_lists.made(parent, members, rank_lists.ALONE - count[members])
+    else:
+        communicator = parent.split(members)
+    if communicator is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    if seconds is not None:
+        communicator.place.set_timeout(seconds)
+    if name is not None:
+        rank_lists.name(default_group(), name, communicator)
+    return communicator
+
+
+def new_subgroups(
+    group_size: int,
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Groups of ``group_size`` consecutive ranks of ``group``; the caller's, and all of them.
+
+    Groups of which the caller is no member are ``NON_GROUP_MEMBER``. ``timeout``: seconds or a timedelta.
+    Raises ValueError on every rank if ``group_size`` does not divide the world size, TypeError if it is no
+    int. Semantics: ``torch.distributed.new_subgroups``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.new_subgroups(2)[0].ranks, 4)
+    [(0, 1), (0, 1), (2, 3), (2, 3)]
+    """
+    parent = resolve(group)
+    world_size, rank = parent.world_size, parent.rank
+    with parent.accepting("new_group"):
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_size must be an int, got {group_size!r} on rank {rank}")
+        if group_size <= 0 or world_size % group_size:
+            raise ValueError(
+                f"group_size must be positive and divide world size {world_size}, got {group_size} "
+                f"on rank {rank}"
+            )
+    lists = [list(range(at, at + group_size)) for at in range(0, world_size, group_size)]
+    return _by_enumeration("group_size", lists, timeout, group)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | float | None = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """A group for every list of ranks; the caller's, None if there is none, and all of them.
+
+    ``timeout``: seconds or a timedelta. Raises ValueError on every rank if a rank is in two lists,
+    TypeError for no lists. Semantics: ``torch.distributed.new_subgroups_by_enumeration``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.new_subgroups_by_enumeration([[0, 2], [1]])[0].ranks, 3)
+    [(0, 2), (1,), (0, 2)]
+    """
+    return _by_enumeration("ranks_per_subgroup_list", ranks_per_subgroup_list, timeout, None)
+
+
+def _by_enumeration(
+    name: str, lists: Any, timeout: timedelta | float | None, group: Any
+) -> tuple[Any, list[Any]]:
+    """All is checked before the first group is made: the other ranks see one refusal, or none."""
+    parent = resolve(group)
+    rank = parent.rank
+    with parent.accepting("new_group"):
+        if not isinstance(lists, Sequence) or isinstance(lists, str):
+            raise TypeError(
+                f"{name} must be a list of lists of ranks, got {lists!r} on rank {rank}"
+            )
+        if not lists:
+            raise ValueError(f"{name} must not be empty, got {lists!r} on rank {rank}")
+        rows = [rank_lists.checked(each, parent) for each in lists]
+        _seconds(timeout, rank)
+        count = Counter(each for row in rows for each in row)
+        twice = [each for each, times in count.items() if times > 1]
+        if twice:
+            raise ValueError(
+                f"rank {twice[0]} is in two of {[list(row) for row in rows]}, on rank {rank}"
+            )
+    groups = [new_group(row, timeout, group=group) for row in rows]
+    mine = [each for row, each in zip(rows, groups, strict=True) if rank in row]
+    return (mine[0] if mine else None), groups
+
+
+def split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | float | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> Any:
+    """The caller's group of those that ``split_ranks``, ranks of the parent, says; None if it has none.
+
+    Collective over the parent. ``timeout``: seconds or a timedelta. Raises ValueError or TypeError on every
+    rank if a rank is not there, or in two lists. Semantics: ``torch.distributed.split_group``.
+
+    >>> import interlace
+    >>> interlace.run(lambda: interlace.split_group(split_ranks=[[0, 1]]) is None, 3)
+    [False, False, True]
+    """
+    return _by_enumeration("split_ranks", split_ranks, timeout, parent_pg)[0]

@@ -1,0 +1,263 @@
+"""Groups as traced ops name them: a string and a size, which need no process group before they run.
+
+A graph holds ``(name, size)`` only. :func:`describe` makes the pair from any form of a group, :func:`bind`
+finds the communicator when the op runs. Names are::
+
+    "0"                 all ranks
+    "tp"                a GroupSpec that was bound, a name given to new_group, a torch group's name
+    "ranks:0,2"         these ranks of the default group, made on first use
+    "ranks:0,2|1,3"     the list in which the caller is
+    "ranks:0,2#fast"    another group over the same ranks: a tag
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.groups import rank_lists
+from interlace.groups.groups import (
+    OnInterlace,
+    default_group,
+    joined,
+    resolve,
+    simulated,
+    world_size_of,
+)
+from interlace.runtime.core.communicator import Communicator
+
+RANKS = "ranks:"
+_Result = TypeVar("_Result")
+
+_bound: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
+_found: weakref.WeakKeyDictionary[Communicator, dict[tuple[str, int], Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group that need not exist yet: tracing, compiling and exporting take its name and size.
+
+    When an op runs, the name stands for what :meth:`bind` said, else for the group that
+    :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks. Raises
+    TypeError or ValueError for what is no name or size.
+
+    >>> import interlace, torch
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> group = interlace.GroupSpec("tp", 4)
+    >>> def double(x):
+    ...     return interlace.functional.all_gather(x, group=group) * 2
+    >>> graph = make_fx(double, tracing_mode="fake")(torch.ones(2)).graph
+    >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    ['interlace.all_gather.default', '_c10d_functional.wait_tensor.default', 'aten.mul.Tensor']
+
+    Without a size, what is traced or exported fits groups of any size: the graph asks for it.
+
+    What it stands for is said when there are ranks:
+
+    >>> def bound():
+    ...     group.bind(None)  # all ranks
+    ...     return interlace.functional.all_gather(torch.ones(1), group=group).tolist()
+    >>> interlace.run(bound, 4)[0]
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    name: str
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"GroupSpec: name must be a non-empty string, got {self.name!r}")
+        if self.name.startswith(RANKS):
+            raise ValueError(
+                f"GroupSpec: names with {RANKS!r} are those of rank lists: {self.name!r}"
+            )
+        if self.size is None:
+            return
+        if isinstance(self.size, bool) or not isinstance(self.size, (int, torch.SymInt)):
+            raise TypeError(f"GroupSpec: size must be an int or None, got {self.size!r}")
+        if isinstance(self.size, int) and self.size < 1:
+            raise ValueError(f"GroupSpec: size must be at least 1, got {self.size}")
+
+    def bind(self, group: Any) -> None:
+        """From now on the name stands for ``group``, on the calling rank.
+
+        Raises ValueError for another size.
+        """
+        communicator = resolve(group)
+        if self.size is not None and communicator.world_size != self.size:
+            raise ValueError(
+                f"GroupSpec {self.name!r} has size {self.size}, the group {communicator.world_size}, "
+                f"on rank {communicator.rank}"
+            )
+        whole = default_group()
+        _bound.setdefault(whole, {})[self.name] = communicator
+        _found.pop(whole, None)
+
+
+def describe(group: Any, tag: str = "") -> tuple[str, int]:
+    """Name and size of ``group``, in any form that :func:`interlace.groups.resolve` takes, or a GroupSpec.
+
+    ``tag`` tells groups over the same list of ranks apart. Needs a live group only for None and names, and
+    what it says of them is a constant of a compiled graph. Raises ValueError or TypeError for other forms.
+    """
+    if isinstance(group, GroupSpec):
+        size = torch.ops.interlace.group_size(group.name) if group.size is None else group.size
+        named = group.name, size
+    elif isinstance(group, (Communicator, OnInterlace)):
+        named = _of_object(id(group))
+    elif group is None:
+        named = _of_default()
+    elif isinstance(group, str):
+        named = _of_name(group)
+    elif isinstance(group, dist.ProcessGroup):
+        named = group.group_name, group.size()
+    elif isinstance(group, DeviceMesh):
+        named = _of_mesh(group, None)
+    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        dim = group[1]  # which Dynamo may have made a symbol
+        named = _of_mesh(
+            group[0], dim if dim is None or isinstance(dim, str) else operator.index(dim)
+        )
+    elif isinstance(group, (list, tuple)):
+        return _of_ranks(group, tag)
+    else:
+        raise TypeError(
+            "group must be None, a GroupSpec, a group from interlace.new_group, a torch ProcessGroup, a "
+            f"DeviceMesh, (DeviceMesh, dim), ranks, or a name, got {type(group).__name__}"
+        )
+    if tag:
+        raise ValueError(f"tag {tag!r} goes with a list of ranks, not with {type(group).__name__}")
+    return named
+
+
+def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
+    rows = group if len(group) and isinstance(group[0], (list, tuple)) else [group]
+    seen = []
+    for row in rows:
+        if not isinstance(row, (list, tuple)) or not row:
+            raise TypeError(f"group: {group!r} is neither ranks nor lists of ranks")
+        for rank in row:
+            if isinstance(rank, bool) or not isinstance(rank, (int, torch.SymInt)):
+                raise TypeError(f"group: ranks must be ints, got {rank!r}")
+            rank = operator.index(rank)  # Dynamo may have made it a symbol
+            if rank < 0 or rank in seen:
+                raise ValueError(f"group: ranks must be distinct and not negative, got {group!r}")
+            seen.append(rank)
+    sizes = [len(row) for row in rows]
+    if min(sizes) != max(sizes):
+        raise ValueError(f"group: group sizes must be identical, got {sizes}")
+    if not isinstance(tag, str) or "#" in tag:
+        raise ValueError(f"tag must be a string without '#', got {tag!r}")
+    text = "|".join([",".join([str(operator.index(rank)) for rank in row]) for row in rows])
+    return RANKS + text + ("#" + tag if tag else ""), sizes[0]
+
+
+# What Dynamo cannot trace is asked for once, while it traces.
+
+
+def _constant(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    return torch._dynamo.assume_constant_result(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@_constant
+def _of_default() -> tuple[str, int]:
+    return rank_lists.DEFAULT_NAME, world_size_of(rank_lists.DEFAULT_NAME)
+
+
+@_constant
+def _of_name(name: str) -> tuple[str, int]:
+    whole = joined()
+    found = None if whole is None else _bound.get(whole, {}).get(name)
+    return name, world_size_of(name) if found is None else found.world_size
+
+
+@_constant
+def _of_object(address: int) -> tuple[str, int]:
+    """Of the group at that address: Dynamo guards what ``id`` said, and passes on constants only."""
+    group = ctypes.cast(address, ctypes.py_object).value
+    if isinstance(group, Communicator):
+        return rank_lists.name_of(default_group(), group), group.world_size
+    return group.group_name, group.size()
+
+
+@_constant
+def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
+    index = rank_lists.mesh_dim(mesh, dim, "")
+    if simulated():
+        return _of_ranks(rank_lists.all_rows(mesh, index), "")
+    if dist.is_initialized():
+        torch_group = mesh.get_group(index)
+        return torch_group.group_name, torch_group.size()
+    return _of_ranks(rank_lists.rows(mesh, index), "")
+
+
+# -- when an op runs -----------------------------------------------------------------------------------
+
+
+def size_of(name: str) -> int:
+    """How many ranks the group has that ``name`` stands for."""
+    return _find(default_group(), name).world_size
+
+
+def bind(name: str, size: int) -> Communicator:
+    """The communicator that a traced op's ``(name, size)`` stand for on the calling rank.
+
+    Raises ValueError if there is none, if the caller is no member, or if it has another size.
+    """
+    if simulated():
+        raise TypeError(
+            f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it knows "
+            "LocalTensorMode itself, no class derived from it"
+        )
+    whole = default_group()
+    known = _found.get(whole)
+    if known is None:
+        known = _found.setdefault(whole, {})
+    if name == rank_lists.DEFAULT_NAME and size == whole.world_size:
+        return whole
+    communicator = known.get((name, size))
+    if communicator is None or communicator.closed:
+        communicator = _find(whole, name)
+        if communicator.world_size != size:
+            raise ValueError(
+                f"group {name!r} has {communicator.world_size} ranks, the op was traced for {size}, "
+                f"on rank {whole.rank}"
+            )
+        if communicator is not whole:  # which would then never be let go
+            known[name, size] = communicator
+    return communicator
+
+
+def _find(whole: Communicator, name: str) -> Communicator:
+    bound = _bound.get(whole, {}).get(name)
+    if bound is not None:
+        return bound
+    if not name.startswith(RANKS):
+        return resolve(name)
+    made_by_new_group = rank_lists.named(whole, name)
+    if made_by_new_group is not None:
+        return made_by_new_group
+    lists, _, tag = name.removeprefix(RANKS).partition("#")
+    rows = [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
+    return rank_lists.group_of(whole, rank_lists.chosen(whole, rows), tag)
+
+
+def bound(group: Any, tag: str = "") -> Communicator:
+    """``bind(*describe(group, tag))``, for eager calls."""
+    if isinstance(group, GroupSpec) or tag:
+        return bind(*describe(group, tag))
+    if isinstance(group, str):
+        return _find(default_group(), group)
+    return resolve(group)

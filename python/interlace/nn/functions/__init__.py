@@ -1,0 +1,1 @@
+"""The autograd functions under the layers."""

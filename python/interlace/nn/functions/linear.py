@@ -1,0 +1,175 @@
+"""Linear layers split over a group, with all communication inside or beside their matmuls.
+
+Weights are as ``torch.nn.Linear`` keeps them, ``[out, in]``. A column-parallel weight is this rank's rows
+of the whole one, a row-parallel weight its columns (Megatron-LM, Shoeybi et al. 2019). Under sequence
+parallelism (Korthikanti et al. 2022) activations outside the pair are shards along the sequence::
+
+    layer    forward                  backward
+    column   all_gather_matmul        all_gather of the input     beside   matmul_reduce_scatter of the
+                                      the weights' gradients      beside   ... input's gradient
+    row      matmul_reduce_scatter    all_gather_matmul: the input's gradient, and the gathered one
+                                      the weight's gradient       beside   all_reduce of the bias'
+
+Without it, activations are whole on all ranks: column-parallel layers communicate in backward alone
+(``matmul_all_reduce``), row-parallel ones in forward alone. A collective is started before the matmul that
+it hides behind, and waited for after it. The order is that of streams and events, so
+``CUDA_DEVICE_MAX_CONNECTIONS`` may have any value.
+
+Backward computes what ``requires_grad`` of the arguments asks for, and skips the collectives of what it
+does not: it must be the same on all ranks. Shards must be equal. Gradients have no gradients themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks
+from interlace.groups.groups import resolve
+from interlace.nn.functions.linear_arguments import (
+    check_deferred,
+    check_fusion,
+    checked_input,
+    checked_weights,
+)
+from interlace.nn.functions.linear_gradients import Column, Layer, Row
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.ops.simulated_backward import prepare
+
+Tensor = torch.Tensor
+
+
+def column_parallel_linear(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    group: Any,
+    gather_dim: int = 0,
+    sequence_parallel: bool = True,
+    gradient_accumulation_fusion: bool = False,
+    save_gathered: bool = False,
+    deferred: DeferredWeightGradients | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``, this rank's columns of each.
+
+    Parameters
+    ----------
+    input : ``[..., in]``, 2-D or more; with ``sequence_parallel`` this rank's equal shard along
+        ``gather_dim``, as ``[s / world size, b, in]``, else the whole, the same on all ranks.
+    weights : ``[out_local, in]`` each; one gather feeds all of them.
+    biases : ``[out_local]`` or None for each weight.
+    group : anything that :func:`interlace.groups.resolve` takes.
+    gather_dim : the sequence dimension, 0 for ``[s, b, h]``, 1 for ``[b, s, h]``; not the last.
+    gradient_accumulation_fusion : add the weights' gradients to their ``main_grad`` (fp32 or bf16, summed
+        in fp32) instead of returning them; ``weight.grad`` then stays None, or is a placeholder of
+        undefined values if the weight has Megatron's attribute ``grad_added_to_main_grad``, set to True.
+    save_gathered : keep the gathered input for backward, where it is gathered again otherwise.
+    deferred : leave the weights' gradients there, for its ``run()``.
+    out_dtype : dtype of the outputs, default the input's.
+
+    The gradient of ``input`` is summed over the group, and scattered like ``input``. Inside
+    ``torch.autocast`` operands are cast as ``torch.nn.functional.linear`` casts them.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks.
+    Semantics: Megatron-core's ``ColumnParallelLinear``.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import column_parallel_linear
+    >>> def step():
+    ...     x, w = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
+    ...     (y,) = column_parallel_linear(x, [w], group=None)
+    ...     y.sum().backward()
+    ...     return tuple(y.shape), x.grad[0, 0].item()
+    >>> interlace.run(step, 2)
+    [((4, 3), 6.0), ((4, 3), 6.0)]
+    """
+    op = "column_parallel_linear"
+    communicator = resolve(group).on(input)
+    with communicator.accepting(op):
+        rank = communicator.rank
+        source, dim = checked_input(input, "gather_dim", gather_dim, communicator)
+        matrices, vectors = checked_weights(weights, biases, source, communicator)
+        prepare(communicator, source, *matrices, *vectors)
+        if gradient_accumulation_fusion:
+            for index, weight in enumerate(matrices):
+                check_fusion(f"weights[{index}]", weight, rank)
+        check_deferred(deferred, matrices, rank)
+        checks.output_dtype(out_dtype, source, rank)
+    alone = communicator.world_size == 1
+    sharded = bool(sequence_parallel) and not alone
+    layer = Layer(
+        None if alone else communicator,
+        dim if sharded else 0,
+        sharded,
+        bool(gradient_accumulation_fusion),
+        bool(save_gathered),
+        deferred,
+        out_dtype,
+    )
+    return list(Column.apply(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
+
+
+def row_parallel_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any,
+    scatter_dim: int = 0,
+    sequence_parallel: bool = True,
+    gradient_accumulation_fusion: bool = False,
+    deferred: DeferredWeightGradients | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``(sum over ranks of input @ weight.t()) + bias``: this rank's shard of it, or all of it.
+
+    Parameters
+    ----------
+    input : ``[..., in_local]``, 2-D or more, whole along the sequence.
+    weight : ``[out, in_local]``.
+    bias : ``[out]``, the same on all ranks; added once, to the sum. With ``sequence_parallel`` a rank
+        sees its own rows only, so the bias' gradient is summed over the group: the same on all ranks.
+    scatter_dim : the sequence dimension, whose length the size of the group divides; not the last.
+    sequence_parallel : give this rank's shard along ``scatter_dim``; else the whole, on all ranks.
+    group, gradient_accumulation_fusion, deferred, out_dtype : as for :func:`column_parallel_linear`.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
+    Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import row_parallel_linear
+    >>> def step():
+    ...     x, w = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
+    ...     y = row_parallel_linear(x, w, group=None)
+    ...     y.sum().backward()
+    ...     return y.tolist(), x.grad[0, 0].item()
+    >>> interlace.run(step, 2)
+    [([[8.0, 8.0, 8.0]], 3.0), ([[8.0, 8.0, 8.0]], 3.0)]
+    """
+    op = "row_parallel_linear"
+    communicator = resolve(group).on(input)
+    with communicator.accepting(op):
+        rank = communicator.rank
+        source, dim = checked_input(input, "scatter_dim", scatter_dim, communicator)
+        checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
+        prepare(communicator, source, weight, bias)
+        if gradient_accumulation_fusion:
+            check_fusion("weight", weight, rank)
+        check_deferred(deferred, [weight], rank)
+        checks.output_dtype(out_dtype, source, rank)
+    alone = communicator.world_size == 1
+    sharded = bool(sequence_parallel) and not alone
+    layer = Layer(
+        None if alone else communicator,
+        dim if sharded else 0,
+        sharded,
+        bool(gradient_accumulation_fusion),
+        False,
+        deferred,
+        out_dtype,
+    )
+    return Row.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]

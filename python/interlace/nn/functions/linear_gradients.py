@@ -1,0 +1,267 @@
+"""The linear functions as autograd sees them: forward, and backward in the order that overlaps.
+
+``linear.py`` says what overlaps with what. Backward works on matrices, with one row per token and
+the rows of one rank's shard together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from interlace.collectives.rootless import _all_reduce
+from interlace.fused.shapes import rows_of, unrows
+from interlace.nn.functions import weight_gradients
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients, gather
+from interlace.ops.eager import fused
+from interlace.ops.eager.pending import Started
+from interlace.runtime.algorithms.operands import multiply
+from interlace.runtime.core.communicator import Communicator
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How a call communicates: not at all without a ``communicator``, which a lone rank has not."""
+
+    communicator: Communicator | None
+    dim: int
+    sharded: bool  # along the sequence, over the communicator
+    fused: bool
+    save_gathered: bool
+    deferred: DeferredWeightGradients | None
+    out_dtype: torch.dtype | None
+
+
+def _compute_dtype(input: Tensor) -> torch.dtype:
+    """That of the operands: the input's, or what autocast says."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return input.dtype
+
+
+def _as_is(kind: str) -> Any:
+    """Around matmuls whose operands were cast."""
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype == input.dtype:
+        return torch.nn.functional.linear(input, weight, bias)
+    output = input.new_empty(*input.shape[:-1], weight.shape[0], dtype=dtype)
+    multiply(output.flatten(0, -2), input.flatten(0, -2), weight.t(), bias)
+    return output
+
+
+def _finished(started: Started) -> list[Tensor]:
+    """The outputs, complete, as tensors of their own: autograd forbids to change views in place."""
+    if started.work is not None:
+        started.work.wait()
+    return [each.data for each in started.outputs]
+
+
+def _deferred(layer: Layer) -> DeferredWeightGradients | None:
+    """Where this backward leaves the weights' gradients, if it does."""
+    return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
+
+
+def _of_weights(
+    layer: Layer,
+    deferred: DeferredWeightGradients | None,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    input: Tensor,
+    over: Communicator | None,
+) -> list[Tensor | None]:
+    """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
+    if not weights:
+        return []
+    if deferred is None:
+        return [
+            weight_gradients.gradient(weight, grad, input, fused=layer.fused)
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
+    deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
+    return [weight_gradients.placeholder(w) if layer.fused else None for w in weights]
+
+
+# -- column ------------------------------------------------------------------------------------------
+
+
+class Column(torch.autograd.Function):
+    """Arguments: the layer, the number of weights, the input, the weights, the biases."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
+        dtype = _compute_dtype(input)
+        own = input.to(dtype)
+        weights = [each.to(dtype) for each in given[:count]]
+        biases = [None if each is None else each.to(dtype) for each in given[count:]]
+        kept = own
+        with _as_is(input.device.type):
+            if layer.sharded:
+                assert layer.communicator is not None
+                keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
+                outputs = _finished(
+                    fused.all_gather_matmul(
+                        layer.communicator,
+                        own,
+                        [weight.t() for weight in weights],
+                        biases,
+                        layer.dim,
+                        keep,
+                        "auto",
+                        layer.out_dtype,
+                    )
+                )
+                if keep:
+                    kept = outputs.pop()
+            else:
+                made = layer.out_dtype or dtype
+                outputs = [_linear(own, w, b, made) for w, b in zip(weights, biases, strict=True)]
+        ctx.layer, ctx.shape, ctx.gathered = layer, input.shape, kept is not own
+        ctx.input_dtype = input.dtype
+        ctx.parameters = given[:count]
+        ctx.bias_dtypes = [None if each is None else each.dtype for each in given[count:]]
+        ctx.save_for_backward(kept, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        layer: Layer = ctx.layer
+        kept, *weights = ctx.saved_tensors
+        count, needed = len(weights), ctx.needs_input_grad
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        wanted = [index for index in used if needed[3 + index]]
+        with _as_is(kept.device.type):
+            rows = {i: rows_of(grads[i].to(kept.dtype), layer.dim) for i in used}  # type: ignore[union-attr]
+            input = rows_of(kept, layer.dim)
+            over = layer.communicator if layer.sharded and not ctx.gathered else None
+            # under way while the gradient of the input is computed
+            deferred = _deferred(layer) if wanted else None
+            whole = gather(over, input) if over and wanted and deferred is None else None
+            of_input = None
+            if needed[2] and used:
+                of_input = _start_of_input(
+                    layer, [rows[i] for i in used], [weights[i] for i in used]
+                )
+            if whole is not None:
+                input = whole.wait()
+            learning = [ctx.parameters[i] for i in wanted]
+            found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
+        of_weights = dict(zip(wanted, found, strict=True))
+        of_biases = [
+            grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
+            if i in rows and needed[3 + count + i]
+            else None
+            for i in range(count)
+        ]
+        result = None
+        if of_input is not None:
+            lengths = [ctx.shape[layer.dim], *_without(ctx.shape[:-1], layer.dim)]
+            result = unrows(_finished(of_input)[0], lengths, layer.dim).to(ctx.input_dtype)
+        return (None, None, result, *[of_weights.get(i) for i in range(count)], *of_biases)
+
+
+def _without(lengths: Sequence[int], dim: int) -> list[int]:
+    return [length for index, length in enumerate(lengths) if index != dim]
+
+
+def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) -> Started:
+    """The sum of ``grads[i] @ weights[i]`` over all i and ranks, in flight; own rows of it if sharded."""
+    grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
+    if layer.communicator is None:
+        return Started([grad @ weight], None)
+    if not layer.sharded:
+        return fused.matmul_all_reduce(layer.communicator, grad, weight, None, "sum", "auto", None)
+    return fused.matmul_reduce_scatter(
+        layer.communicator, grad, weight, None, "sum", 0, "auto", None
+    )
+
+
+# -- row ---------------------------------------------------------------------------------------------
+
+
+class Row(torch.autograd.Function):
+    """Arguments: the layer, the input, the weight, the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        dtype = _compute_dtype(input)
+        own, matrix = input.to(dtype), weight.to(dtype)
+        vector = None if bias is None else bias.to(dtype)
+        communicator = layer.communicator
+        with _as_is(input.device.type):
+            if communicator is None:
+                output = _linear(own, matrix, vector, layer.out_dtype or dtype)
+            elif layer.sharded:
+                (output,) = _finished(
+                    fused.matmul_reduce_scatter(
+                        communicator, own, matrix.t(), vector, "sum", layer.dim, "auto",
+                        layer.out_dtype,
+                    )
+                )  # fmt: skip
+            else:
+                (output,) = _finished(
+                    fused.matmul_all_reduce(
+                        communicator, own, matrix.t(), vector, "sum", "auto", layer.out_dtype
+                    )
+                )
+        ctx.layer, ctx.parameter = layer, weight
+        ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(own, matrix)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layer: Layer = ctx.layer
+        kept, weight = ctx.saved_tensors
+        _, shared, weighed, biased = ctx.needs_input_grad
+        over = layer.communicator if layer.sharded else None
+        of_input = of_weight = of_bias = bias_sum = None
+        with _as_is(kept.device.type):
+            rows = rows_of(grad.to(kept.dtype), layer.dim)
+            whole, started = rows, None
+            if shared and over is None:
+                started = Started([rows @ weight], None)
+            elif shared and over is not None:
+                started = fused.all_gather_matmul(
+                    over, rows, [weight], [], 0, weighed, "auto", None
+                )
+            gathered = gather(over, rows) if weighed and over is not None and not shared else None
+            if biased:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
+                if over is not None:
+                    bias_sum = _all_reduce(over, of_bias, "sum", async_op=True)
+            if started is not None:
+                of_input, *rest = _finished(started)
+                whole = rest[0] if rest else rows
+            if gathered is not None:
+                whole = gathered.wait()
+            if weighed:
+                input = rows_of(kept, layer.dim)
+                (of_weight,) = _of_weights(
+                    layer, _deferred(layer), [ctx.parameter], [whole], input, None
+                )
+        if of_input is not None:
+            lengths = [kept.shape[layer.dim], *_without(kept.shape[:-1], layer.dim)]
+            of_input = unrows(of_input, lengths, layer.dim).to(ctx.input_dtype)
+        if of_bias is not None:
+            if bias_sum is not None:
+                bias_sum.wait()
+            of_bias = of_bias.to(ctx.bias_dtype)
+        return None, of_input, of_weight, of_bias

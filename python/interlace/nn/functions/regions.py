@@ -1,0 +1,248 @@
+"""Where a model goes from replicated to sharded activations and back, with the gradients of each way.
+
+===========================  ======================================  ==================================
+function                     forward                                 backward
+===========================  ======================================  ==================================
+copy_to_group                nothing                                 all-reduce
+reduce_from_group            all-reduce                              nothing
+scatter_to_group             this rank's part                        all-gather
+gather_from_group            all-gather                              this rank's part
+reduce_scatter_to_sequence   reduce-scatter                          all-gather
+gather_from_sequence         all-gather                              reduce-scatter
+===========================  ======================================  ==================================
+
+``scatter`` and ``gather`` are for parts of what is computed alike on all ranks, so that gradients are not
+summed. ``gather_from_sequence`` is for what ranks then use differently. Parts are equal. Semantics:
+Megatron-core's ``tensor_parallel.mappings``; the loss is one for all ranks, or the sum over sequence
+shards. Ranks must agree on which tensors require gradients, which cannot be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from interlace.arguments import checks
+from interlace.collectives.rootless import _all_gather, _all_reduce, _reduce_scatter
+from interlace.groups.groups import resolve
+from interlace.ops.simulated_backward import prepare
+from interlace.runtime.core.communicator import Communicator
+
+Tensor = torch.Tensor
+_Way = Callable[[Tensor, int, Communicator], Tensor]
+
+
+def _group(group: Any, *values: Any) -> Communicator:
+    communicator = resolve(group).on(*values)
+    prepare(communicator, *values)
+    return communicator
+
+
+def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    _all_reduce(group, result)
+    return result
+
+
+def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    return tensor.chunk(group.world_size, dim)[group.rank].contiguous()
+
+
+def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] *= group.world_size
+    result = tensor.new_empty(shape)
+    _all_gather(
+        group, list(result.chunk(group.world_size, dim)), tensor.detach().contiguous(), False
+    )
+    return result
+
+
+def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+    parts = [each.contiguous() for each in tensor.detach().chunk(group.world_size, dim)]
+    result = torch.empty_like(parts[0])
+    _reduce_scatter(group, result, parts, "sum", False)
+    return result
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Way, back: _Way
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.back = dim, group, back
+        return there(tensor, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
+
+
+def _pass(
+    op: str, tensor: Tensor, dim: int | None, group: Any, there: _Way, back: _Way, *, divides: bool
+) -> Tensor:
+    communicator = _group(group, tensor)
+    with communicator.accepting(op):
+        rank, size = communicator.rank, communicator.world_size
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__} on rank {rank}")
+        dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim(), rank)
+        if divides and tensor.shape[dim] % size:
+            raise ValueError(
+                f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}, "
+                f"on rank {rank}"
+            )
+    if communicator.world_size == 1:
+        return tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        apply: Any = _Region.apply
+        result: Tensor = apply(tensor, dim, communicator, there, back)
+        return result
+    return there(tensor, dim, communicator)
+
+
+class _Copied(torch.autograd.Function):
+    """Of several tensors at once: one collective for all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # at least fp32 on the way, as gradients of few rows are summed up in
+        dtype = torch.float32
+        for grad in grads:
+            dtype = torch.promote_types(dtype, grad.dtype)
+        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+        _all_reduce(ctx.group, flat)
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        return None, *[
+            part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)
+        ]
+
+
+def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:
+    """The same ``tensors``, whose gradients are summed over ``group``, all in one collective.
+
+    For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
+    on sequence shards. Any shapes; None stays None. Without it each rank has its share of the gradient
+    only.
+
+    Raises TypeError on this rank for what is neither a tensor nor None. Semantics: Megatron-core's
+    ``copy_to_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import copy_to_group
+    >>> def grad():
+    ...     scale = torch.ones(1, requires_grad=True)
+    ...     (shared,) = copy_to_group(scale)
+    ...     (shared * (1 + interlace.get_rank())).sum().backward()
+    ...     return scale.grad.item()
+    >>> interlace.run(grad, 2)
+    [3.0, 3.0]
+    """
+    there = [each for each in tensors if each is not None]
+    communicator = _group(group, *there)
+    for each in there:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"tensors must be tensors or None, got {type(each).__name__} on rank {communicator.rank}"
+            )
+    wanted = [each for each in there if each.requires_grad]
+    if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
+        return tensors
+    copied = iter(_Copied.apply(communicator, *wanted))  # type: ignore[no-untyped-call]
+    return tuple(
+        next(copied) if each is not None and each.requires_grad else each for each in tensors
+    )
+
+
+def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
+    """The sum of ``tensor`` over ranks, on all ranks, which go on alike: the gradient is not summed again.
+
+    ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
+    moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+    return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is, divides=False)
+
+
+def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+    """This rank's part, along ``dim``, of ``tensor``, which is the same on all ranks.
+
+    The group's size divides the length of ``dim``. Raises ValueError or TypeError on every rank, before any
+    data moves. Semantics: Megatron-core's ``scatter_to_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.scatter_to_group(torch.arange(4)).tolist(), 2)
+    [[0, 1], [2, 3]]
+    """
+    return _pass("scatter_to_group", tensor, dim, group, _part, _whole, divides=True)
+
+
+def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+    """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed.
+
+    ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
+    rank, before any data moves. Semantics: Megatron-core's ``gather_from_tensor_model_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.gather_from_group(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
+    """
+    return _pass("gather_from_group", tensor, dim, group, _whole, _part, divides=False)
+
+
+def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+    """This rank's part, along ``dim``, of the sum of ``tensor`` over ranks.
+
+    Shapes are equal on all ranks, and the group's size divides the length of ``dim``. Raises ValueError or
+    TypeError on every rank, before any data moves. Semantics: Megatron-core's
+    ``reduce_scatter_to_sequence_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.reduce_scatter_to_sequence(torch.arange(4)).tolist(), 2)
+    [[0, 2], [4, 6]]
+    """
+    op = "reduce_scatter_to_sequence"
+    return _pass(op, tensor, dim, group, _reduced_part, _whole, divides=True)
+
+
+def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+    """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed.
+
+    ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
+    rank, before any data moves. Semantics: Megatron-core's ``gather_from_sequence_parallel_region``.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> interlace.run(lambda: nn.gather_from_sequence(torch.tensor([interlace.get_rank()])).tolist(), 2)
+    [[0, 1], [0, 1]]
+    """
+    return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part, divides=False)
+
+
+def sequence_dim(tensor: Any, batch_first: bool) -> int:
+    """Where the sequence is: dim 0 of ``[s, b, h]`` and ``[s, h]``, dim 1 of ``[b, s, h]``.
+
+    0 of what is no tensor: the op that is given it says so, to all ranks.
+    """
+    return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

@@ -1,0 +1,1 @@
+"""The layers: linear, QKV, MLP, norms, embedding, cross entropy."""

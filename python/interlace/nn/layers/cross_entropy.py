@@ -1,0 +1,224 @@
+"""Cross entropy of logits whose classes are split over a group. The logits are never gathered.
+
+Ranks exchange three numbers per token, in two all-reduces: the largest logit, then the sum of exponentials,
+the target's logit and, for label smoothing, the sum of logits. Backward needs no communication. Both take
+rows in pieces, so what they hold in fp32 is bounded; logits and their log-sum-exp is all that is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from interlace.arguments import checks
+from interlace.collectives.rootless import _all_reduce
+from interlace.groups.groups import resolve
+from interlace.kernels.tiling import split_rows
+from interlace.nn.layers.linear import eager
+from interlace.nn.parameters.sharding import HeldGroup
+from interlace.runtime.core.communicator import Communicator
+
+Tensor = torch.Tensor
+ELEMENTS_AT_ONCE = 1 << 22  # of which there are copies in fp32
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@eager
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: Any = None,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of logits of which each rank has its classes.
+
+    Parameters
+    ----------
+    logits : ``[..., local classes]``, float, the classes last; all tokens on all ranks.
+    target : int64 classes ``[...]``, the same on all ranks.
+    vocab_size : number of classes, if ranks have different numbers of them, split as ``torch.chunk`` does;
+        by default the group's size times this rank's.
+    label_smoothing, ignore_index, reduction : as for ``torch.nn.functional.cross_entropy``.
+
+    Returns the loss, a scalar or ``[...]`` for ``reduction="none"``, in fp32 (fp64 for fp64 logits), on all
+    ranks, which go on alike. Sums are taken in that dtype; the gradient has the logits'. It is complete on
+    each rank, for its classes. "mean" divides by the tokens that are not ignored; without any it is nan.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank, on all ranks; targets out
+    of range are found on the CPU only. Class probabilities and weights are not supported.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import vocab_parallel_cross_entropy
+    >>> def loss():
+    ...     logits = torch.zeros(3, 4)  # of 8 classes
+    ...     return round(vocab_parallel_cross_entropy(logits, torch.tensor([1, 7, 2])).item(), 4)
+    >>> interlace.run(loss, 2)  # log(8)
+    [2.0794, 2.0794]
+    """
+    communicator = resolve(group).on(logits)
+    with communicator.accepting("vocab_parallel_cross_entropy"):
+        classes, first = _checked(logits, target, vocab_size, ignore_index, communicator)
+        rank = communicator.rank
+        checks.one_of("reduction", reduction, REDUCTIONS, rank)
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(
+                f"label_smoothing must be within 0..1, got {label_smoothing} on rank {rank}"
+            )
+    counted = target != ignore_index
+    local = torch.where(counted, target - first, -1)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, local, counted, classes, float(label_smoothing), communicator
+    )
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counted.sum()
+
+
+def _checked(
+    logits: Any, target: Any, vocab_size: Any, ignore_index: int, communicator: Communicator
+) -> tuple[int, int]:
+    """The number of classes of all ranks, and the first of this rank."""
+    rank, size = communicator.rank, communicator.world_size
+    for name, value in (("logits", logits), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
+    checks.float_dtype("logits", logits.dtype, rank)
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be of int64, got {target.dtype} on rank {rank}")
+    if not logits.dim() or logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must have shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
+            f"got {tuple(target.shape)} on rank {rank}"
+        )
+    here = logits.shape[-1]
+    classes = here * size if vocab_size is None else vocab_size
+    first, count = split_rows(classes, size)[rank]
+    if here != count:
+        raise ValueError(
+            f"logits must have {count} of vocab_size {classes} classes, got {here} on rank {rank}"
+        )
+    if target.is_cpu:
+        outside = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if bool(outside.any()):
+            raise ValueError(
+                f"target must be within 0..{classes - 1}, got {int(target[outside][0])} on rank {rank}"
+            )
+    return classes, first
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses of ``logits`` in fp32; ``local`` are classes of this rank if they are in its range."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        local: Tensor,
+        counted: Tensor,
+        classes: int,
+        smoothing: float,
+        group: Communicator,
+    ) -> Tensor:
+        rows = logits.detach().reshape(-1, logits.shape[-1])
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        tokens, here = rows.shape
+        highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
+        if here and tokens:
+            highest.copy_(rows.amax(1))
+        _all_reduce(group, highest, "max")
+        sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
+        own = local.flatten()
+        for at in _pieces(tokens, here):
+            part = rows[at].to(wide) - highest[at, None]
+            mine = (own[at] >= 0) & (own[at] < here)
+            index = torch.where(mine, own[at], 0)
+            found = part.gather(1, index[:, None]).squeeze(1)
+            sums[1, at] = torch.where(mine, found, 0)
+            if smoothing:
+                torch.sum(part, 1, out=sums[2, at])
+            torch.sum(part.exp_(), 1, out=sums[0, at])
+        _all_reduce(group, sums)
+        log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
+        losses = (1 - smoothing) * (log_sum - sums[1])
+        if smoothing:
+            losses += smoothing * (log_sum - sums[2] / classes)
+        ctx.save_for_backward(logits, highest, log_sum, local, counted)
+        ctx.classes, ctx.smoothing = classes, smoothing
+        return losses.view(local.shape).masked_fill(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, highest, log_sum, local, counted = ctx.saved_tensors
+        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        rows, into = logits.reshape(-1, logits.shape[-1]), result.view(-1, logits.shape[-1])
+        tokens, here = rows.shape
+        own = local.flatten()
+        factor = grad.masked_fill(~counted, 0).flatten()
+        even = ctx.smoothing / ctx.classes
+        for at in _pieces(tokens, here):
+            part = rows[at].to(log_sum.dtype) - highest[at, None]
+            part = part.sub_(log_sum[at, None]).exp_()
+            if even:
+                part -= even
+            mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
+            index = own[at].clamp(0, here - 1)[:, None]
+            part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
+            into[at] = part.mul_(factor[at, None])
+        return result, None, None, None, None, None
+
+
+def _pieces(tokens: int, here: int) -> list[slice]:
+    """Rows to take at once."""
+    if not here:
+        return []
+    step = max(1, ELEMENTS_AT_ONCE // here)
+    return [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+
+
+class VocabParallelCrossEntropy(torch.nn.Module):
+    """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
+
+    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as there. Raises what that does,
+    when it is called.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import VocabParallelCrossEntropy
+    >>> def loss():
+    ...     return VocabParallelCrossEntropy(reduction="sum")(torch.zeros(1, 2), torch.tensor([0]))
+    >>> interlace.run(loss, 1)
+    [tensor(0.6931)]
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        vocab_size: int | None = None,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self._held = HeldGroup(group)
+        self.vocab_size, self.label_smoothing = vocab_size, label_smoothing
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = vocab_parallel_cross_entropy(
+            logits,
+            target,
+            group=self._held.communicator,
+            vocab_size=self.vocab_size,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+        )
+        return loss

@@ -1,0 +1,131 @@
+"""``torch.nn.Embedding`` whose rows, the vocabulary, are split over a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from interlace.nn.functions.regions import (
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    sequence_dim,
+)
+from interlace.nn.layers.linear import InitMethod, eager
+from interlace.nn.parameters.sharded_module import ShardedModule
+
+Tensor = torch.Tensor
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """``torch.nn.Embedding`` whose rows are split over the group; the ranks' findings are summed.
+
+    Parameters
+    ----------
+    num_embeddings : size of the vocabulary, any: rows are split as ``torch.chunk`` does, so the last ranks
+        may have fewer or none. Nothing is padded, and state dicts are those of ``nn.Embedding``.
+    embedding_dim, padding_idx : as for ``torch.nn.Embedding``.
+    sequence_parallel : the output is this rank's shard of the sequence, whose length the group's size
+        divides; else the whole, on all ranks.
+    batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
+    init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
+
+    Forward: ``[s, b] -> [s / world size, b, h]``; ``input`` are int indices of the whole sequence, the same
+    on all ranks. The weight's gradient is this rank's alone, and complete. Semantics:
+    ``torch.nn.functional.embedding``, Megatron-core's ``VocabParallelEmbedding``. Raises ValueError or
+    TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
+    for, and give zeros.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import VocabParallelEmbedding
+    >>> def forward():
+    ...     torch.manual_seed(0)
+    ...     layer = VocabParallelEmbedding(5, 2, sequence_parallel=False)
+    ...     whole = layer.weight.sharding.full(layer.weight)
+    ...     return torch.equal(layer(torch.tensor([4, 0])), whole[[4, 0]])
+    >>> with torch.no_grad():
+    ...     interlace.run(forward, 2)
+    [True, True]
+    """
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: Any = None,
+        sequence_parallel: bool = True,
+        batch_first: bool = False,
+        init_method: InitMethod | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(group)
+        if padding_idx is not None:
+            with self.group.accepting(type(self).__name__):
+                if not -num_embeddings <= padding_idx < num_embeddings:
+                    raise ValueError(
+                        f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
+                        f"{padding_idx} on rank {self.group.rank}"
+                    )
+            padding_idx %= num_embeddings
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.init_method = padding_idx, init_method
+        self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
+        shape = (num_embeddings, embedding_dim)
+        self._add_parameter("weight", shape, 0, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+        shape = (self.num_embeddings, self.embedding_dim)
+        if self.init_method is None:
+            whole = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
+            yield "weight", whole.weight
+            return
+        weight = torch.empty(shape, device=device, dtype=dtype)
+        self.init_method(weight)
+        yield "weight", weight
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:
+        with self.group.on(self.weight).accepting("VocabParallelEmbedding"):
+            self._check(input)
+        output = self._found(input)
+        if self.group.world_size == 1:
+            return output
+        if not self.sequence_parallel:
+            return reduce_from_group(output, group=self.group)
+        dim = sequence_dim(output, self.batch_first)
+        return reduce_scatter_to_sequence(output, dim, group=self.group)
+
+    def _check(self, input: Any) -> None:
+        rank = self.group.rank
+        if not isinstance(input, Tensor) or input.dtype not in (torch.int64, torch.int32):
+            found = input.dtype if isinstance(input, Tensor) else type(input).__name__
+            raise TypeError(f"input must be an int32 or int64 tensor, got {found} on rank {rank}")
+        if input.is_cpu and input.numel():
+            low, high = int(input.min()), int(input.max())
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"input must be within 0..{self.num_embeddings - 1}, got {low}..{high} on rank {rank}"
+                )
+
+    def _found(self, input: Tensor) -> Tensor:
+        """Rows that this rank has, zeros for the others."""
+        first, count = self._shardings["weight"].part()
+        if not count:  # the graph still has this rank in it, as it has the others
+            return self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
+        own = (input >= first) & (input < first + count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < count:
+            padding = None
+        rows = F.embedding(torch.where(own, input - first, 0), self.weight, padding)
+        return rows.masked_fill(~own.unsqueeze(-1), 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, world_size={self.group.world_size}"

@@ -1,0 +1,266 @@
+"""``torch.nn.Linear`` split over a group: by output features, or by input features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
+from interlace.nn.functions.regions import (
+    copy_to_group,
+    gather_from_group,
+    scatter_to_group,
+    sequence_dim,
+)
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.parameters.sharded_module import ShardedModule
+from interlace.nn.parameters.sharding import divisible
+
+Tensor = torch.Tensor
+InitMethod = Callable[[Tensor], Any]
+_disable: Any = torch.compiler.disable
+
+
+def eager(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` leaves ``forward`` as it is, between two graphs."""
+    disabled: Callable[..., Any] = _disable(forward)
+    return disabled
+
+
+class LinearParameters(ShardedModule):
+    """The weight ``[out, in]`` and bias of a linear layer, or parts of them; initialised as ``nn.Linear``.
+
+    ``dim`` is that of the weight which is split: 0, and the bias with it, or 1, and the bias is replicated.
+    ``init_method(weight)`` is called on the unsharded weight in place of ``nn.Linear``'s own
+    initialisation; the bias is then zero, as in Megatron-core.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dim: int,
+        *,
+        bias: bool,
+        group: Any,
+        init_method: InitMethod | None,
+        copies: int = 1,
+        device: Any,
+        dtype: Any,
+    ) -> None:
+        super().__init__(group)
+        if copies == 1:
+            name, size = (("out_features", out_features), ("in_features", in_features))[dim]
+            with self.group.accepting(type(self).__name__):
+                divisible(name, size, self.group)
+        self.in_features, self.out_features = in_features, out_features
+        self.init_method = init_method
+        made: Any = {"copies": copies, "device": device, "dtype": dtype}
+        self._add_parameter("weight", (out_features, in_features), dim, **made)
+        if bias:
+            made = made if dim == 0 else {**made, "copies": 1}
+            self._add_parameter("bias", (out_features,), 0 if dim == 0 else None, **made)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+        sizes, biased = (self.in_features, self.out_features), self.bias is not None
+        if self.init_method is None:
+            whole = torch.nn.Linear(*sizes, bias=biased, device=device, dtype=dtype)
+            yield "weight", whole.weight
+            if biased:
+                yield "bias", whole.bias
+            return
+        weight = torch.empty(sizes[1], sizes[0], device=device, dtype=dtype)
+        self.init_method(weight)
+        yield "weight", weight
+        if biased:
+            yield "bias", torch.zeros(sizes[1], device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, world_size={self.group.world_size}"
+        )
+
+
+class ColumnParallelLinear(LinearParameters):
+    """``torch.nn.Linear`` whose output features are split over the group.
+
+    Parameters
+    ----------
+    in_features, out_features : of the unsharded layer. The group's size divides ``out_features``.
+    group : anything that :func:`interlace.groups.resolve` takes.
+    sequence_parallel : the input is this rank's equal shard of the sequence, which is gathered inside the
+        matmul. Else it is the whole, the same on all ranks.
+    batch_first : the sequence is dim 1 of ``[b, s, h]``, not dim 0 of ``[s, b, h]``; of ``[s, h]`` it is
+        dim 0.
+    gather_output : give all features on all ranks, which go on alike.
+    skip_bias_add : return ``(output, bias)`` and let the caller add it, to fuse it with what follows.
+    init_method : see :class:`LinearParameters`.
+    gradient_accumulation_fusion, save_gathered, deferred, out_dtype : see
+        :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
+
+    Forward: ``input`` ``[s / world size, b, in] -> [s, b, out / world size]``. All gradients are complete
+    after backward: those of the weight and the bias belong to this rank alone, that of the input is summed
+    over the group.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import ColumnParallelLinear
+    >>> def forward():
+    ...     layer = ColumnParallelLinear(4, 6)
+    ...     with torch.no_grad():
+    ...         return tuple(layer(torch.ones(3, 2, 4)).shape)
+    >>> interlace.run(forward, 2)
+    [(6, 2, 3), (6, 2, 3)]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        sequence_parallel: bool = True,
+        batch_first: bool = False,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        init_method: InitMethod | None = None,
+        gradient_accumulation_fusion: bool = False,
+        save_gathered: bool = False,
+        deferred: DeferredWeightGradients | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            0,
+            bias=bias,
+            group=group,
+            init_method=init_method,
+            device=device,
+            dtype=dtype,
+        )
+        self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
+
+    @eager
+    def forward(self, input: Tensor) -> Any:
+        (output,) = column_parallel_linear(
+            input,
+            [self.weight],
+            [None if self.skip_bias_add else self.bias],
+            group=self.group,
+            gather_dim=sequence_dim(input, self.batch_first),
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            save_gathered=self.save_gathered,
+            deferred=self.deferred,
+            out_dtype=self.out_dtype,
+        )
+        bias = self.bias
+        if self.gather_output:
+            output = gather_from_group(output, group=self.group)
+            if self.skip_bias_add and bias is not None:
+                bias = gather_from_group(bias, group=self.group)  # type: ignore[assignment]
+        return (output, bias) if self.skip_bias_add else output
+
+
+class RowParallelLinear(LinearParameters):
+    """``torch.nn.Linear`` whose input features are split over the group; the products are summed.
+
+    Parameters
+    ----------
+    in_features, out_features : of the unsharded layer. The group's size divides ``in_features``.
+    sequence_parallel : the output is this rank's equal shard of the sequence, scattered inside the matmul,
+        so the group's size divides the sequence. Else it is the whole, on all ranks.
+    input_is_parallel : the input has this rank's features, as a :class:`ColumnParallelLinear` gives them;
+        else all, the same on all ranks.
+    skip_bias_add : return ``(output, bias)``. The bias is whole, and to be added on each rank: to its rows.
+    other parameters : as for :class:`ColumnParallelLinear`.
+
+    Forward: ``input`` ``[s, b, in / world size] -> [s / world size, b, out]``. The bias is on all ranks and
+    is added once. All gradients are complete after backward; under sequence parallelism that of the bias is
+    summed over the group, also where the caller adds it.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import RowParallelLinear
+    >>> def forward():
+    ...     torch.manual_seed(0)  # the same on all ranks
+    ...     layer = RowParallelLinear(4, 6)
+    ...     with torch.no_grad():
+    ...         return tuple(layer(torch.ones(6, 2, 2)).shape)
+    >>> interlace.run(forward, 2)
+    [(3, 2, 6), (3, 2, 6)]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        sequence_parallel: bool = True,
+        batch_first: bool = False,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        init_method: InitMethod | None = None,
+        gradient_accumulation_fusion: bool = False,
+        deferred: DeferredWeightGradients | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            1,
+            bias=bias,
+            group=group,
+            init_method=init_method,
+            device=device,
+            dtype=dtype,
+        )
+        self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.deferred, self.out_dtype = deferred, out_dtype
+
+    @eager
+    def forward(self, input: Tensor) -> Any:
+        self._check_alike(self.group.on(input), "bias")
+        if not self.input_is_parallel:
+            input = scatter_to_group(input, group=self.group)
+        output = row_parallel_linear(
+            input,
+            self.weight,
+            None if self.skip_bias_add else self.bias,
+            group=self.group,
+            scatter_dim=sequence_dim(input, self.batch_first),
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            deferred=self.deferred,
+            out_dtype=self.out_dtype,
+        )
+        if not self.skip_bias_add:
+            return output
+        bias: Any = self.bias
+        if self.sequence_parallel:
+            (bias,) = copy_to_group(bias, group=self.group)
+        return output, bias

@@ -1,0 +1,121 @@
+"""The feed-forward block: gather in the first matmul, reduce-scatter in the second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interlace.nn.functions.linear import column_parallel_linear
+from interlace.nn.functions.regions import sequence_dim
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.layers.linear import ColumnParallelLinear, InitMethod, RowParallelLinear, eager
+from interlace.nn.parameters.sharding import HeldGroup
+from interlace.runtime.numerics import activations
+
+Tensor = torch.Tensor
+
+
+class SequenceParallelMLP(torch.nn.Module):
+    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` with ``gated``.
+
+    Parameters
+    ----------
+    hidden_size : features of input and output.
+    intermediate_size : features between, a multiple of the group's size.
+    activation : "relu", "gelu", "gelu_tanh" or "silu", or a function of a tensor that goes elementwise.
+    gated : there is a second first layer, ``gate``, that shares the gather (SwiGLU for "silu").
+    output_init_method : ``init_method`` of ``down``, by default the same.
+    other parameters : as for :class:`ColumnParallelLinear`, for all layers.
+
+    Forward: ``input`` ``[s / world size, b, hidden]`` to the same; without ``sequence_parallel`` the whole
+    on all ranks. State dicts are those of a module that has ``gate`` (if gated), ``up`` and ``down`` as
+    ``nn.Linear``, made in this order.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank. Semantics:
+    ``torch.nn.Linear`` twice; Megatron-core's ``MLP``.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import SequenceParallelMLP
+    >>> def forward():
+    ...     torch.manual_seed(0)  # the same on all ranks
+    ...     with torch.no_grad():
+    ...         return tuple(SequenceParallelMLP(4, 8)(torch.ones(3, 1, 4)).shape)
+    >>> interlace.run(forward, 2)
+    [(3, 1, 4), (3, 1, 4)]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str | Callable[[Tensor], Tensor] = "gelu",
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        group: Any = None,
+        sequence_parallel: bool = True,
+        batch_first: bool = False,
+        init_method: InitMethod | None = None,
+        output_init_method: InitMethod | None = None,
+        gradient_accumulation_fusion: bool = False,
+        save_gathered: bool = False,
+        deferred: DeferredWeightGradients | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        held = HeldGroup(group)
+        self._held = held
+        if not callable(activation):
+            with held.communicator.accepting("SequenceParallelMLP"):
+                activation = activations.checked("activation", activation, held.communicator.rank)
+        self.activation = activation
+        self.save_gathered = save_gathered
+        options: dict[str, Any] = {
+            "bias": bias,
+            "group": held,
+            "sequence_parallel": sequence_parallel,
+            "batch_first": batch_first,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "deferred": deferred,
+            "device": device,
+            "dtype": dtype,
+        }
+        first = {**options, "init_method": init_method, "save_gathered": save_gathered}
+        self.gate = ColumnParallelLinear(hidden_size, intermediate_size, **first) if gated else None
+        self.up = ColumnParallelLinear(hidden_size, intermediate_size, **first)
+        options["init_method"] = init_method if output_init_method is None else output_init_method
+        self.down = RowParallelLinear(intermediate_size, hidden_size, **options)
+
+    @property
+    def group(self) -> Any:
+        """The group that the module communicates over."""
+        return self._held.communicator
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:
+        up, gate = self.up, self.gate
+        layers = [up] if gate is None else [gate, up]
+        outputs = column_parallel_linear(
+            input,
+            [layer.weight for layer in layers],
+            [layer.bias for layer in layers],
+            group=self.group,
+            gather_dim=sequence_dim(input, up.batch_first),
+            sequence_parallel=up.sequence_parallel,
+            gradient_accumulation_fusion=up.gradient_accumulation_fusion,
+            save_gathered=up.save_gathered,
+            deferred=up.deferred,
+        )
+        hidden = self._activated(outputs[0])
+        if gate is not None:
+            hidden = hidden * outputs[1]
+        result: Tensor = self.down(hidden)
+        return result
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if isinstance(self.activation, str):
+            return activations.activate(x, self.activation)
+        return self.activation(x)

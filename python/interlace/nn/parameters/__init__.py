@@ -1,0 +1,1 @@
+"""Parameters that are parts of unsharded ones: sharding, modules, state dicts, optimizer state."""

@@ -1,0 +1,183 @@
+"""An optimizer's state in checkpoints: moments lie as the parameters they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from interlace.nn.parameters.sharded_module import _is_dtensor, _part_of, _split_as
+from interlace.nn.parameters.sharding import Sharding
+from interlace.nn.parameters.state_dicts import as_dtensor, shardings
+
+
+def sharded_optimizer_state_dict(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """``{"weight.exp_avg": tensor, ...}``: the state by the parameters' keys, for
+    ``torch.distributed.checkpoint``.
+
+    What has a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`, anything else
+    (step counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the
+    optimizer in place, on any number of ranks. An optimizer that has made no step gets the state first that
+    it starts with, zeros as a rule. Learning rates and other options are not in the dictionary. What
+    ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: give what
+    was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
+
+    Raises ValueError for a parameter that ``module`` has not, and before the first step for momentum with
+    dampening, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> def keys():
+    ...     layer = nn.RMSNorm(2)
+    ...     return list(nn.sharded_optimizer_state_dict(layer, torch.optim.AdamW(layer.parameters())))
+    >>> interlace.run(keys, 1)
+    [['weight.step', 'weight.exp_avg', 'weight.exp_avg_sq']]
+    """
+    if not optimizer.state:
+        _check_start(optimizer)
+        _make_state(optimizer)
+    own = shardings(module)
+    result: dict[str, Any] = {}
+    for key, name, parameter, value in _entries(module, optimizer):
+        if key in own and value.shape == parameter.shape:
+            value = as_dtensor(value, own[key])
+        result[f"{key}.{name}"] = value
+    return result
+
+
+@torch.no_grad()
+def load_optimizer_state_dict(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Take over what :func:`sharded_optimizer_state_dict` gave, after a checkpoint was loaded into it.
+
+    Needed beside ``fully_shard`` alone, of whose parts the dictionary has copies; elsewhere it is over the
+    optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts. Collective.
+
+    Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
+    has not, and TypeError for an entry that is no tensor, on all ranks.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> def copied():
+    ...     layer = nn.RMSNorm(2)
+    ...     optimizer = torch.optim.AdamW(layer.parameters())
+    ...     state = nn.sharded_optimizer_state_dict(layer, optimizer)
+    ...     state["weight.exp_avg"] = torch.tensor([1.0, 2.0])  # as if it had been loaded
+    ...     nn.load_optimizer_state_dict(layer, optimizer, state)
+    ...     return optimizer.state[layer.weight]["exp_avg"].tolist()
+    >>> interlace.run(copied, 1)
+    [[1.0, 2.0]]
+    """
+    if not optimizer.state:
+        _make_state(optimizer)
+    own = shardings(module)
+    group = next((sharding.group for sharding in own.values()), None)
+    op = "load_optimizer_state_dict"
+    with contextlib.nullcontext() if group is None else group.accepting(op):
+        copies = _copies(module, optimizer, state_dict, own)
+    if group is not None:
+        group.agree(op, None)  # else ranks that refuse nothing would not hear of one that does
+    for value, found, sharding in copies:
+        if sharding is not None and _is_dtensor(found):
+            found = _part_of(found, sharding)
+        if _is_dtensor(value) and not _is_dtensor(found):
+            found = _split_as(value, found)
+        value.copy_(found)
+
+
+def _copies(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    own: Mapping[str, Sharding],
+) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
+    """A state, the entry that is to be copied there, and how it lies if it is split over a group."""
+    result = []
+    for key, name, parameter, value in _entries(module, optimizer):
+        entry = f"{key}.{name}"
+        if entry not in state_dict:
+            raise ValueError(f"state_dict has no {entry}, which the optimizer has")
+        found = state_dict[entry]
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
+        sharding = own.get(key) if value.shape == parameter.shape else None
+        if sharding is not None and sharding.dim is None:
+            sharding = None
+        shape = tuple(value.shape)
+        if sharding is not None and _is_dtensor(found):
+            shape = sharding.full_shape(shape)
+        if tuple(found.shape) != shape:
+            raise ValueError(
+                f"state_dict: {entry} must have shape {shape}, got {tuple(found.shape)}"
+            )
+        if found is not value:
+            result.append((value, found, sharding))
+    return result
+
+
+def _entries(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Key of a parameter, name of a state of it, the parameter, and the state."""
+    names = {parameter: key for key, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            key = names.get(parameter)
+            if key is None:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that the module has not"
+                )
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if value is None:  # momentum that is off
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError(
+                        f"optimizer: {name} of {key} is a {type(value).__name__}, not a tensor"
+                    )
+                yield key, name, parameter, value
+
+
+def _check_start(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        momentum, dampening = group.get("momentum", 0), group.get("dampening", 0)
+        if momentum and dampening:
+            raise ValueError(
+                f"optimizer: momentum={momentum} with dampening={dampening} has no state to start with: "
+                "the first gradient is taken as it is, later ones are damped; make a step first"
+            )
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """The state that ``optimizer`` starts with, by a step of which nothing else is left.
+
+    Its gradients are zero, and so is the weight decay, which some optimizers add to them; learning rates
+    stay, from which others make their state. The step is not counted.
+    """
+    decays: list[tuple[dict[str, Any], Any]] = []
+    kept: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            decays.append((group, group["weight_decay"]))
+            group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            kept.append((parameter, parameter.grad, parameter.detach().clone()))
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for group, decay in decays:
+            group["weight_decay"] = decay
+        with torch.no_grad():
+            for parameter, grad, value in kept:
+                parameter.copy_(value)
+                parameter.grad = grad
+    for state in optimizer.state.values():
+        for name, start in (("step", 0), ("mu_product", 1)):  # of NAdam
+            if isinstance(state.get(name), torch.Tensor):
+                state[name].fill_(start)

@@ -1,0 +1,208 @@
+"""The base of the layers: parameters that are parts of unsharded ones.
+
+Initialisation makes each unsharded parameter, as the unsharded layer does and with its draws from torch's
+generator, and keeps this rank's part. So for one seed the weights are those of the unsharded model on any
+number of ranks, and so is what is drawn next. At most one unsharded layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from interlace.nn.parameters.dtensor_layout import layout
+from interlace.nn.parameters.sharding import HeldGroup, Sharding
+from interlace.runtime.core.communicator import Communicator
+
+
+class ShardedModule(torch.nn.Module):
+    """A module whose own parameters carry a :class:`Sharding`.
+
+    ``state_dict()`` gives this rank's parts. ``load_state_dict`` takes for each of them this rank's part,
+    the unsharded tensor (told by its shape), or a DTensor.
+
+    Raises ValueError or TypeError for a ``group`` that is none; ``load_state_dict`` RuntimeError, as
+    torch's, for other shapes. The keys are those of the unsharded ``torch.nn`` layers.
+
+    >>> import interlace, torch
+    >>> from interlace import nn
+    >>> def loaded():
+    ...     layer = nn.ColumnParallelLinear(2, 4)  # a ShardedModule, as all layers of interlace.nn
+    ...     layer.load_state_dict(torch.nn.Linear(2, 4).state_dict())
+    ...     return isinstance(layer, nn.ShardedModule), tuple(layer.state_dict()["weight"].shape)
+    >>> interlace.run(loaded, 2)
+    [(True, (2, 2)), (True, (2, 2))]
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
+        self._shardings: dict[str, Sharding] = {}
+        self._found_alike = False
+
+    @property
+    def group(self) -> Communicator:
+        """The group that the module communicates over."""
+        return self._held.communicator
+
+    def _add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        *,
+        copies: int = 1,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        """This rank's part of a parameter of ``shape``, not initialised."""
+        size = 0 if dim is None else shape[dim]
+        sharding = self._shardings[name] = Sharding(dim, size, self._held, copies)
+        local = torch.empty(sharding.local_shape(shape), device=device, dtype=dtype)
+        self.register_parameter(name, torch.nn.Parameter(local))
+        self._attach()
+
+    def _attach(self) -> None:
+        """Parameters that torch has replaced get their shardings again."""
+        for name, sharding in self._shardings.items():
+            parameter: Any = self._parameters.get(name)
+            if parameter is not None:
+                parameter.sharding = sharding
+
+    @abc.abstractmethod
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+        """Name and whole value of each parameter, in the order in which the unsharded layer draws."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise, as the unsharded layer would under the generator's state. Nothing on ``meta``."""
+        some = next(iter(self._parameters.values()), None)
+        if some is None or some.is_meta:
+            return
+        for name, whole in self._initial(some.device, some.dtype):
+            parameter = self._parameters[name]
+            assert parameter is not None
+            parameter.copy_(self._shardings[name].local(whole.detach()))
+
+    def _check_alike(self, group: Communicator, *names: str) -> None:
+        """Raise on all ranks of ``group`` unless they have the same values of parameters that they share.
+
+        One message on the host before the first forward: ranks that were seeded differently would go on
+        with different models.
+        """
+        if self._found_alike or group.world_size == 1:
+            return
+        for name in names:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            digests = group.agree(type(self).__name__, _digest(parameter))
+            for rank, digest in enumerate(digests):
+                if digest != digests[0]:
+                    raise ValueError(
+                        f"{name} of {type(self).__name__} has other values on rank {rank} of the group "
+                        f"than "
+                        f"on rank 0: call torch.manual_seed with one seed on all ranks before the layer is "
+                        "made, or load a state dict"
+                    )
+        self._found_alike = True
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._attach()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._attach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = dict(state_dict)
+        for name, sharding in self._shardings.items():
+            parameter, value = self._parameters.get(name), own.get(prefix + name)
+            if parameter is None or not isinstance(value, torch.Tensor):
+                continue
+            again = _is_dtensor(parameter)  # split once more, by fully_shard
+            if _is_dtensor(value):
+                if again and _lie_alike(value, parameter):
+                    continue
+                value = _part_of(value, sharding)
+            here = tuple(parameter.shape)
+            whole = sharding.full_shape(here)
+            if tuple(value.shape) in (here, whole):
+                if tuple(value.shape) != here:
+                    value = sharding.local(value).clone()
+                own[prefix + name] = _split_as(parameter, value) if again else value
+                continue
+            own[prefix + name] = parameter
+            error_msgs.append(
+                f"size mismatch for {prefix + name}: got shape {tuple(value.shape)}; rank "
+                f"{self.group.rank} of {self.group.world_size} takes its part, {here}, or the whole, "
+                f"{whole}."
+            )
+        super()._load_from_state_dict(
+            own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._attach()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # a copy: numpy would pin memory that fully_shard wants to give back
+    data = tensor.detach().flatten().clone().view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+
+
+def _is_dtensor(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _lie_alike(one: Any, other: Any) -> bool:
+    """Whether two DTensors have their parts on the same ranks."""
+    alike = one.shape == other.shape and one.device_mesh == other.device_mesh
+    return alike and tuple(one.placements) == tuple(other.placements)
+
+
+def _split_as(parameter: Any, value: torch.Tensor) -> Any:
+    """``value``, which all ranks of the parameter's own mesh have, as that DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
+    """What this rank, or all of them, holds of a DTensor; communicates if that lies otherwise."""
+    mesh, placements = layout(sharding, value.device_mesh.device_type)
+    same = tuple(value.placements) == tuple(placements) and torch.equal(
+        value.device_mesh.mesh, mesh.mesh
+    )
+    local: torch.Tensor = value.to_local() if same else _gathered(value)
+    return local
+
+
+@torch.no_grad()
+def _gathered(value: Any) -> torch.Tensor:
+    """All of a DTensor, also on a mesh that has no process groups of torch, as of a list of ranks."""
+    from interlace.tensor import from_dtensor
+
+    try:
+        value.device_mesh.get_all_groups()
+    except RuntimeError:
+        return from_dtensor(value).full_tensor()
+    whole: torch.Tensor = value.full_tensor()
+    return whole

@@ -1,0 +1,148 @@
+"""Which part of an unsharded tensor a rank of a group holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from interlace.collectives.rooted import _gather
+from interlace.collectives.rootless import _all_gather
+from interlace.groups.groups import resolve
+from interlace.kernels.tiling import split_rows
+from interlace.runtime.core.communicator import Communicator
+
+
+class HeldGroup:
+    """A group as a module keeps it: as it was named, and resolved. Copies of the module share it."""
+
+    def __init__(self, named: Any) -> None:
+        self.named = named
+        self.communicator: Communicator = resolve(named)
+        self.replicas: dict[int, Communicator] = {}
+        self.meshes: dict[tuple[int, str], Any] = {}
+
+    def of_replicas(self, copies: int) -> Communicator:
+        """The group of the ``copies`` neighbouring ranks of which this rank is one. Collective at first."""
+        if copies not in self.replicas:
+            for first in range(0, self.communicator.world_size, copies):
+                part = self.communicator.split(range(first, first + copies))
+                if part is not None:
+                    self.replicas[copies] = part
+        return self.replicas[copies]
+
+    def __deepcopy__(self, memo: Any) -> HeldGroup:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a module of interlace.nn holds a group of running ranks and cannot be pickled; save its "
+            "state_dict(), or interlace.nn.full_state_dict(module)"
+        )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a parameter lies over a group: ``parameter.sharding`` of the layers of ``interlace.nn``.
+
+    Attributes
+    ----------
+    dim : the dimension that is split as ``torch.chunk`` splits; None if every rank holds the whole.
+    size : length of the whole along ``dim``; 0 if that is None.
+    copies : so many neighbouring ranks hold the same part, as key-value heads that are fewer than ranks.
+
+    Parts are those of ``torch.chunk``; a DTensor would have ``Shard(dim)``.
+
+    >>> import interlace, torch
+    >>> from interlace.nn import ColumnParallelLinear
+    >>> def shapes():
+    ...     weight = ColumnParallelLinear(4, 6).weight
+    ...     whole = weight.sharding.full(weight.detach())
+    ...     assert torch.equal(weight.sharding.local(whole), weight)
+    ...     return tuple(weight.shape), tuple(whole.shape), weight.sharding.part()
+    >>> interlace.run(shapes, 2)
+    [((3, 4), (6, 4), (0, 3)), ((3, 4), (6, 4), (3, 3))]
+    >>> def told():
+    ...     sharding = ColumnParallelLinear(4, 6).weight.sharding
+    ...     return sharding.local_shape((6, 4)), sharding.full_shape((3, 4))
+    >>> interlace.run(told, 2)[0]
+    ((3, 4), (6, 4))
+    """
+
+    dim: int | None
+    size: int
+    held: HeldGroup = field(repr=False, compare=False)
+    copies: int = 1
+
+    @property
+    def group(self) -> Communicator:
+        """The group over which the whole is split, or replicated."""
+        return self.held.communicator
+
+    def part(self, rank: int | None = None) -> tuple[int, int]:
+        """First index along ``dim`` and length of what ``rank`` holds, by default the calling one."""
+        rank = self.group.rank if rank is None else rank
+        parts = split_rows(self.size, self.group.world_size // self.copies)
+        first, count = parts[rank // self.copies]
+        return first, count
+
+    def local(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, a view of ``whole``, which has the unsharded shape. No communication.
+
+        Raises RuntimeError, torch's, for a whole that is too short.
+        """
+        return whole if self.dim is None else whole.narrow(self.dim, *self.part())
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of this rank's part of a whole of ``shape``."""
+        if self.dim is None:
+            return shape
+        return (*shape[: self.dim], self.part()[1], *shape[self.dim + 1 :])
+
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole of which this rank has a part of ``shape``."""
+        if self.dim is None:
+            return shape
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+    def full(self, local: torch.Tensor, *, group_dst: int | None = None) -> torch.Tensor | None:
+        """The whole of every rank's ``local``: a parameter, its gradient, an optimizer's moment.
+
+        ``local`` has this rank's shape. On all ranks, or on rank ``group_dst`` of the group alone and None
+        on the others. Collective, unless every rank has the whole. No gradients flow through it.
+        Raises ValueError or TypeError on every rank, before any data moves.
+        """
+        group = self.group.on(local)
+        here = group_dst is None or group_dst == group.rank
+        if self.dim is None or group.world_size == 1:
+            return local.detach() if here else None
+        local = local.detach().contiguous()
+        parts = None
+        if here:
+            parts = [
+                local.new_empty(
+                    (*local.shape[: self.dim], self.part(r)[1], *local.shape[self.dim + 1 :])
+                )
+                for r in range(group.world_size)
+            ]
+        if group_dst is None:
+            assert parts is not None
+            _all_gather(group, parts, local, False)
+        else:
+            _gather(group, local, parts, group_dst, False)
+        return None if parts is None else torch.cat(parts[:: self.copies], self.dim)
+
+
+def divisible(argument: str, value: Any, group: Communicator) -> int:
+    """``value`` over the size of ``group``; ValueError unless it is a positive multiple of that."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{argument} must be an int, got {type(value).__name__} on rank {group.rank}"
+        )
+    if value < 1 or value % group.world_size:
+        raise ValueError(
+            f"{argument} must be a positive multiple of the group's size {group.world_size}, got {value} "
+            f"on rank {group.rank}"
+        )
+    return value // group.world_size

@@ -1,0 +1,330 @@
+"""AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _register_work
+from torch.utils._pytree import tree_map_only
+
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.torch_modes import PLAIN_TYPES
+from interlace.runtime.core.work import Work
+
+_wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
+_aten: Any = torch.ops.aten
+_pre_dispatch_modes: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_view, _detach, _alias = _aten.view.default, _aten.detach.default, _aten.alias.default
+_AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
+
+
+class _Failed:
+    """In place of the Work of an op that has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_CHANGE_SHAPE = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        "t_", "transpose_", "unsqueeze_", "squeeze_", "swapdims_", "swapaxes_", "as_strided_", "resize_",
+        "resize_as_", "set_",
+    )
+    for overload in getattr(_aten, name).overloads()
+)  # fmt: skip
+
+
+class AsyncTensor(torch.Tensor):
+    """A tensor whose op may still be running. ``size()``, ``stride()``, ``view()`` do not wait.
+
+    :meth:`wait` gives the plain tensor. In a graph that is traced, the wait comes where the first use is.
+    Made by the functions of :mod:`interlace.functional`; semantics: the ``AsyncCollectiveTensor`` of
+    ``torch.distributed._functional_collectives``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> def summed():
+    ...     y = functional.all_reduce(torch.ones(2))
+    ...     return type(y).__name__, type(y.wait()).__name__, y.completed
+    >>> interlace.run(summed, 2)[0]
+    ('AsyncTensor', 'Tensor', True)
+    """
+
+    _inner: torch.Tensor
+    _work: Work | _Failed | None
+    _waited: bool
+    _of_graph: bool
+    _others: Sequence[torch.Tensor]
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, work: Work | None = None) -> AsyncTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+        )
+        self._inner, self._work, self._waited = inner, work, False
+        self._of_graph = False
+        self._others = ()
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """The plain tensor, complete. Raises what the op failed with. A second call waits for nothing."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Opened.apply(self)  # type: ignore[no-any-return,no-untyped-call]
+        return self._complete()
+
+    def _complete(self) -> torch.Tensor:
+        """The tensor under this one, once the op has ended; without the history that this one has."""
+        if not self._waited:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            else:
+                try:
+                    self._inner = _wait_tensor(self._inner)
+                except Exception as error:
+                    self._work = _Failed(error)  # torch's registry forgets what it has waited for
+                    raise
+                for other in self._others:
+                    _wait_tensor(other.detach())  # else torch's registry would keep it
+                self._others = ()
+            self._waited = True
+        if self._of_graph and self.requires_grad:
+            # its gradient goes to code that was compiled for an AsyncTensor
+            self._of_graph = False
+            self.register_hook(completed)  # type: ignore[no-untyped-call]
+        return self._inner
+
+    @property
+    def completed(self) -> bool:
+        """Whether a use would not have to wait; never blocks. False if only torch's registry knows."""
+        return self._waited or (self._work is not None and self._work.is_completed())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _view or func is _detach or func is _alias:
+            source = args[0]
+            # a compiler is to find the wait beside the op: where it is, a view costs nothing
+            if not source._waited and (source._work is not None or func is not _view):
+                return AsyncTensor(func(source._inner, *args[1:], **(kwargs or {})), source._work)
+        elif func in _CHANGE_SHAPE and type(args[0]) is AsyncTensor:
+            raise RuntimeError(
+                f"{func} would change the shape of an AsyncTensor in place: change that of its wait()"
+            )
+        try:
+            plain = [
+                each._complete()
+                if (kind := type(each)) is AsyncTensor
+                else (each if kind in _AS_THEY_ARE else _opened(each))
+                for each in args
+            ]
+            if kwargs:
+                kwargs = {key: _opened(value) for key, value in kwargs.items()}
+        except TypeError as error:
+            # the operators of Tensor take one for "not implemented", and would not say what it said
+            raise InterlaceError(str(error)) from error
+        if kwargs:
+            if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
+                # AOTAutograd makes tangents contiguous, and takes them for what they were before
+                return completed(func(*plain, **kwargs))
+            return func(*plain, **kwargs)
+        return func(*plain)
+
+    # -- torch.compile: a pair of a plain tensor and the wait that is still to come ---------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if self._work is not None:
+            _register_work(self._inner, self._work)  # type: ignore[arg-type]
+            self._work = None
+        return ["_inner"], self._waited
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], waited: Any, size: Any, stride: Any
+    ) -> AsyncTensor:
+        made = AsyncTensor(inner["_inner"])
+        made._waited = waited
+        made._of_graph = True
+        return made
+
+    def __coerce_tangent_metadata__(self) -> AsyncTensor:
+        return completed(self._complete())
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        plain = self._complete()
+        return plain if expected_type is torch.Tensor else completed(plain)
+
+    # -- what Tensor does without the dispatcher ---------------------------------------------------
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self.wait().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        return self.wait().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.wait().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        return self.wait().data_ptr()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.wait().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._inner.__dlpack_device__()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.wait(), format_spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AsyncTensor({self.wait()})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.wait().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.wait().clone()
+
+
+def _opened(value: Any) -> Any:
+    """``value`` with the plain tensor for every AsyncTensor in it."""
+    if type(value) is AsyncTensor:
+        return value._complete()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_opened(each) for each in value])
+    return value
+
+
+def completed(tensor: torch.Tensor) -> AsyncTensor:
+    """``tensor``, which nothing writes any more, as an AsyncTensor."""
+    if isinstance(tensor, AsyncTensor):
+        tensor = tensor._complete()
+    made = AsyncTensor(tensor)
+    made._waited = True
+    return made
+
+
+class _Tracked(torch.autograd.Function):
+    """From a tensor with a history to an AsyncTensor that has it."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
+        return AsyncTensor(inner)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return wait(grad)
+
+
+class _Opened(torch.autograd.Function):
+    """From an AsyncTensor with a history to the plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
+        return outer._complete().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _AboveAutograd(AsyncTensor):
+    """For ``torch.export``, which traces above autograd and takes no subclass there: waits before that.
+
+    Its history is that of the tensor under it.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _PEEKED:
+            args = tree_map_only(_AboveAutograd, lambda each: each._inner, args)
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(AsyncTensor, AsyncTensor._complete, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def wait(self) -> torch.Tensor:
+        return self._complete()
+
+
+def _peeked() -> frozenset[Any]:
+    """What does not look at a tensor's values."""
+    properties = (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+    )
+    methods = (
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "storage_offset",
+        "is_floating_point",
+        "element_size",
+    )
+    return frozenset(
+        [getattr(torch.Tensor, name).__get__ for name in properties]
+        + [getattr(torch.Tensor, name) for name in methods]
+    )
+
+
+_PEEKED = _peeked()
+
+
+def wrapped(inner: torch.Tensor) -> torch.Tensor:
+    """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
+    if _pre_dispatch_modes():
+        return _AboveAutograd(inner)
+    if inner.requires_grad:
+        return _Tracked.apply(inner)  # type: ignore[no-any-return,no-untyped-call]
+    return AsyncTensor(inner)
+
+
+def wrapped_together(inners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of one op: the wait for one of them is a wait for all, whoever keeps them."""
+    made = [wrapped(inner) for inner in inners]
+    for each in made:
+        if isinstance(each, AsyncTensor) and type(each._inner) in PLAIN_TYPES:
+            each._others = inners
+    return made
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, of any shape, as a plain one, complete; itself if it is one already.
+
+    Raises what its op failed with: :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on.
+    Semantics: ``torch.distributed._functional_collectives.wait_tensor``.
+
+    >>> import interlace, torch
+    >>> from interlace import functional
+    >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
+    [tensor([2.]), tensor([2.])]
+    """
+    return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor

@@ -1,0 +1,56 @@
+"""What an op has started: tensors that are not complete yet, and the Work to wait for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import _register_work
+
+from interlace.runtime.core.work import Work
+
+
+class Started(NamedTuple):
+    """The ``outputs`` of an op, complete after ``work``; None for an op that was done at once."""
+
+    outputs: Sequence[torch.Tensor]
+    work: Work | None
+
+
+_watching: ContextVar[list[Work] | None] = ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Work]]:
+    """The Works of the ops that are called through the dispatcher within the block."""
+    works: list[Work] = []
+    token = _watching.set(works)
+    try:
+        yield works
+    finally:
+        _watching.reset(token)
+
+
+def register(started: Started) -> None:
+    """Let torch's ``wait_tensor`` find the Work by each of the outputs."""
+    work: Any = started.work
+    if work is None:
+        return
+    watching = _watching.get()
+    if watching is not None:
+        watching.append(work)
+    if work.is_success():
+        work.wait()
+        return
+    for output in started.outputs:
+        if output.numel():
+            _register_work(output, work)
+
+
+def finish(started: Started) -> None:
+    """Wait here and now, where an op must be complete when it returns."""
+    if started.work is not None:
+        started.work.wait()

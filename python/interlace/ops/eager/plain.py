@@ -1,0 +1,184 @@
+"""Kernels of the collectives: each starts its op on a group, and says what it fills and what to wait for.
+
+Outputs are made here, or are the caller's ``out``. What is not dim 0 goes as a list of slices, which the
+op itself, not the caller, gathers and scatters in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.collectives import rooted, rootless
+from interlace.collectives.all_to_all import _all_to_all_single
+from interlace.ops.eager import shapes
+from interlace.ops.eager.pending import Started
+from interlace.runtime.core.communicator import Communicator
+
+
+def _output(
+    communicator: Communicator, op: str, expected: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``expected``, or ``out`` if it is given and as good."""
+    if out is None:
+        return expected
+    if out.shape != expected.shape or out.dtype != expected.dtype or out.device != expected.device:
+        error = ValueError(
+            f"out must be {tuple(expected.shape)} of {expected.dtype} on {expected.device}, got "
+            f"{tuple(out.shape)} of {out.dtype} on {out.device}, on rank {communicator.rank}"
+        )
+        with communicator.accepting(op):
+            raise error
+    return out
+
+
+def all_reduce(
+    communicator: Communicator,
+    input: torch.Tensor,
+    reduce_op: Any,
+    out: torch.Tensor | None = None,
+) -> Started:
+    output = (
+        _output(communicator, "all_reduce", input, out) if out is not None else shapes.like(input)
+    )
+    if output is not input:
+        output.copy_(input)
+    return Started([output], rootless._all_reduce(communicator, output, reduce_op, True))
+
+
+def all_gather(
+    communicator: Communicator,
+    input: torch.Tensor,
+    gather_dim: int,
+    out: torch.Tensor | None = None,
+) -> Started:
+    size = communicator.world_size
+    expected = _checked(
+        communicator, "all_gather", lambda: shapes.gathered(input, gather_dim, size)
+    )
+    output = _output(communicator, "all_gather", expected, out)
+    dim = gather_dim % max(input.dim(), 1)
+    whole: Any = output
+    if dim or not output.is_contiguous():
+        whole = _parts(output, dim, size)
+    return Started([output], rootless._all_gather(communicator, whole, input, True))
+
+
+def _parts(tensor: torch.Tensor, dim: int, size: int) -> list[torch.Tensor]:
+    length = tensor.shape[dim] // size
+    return [tensor.narrow(dim, rank * length, length) for rank in range(size)]
+
+
+def reduce_scatter(
+    communicator: Communicator,
+    input: torch.Tensor,
+    reduce_op: Any,
+    scatter_dim: int,
+    out: torch.Tensor | None = None,
+) -> Started:
+    size = communicator.world_size
+    expected = _checked(
+        communicator, "reduce_scatter", lambda: shapes.scattered(input, scatter_dim, size)
+    )
+    output = _output(communicator, "reduce_scatter", expected, out)
+    dim = scatter_dim % input.dim()
+    whole: Any = input
+    if dim or not input.is_contiguous():
+        whole = _parts(input, dim, size)
+    work = rootless._reduce_scatter(communicator, output, whole, reduce_op, True)
+    return Started([output], work)
+
+
+def _checked(communicator: Communicator, op: str, make: Any) -> Any:
+    """What ``make`` returns; what it raises reaches all ranks."""
+    try:
+        return make()
+    except Exception:
+        with communicator.accepting(op):
+            raise
+
+
+def all_to_all(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    out: torch.Tensor | None = None,
+) -> Started:
+    expected = _checked(
+        communicator,
+        "all_to_all_single",
+        lambda: shapes.exchanged(
+            input, output_split_sizes, input_split_sizes, communicator.world_size
+        ),
+    )
+    output = _output(communicator, "all_to_all_single", expected, out)
+    work = _all_to_all_single(
+        communicator, output, input, output_split_sizes, input_split_sizes, True
+    )
+    return Started([output], work)
+
+
+def broadcast(
+    communicator: Communicator, input: torch.Tensor, src: int, out: torch.Tensor | None = None
+) -> Started:
+    output = (
+        _output(communicator, "broadcast", input, out) if out is not None else shapes.like(input)
+    )
+    if communicator.rank == src and output is not input:
+        output.copy_(input)
+    return Started([output], rooted._broadcast(communicator, output, src, True))
+
+
+def reduce(communicator: Communicator, input: torch.Tensor, reduce_op: Any, dst: int) -> Started:
+    """The reduction on ``dst``, zeros elsewhere."""
+    output = shapes.like(input)
+    if communicator.rank == dst:
+        output.copy_(input)
+        return Started([output], rooted._reduce(communicator, output, dst, reduce_op, True))
+    dense = input.contiguous()  # which an expanded gradient is not
+    return Started([output.zero_()], rooted._reduce(communicator, dense, dst, reduce_op, True))
+
+
+def permute(communicator: Communicator, input: torch.Tensor, src_dst: Sequence[int]) -> Started:
+    """Rank r's input goes to rank ``src_dst[r]``."""
+    size, rank = communicator.world_size, communicator.rank
+    _checked(communicator, "permute", lambda: shapes.permutation(src_dst, size))
+    output = shapes.like(input)
+    sent, received = [0] * size, [0] * size
+    sent[src_dst[rank]] = received[list(src_dst).index(rank)] = input.numel()
+    work = _all_to_all_single(
+        communicator, output.view(-1), input.reshape(-1), received, sent, True
+    )
+    return Started([output], work)
+
+
+def gather(communicator: Communicator, input: torch.Tensor, dst: int, gather_dim: int) -> Started:
+    """Along ``gather_dim`` on ``dst``, zeros of the same shape elsewhere."""
+    size = communicator.world_size
+    output = _checked(communicator, "gather", lambda: shapes.gathered(input, gather_dim, size))
+    parts = None
+    if communicator.rank == dst:
+        parts = _parts(output, gather_dim % max(input.dim(), 1), size)
+        if not input.dim():
+            parts = [part.view(()) for part in parts]
+    else:
+        output.zero_()
+    return Started([output], rooted._gather(communicator, input, parts, dst, True))
+
+
+def scatter(communicator: Communicator, input: torch.Tensor, src: int, scatter_dim: int) -> Started:
+    """The own slice of the input of ``src`` along ``scatter_dim``; other ranks' inputs are not read."""
+    size = communicator.world_size
+    output = _checked(communicator, "scatter", lambda: shapes.scattered(input, scatter_dim, size))
+    parts = None
+    if communicator.rank == src:
+        parts = _parts(input, scatter_dim % input.dim(), size)
+    return Started([output], rooted._scatter(communicator, output, parts, src, True))
+
+
+def rank(communicator: Communicator, input: torch.Tensor) -> Started:
+    """The caller's rank in the group, a 0-dim int64 tensor on the device of ``input``."""
+    return Started([torch.tensor(communicator.rank, device=input.device)], None)

@@ -1,0 +1,155 @@
+"""The fused ops on scaled operands by one Triton kernel each: fp8 is multiplied where it arrives.
+
+Everything is checked and agreed on when these are called (``scaled.py``). Mixed scales, one number
+beside one per row or column, become one per row and per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.fused.shapes import rows_of, unrows
+from interlace.kernels.tiling import split_rows
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce
+from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, Linear
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning import tuning
+
+OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def why_not(
+    communicator: Communicator,
+    inner: int,
+    weights: Sequence[torch.Tensor],
+    out_dtype: torch.dtype | None,
+) -> str:
+    """Why the kernels cannot multiply these; empty if they can."""
+    for weight in weights:
+        across, along = weight.stride()
+        columns = weight.shape[1]  # a stride matters where there is a second row or column
+        if (inner > 1 and across != 1) or (columns > 1 and along < inner):
+            return f"weight must be contiguous along k, strides are {weight.stride()}"
+        if not communicator.place.interpreted and (inner | columns) % DESCRIPTOR_ALIGNMENT:
+            return f"k and n must be multiples of 16, weight is {tuple(weight.shape)}"
+    if out_dtype is not None and out_dtype not in OUTPUTS:
+        return f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}"
+    return ""
+
+
+def _by_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """A number per row, dense."""
+    return scale.reshape(-1).expand(rows).contiguous()
+
+
+def gather(
+    communicator: Communicator,
+    input: torch.Tensor,
+    row_scale: torch.Tensor,
+    by_row: bool,
+    linears: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    gathered: torch.Tensor | None,
+    fast_accum: bool,
+    columns: Sequence[int],
+) -> Event:
+    """``linears``: weight, its scale, its bias, and the matrix for all ranks' rows.
+
+    ``columns``: of all weights of all ranks.
+    """
+    rows, inner = input.shape
+    by_row = by_row or any(scale.numel() != 1 for _, scale, *_ in linears)
+    kind = "row" if by_row else "tensor"
+    targets = [
+        Linear(
+            weight,
+            bias,
+            output,
+            scales=kind,
+            scale=_by_row(scale, weight.shape[1]) if by_row else scale,
+            fast_accum=fast_accum,
+        )
+        for weight, scale, bias, output in linears
+    ]
+    problem = tuning.gather_problem(
+        communicator, input.dtype, rows, columns, inner, fast_accum=fast_accum
+    )
+    config = tuning.choose(communicator, problem, "fused").configuration
+    return gather_matmul.all_gather_matmul_fused(
+        communicator,
+        input,
+        targets,
+        [rows] * communicator.world_size,
+        gathered,
+        config,
+        _by_row(row_scale, rows) if by_row else row_scale,
+    )
+
+
+def reduce(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    scatter_dim: int,
+    *,
+    average: bool,
+    fast_accum: bool,
+    inner: int,
+) -> Event:
+    """Into ``output``, this rank's part, dense. ``inner`` is the largest k of all ranks."""
+    dim, rank = scatter_dim % input.dim(), communicator.rank
+    kinds = input_scale.numel() != 1 or weight_scale.numel() != 1
+    row_scale, column_scale = input_scale.reshape(-1), weight_scale.reshape(-1)
+    along = dim == input.dim() - 1
+    if along:  # rows of the transposed product, and so of the weight
+        left, right = weight.T, input.flatten(0, -2).T
+        right = right if right.stride(0) == 1 else right.T.contiguous().T
+        row_scale, column_scale = column_scale, row_scale
+    else:
+        left, right = rows_of(input, dim), weight
+        if input_scale.numel() != 1:
+            row_scale = rows_of(input_scale, dim).reshape(-1)
+    if kinds:
+        row_scale = _by_row(row_scale, left.shape[0])
+        column_scale = _by_row(column_scale, right.shape[1])
+    count = left.shape[0] // communicator.world_size
+    in_place = dim == 0 and not along
+    if along and bias is not None:
+        bias = bias[rank * count : rank * count + count]
+    linear = Linear(
+        right,
+        bias,
+        output.flatten(0, -2) if in_place else output.new_empty(count, right.shape[1]),
+        "m" if along else "n",
+        scales="row" if kinds else "tensor",
+        scale=column_scale,
+        fast_accum=fast_accum,
+    )
+    op, size, columns = "matmul_reduce_scatter", communicator.world_size, right.shape[1]
+    problem = tuning.Problem(op, input.dtype, count, columns, inner, size, fast_accum)
+    config = tuning.choose(communicator, problem, "fused").configuration
+    event = matmul_reduce.matmul_reduce_scatter_fused(
+        communicator,
+        left,
+        linear,
+        split_rows(left.shape[0], communicator.world_size),
+        config,
+        average=average,
+        row_scale=row_scale,
+    )
+    if in_place:
+        return event
+    lengths = list(output.shape)
+    if along:
+        made = linear.output.T.view(lengths)
+    else:
+        others = [n for i, n in enumerate(lengths[:-1]) if i != dim]
+        made = unrows(linear.output, [lengths[dim], *others], dim)
+    communicator.compute.copy(output, made, "output")
+    return communicator.compute.record()

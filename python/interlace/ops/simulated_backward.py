@@ -1,0 +1,188 @@
+"""Backward on simulated ranks: each rank's autograd engine in a thread of its own, one at a time.
+
+torch's engine keeps its queue of nodes, and how deep it is, per thread. Ranks of ``sim`` share a thread:
+one that waited for another within a node's backward would leave its nodes to that rank's engine, which
+would run them there, or fail. So the engine of a rank gets a thread, and hands every backward that is
+Python back to the rank, which alone can wait in the simulation::
+
+    rank (a coroutine of the simulation)      engine (a thread)
+    loss.backward() ........................> runs nodes of C++
+    runs _Row.backward, waits for others <... comes to a node of Python, sleeps
+    gives its result ......................> goes on
+    returns <............................... has finished
+
+The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is
+the one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes
+again what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the
+engine's. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the
+ops of ``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from interlace.groups import groups
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import InterlaceError
+
+Result = TypeVar("Result")
+
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: BaseException | None
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class _Channel:
+    """What an engine's thread asks of its rank: calls, of which there is one at a time, and its own end."""
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[Callable[[], Any] | _Outcome] = SimpleQueue()
+        self.answers: SimpleQueue[_Outcome] = SimpleQueue()
+
+
+_thread = threading.local()  # its ``channel``, in the thread of an engine
+_graph: contextvars.ContextVar[int] = contextvars.ContextVar("graph", default=-1)
+_installing = threading.Lock()
+_torch: Any = torch.autograd
+_C: Any = torch._C
+_hooks: Any = torch.autograd.graph.saved_tensors_hooks
+_node: Any = torch.autograd.function.BackwardCFunction
+_run_here: Any = _torch._engine_run_backward
+_graph_here: Callable[[], int] = _C._current_graph_task_id
+_METHODS = [each for each in ("apply", "apply_boxed") if hasattr(_node, each)]  # torch 2.13: both
+_apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
+
+
+def prepare(communicator: Communicator, *tensors: Any) -> None:
+    """Before an op on ``tensors`` is recorded, if it is, whose backward communicates.
+
+    Raises InterlaceError on virtual ranks of a GPU: torch runs the nodes of all of them in one thread, the
+    device's, where one that waits for another would wait for what is queued behind it.
+    """
+    place = communicator.place
+    if communicator.world_size == 1:
+        return
+    if place.name == "sim":
+        install()
+    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    if recorded and place.virtual:
+        raise InterlaceError(
+            f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "
+            'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'
+        )
+
+
+def in_rank(function: Callable[[], Result]) -> Result:
+    """``function()``, where the calling rank may communicate, also from a hook in its backward."""
+    channel = _channel()
+    return function() if channel is None else _asked(channel, function)
+
+
+def install() -> None:
+    """Let ranks that are simulated from now on compute gradients that communicate. Idempotent."""
+    with _installing:
+        _torch._engine_run_backward = _run
+        for name in _METHODS:
+            setattr(_node, name, _in_rank(name))
+        _hooks.__enter__ = _enter_hooks
+        _C._current_graph_task_id = _current_graph
+
+
+def _outcome(call: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(call(), None)
+    except (
+        BaseException
+    ) as error:  # the end of a coroutine too: it goes on where the call came from
+        return _Outcome(None, error)
+
+
+def _channel() -> _Channel | None:
+    return getattr(_thread, "channel", None)
+
+
+def _run(*args: Any, **kwargs: Any) -> Any:
+    """In place of torch's ``_engine_run_backward``."""
+    rank = groups.joined()
+    if rank is None or rank.place.name != "sim" or rank.world_size == 1 or _channel() is not None:
+        return _run_here(*args, **kwargs)
+    channel, recording = _Channel(), torch.is_grad_enabled()
+
+    def engine() -> None:
+        _thread.channel = channel
+        with torch.set_grad_enabled(recording):
+            channel.asked.put(_outcome(lambda: _run_here(*args, **kwargs)))
+
+    # with the rank's context, by which hooks too know whose they are
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
+    thread.start()
+    while not isinstance(asked := channel.asked.get(), _Outcome):
+        channel.answers.put(_outcome(asked))
+    thread.join()
+    return asked.get()
+
+
+def _in_rank(name: str) -> Callable[..., Any]:
+    """In place of a method of ``BackwardCFunction``, by which the engine calls a Function's backward."""
+    here = _apply_here[name]
+
+    def apply(self: Any, *grads: Any) -> Any:
+        channel = _channel()
+        if channel is None:
+            return here(self, *grads)
+        return _asked_alike(channel, lambda: here(self, *grads))
+
+    return apply
+
+
+def _enter_hooks(self: Any) -> None:
+    """In place of ``saved_tensors_hooks.__enter__``."""
+    unpack_here = self.unpack_hook
+
+    def unpack(packed: Any) -> Any:
+        channel = _channel()
+        if channel is None:
+            return unpack_here(packed)
+        return _asked_alike(channel, lambda: unpack_here(packed))
+
+    _C._autograd._push_saved_tensors_default_hooks(self.pack_hook, unpack)
+
+
+def _current_graph() -> int:
+    """In place of torch's ``_current_graph_task_id``: also where a rank runs something for its engine."""
+    graph = _graph_here()
+    return _graph.get() if graph == -1 else graph
+
+
+def _asked_alike(channel: _Channel, call: Callable[[], Any]) -> Any:
+    """:func:`_asked`, with the grad mode and the number of the backward that the engine has."""
+    recording, graph = torch.is_grad_enabled(), _graph_here()
+
+    def asked() -> Any:
+        token = _graph.set(graph)
+        try:
+            with torch.set_grad_enabled(recording):
+                return call()
+        finally:
+            _graph.reset(token)
+
+    return _asked(channel, asked)
+
+
+def _asked(channel: _Channel, call: Callable[[], Any]) -> Any:
+    channel.asked.put(call)
+    return channel.answers.get().get()

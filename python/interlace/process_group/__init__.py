@@ -1,0 +1,1 @@
+"""interlace as a backend of torch.distributed."""

@@ -1,0 +1,497 @@
+"""The collectives of a process group in Python: which way a call goes, and interlace's internal forms.
+
+Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to
+``super()``; ``rules.py`` says which, and why the method must be the one that calls it.
+Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from interlace.collectives import monitored_barrier as monitored
+from interlace.collectives import point_to_point, rooted, rootless, sparse
+from interlace.collectives.all_to_all import _all_to_all, _all_to_all_single
+from interlace.collectives.coalesced import (
+    _all_gather_coalesced,
+    _all_reduce_coalesced,
+    _reduce_scatter_tensor_coalesced,
+)
+from interlace.groups.groups import OnInterlace
+from interlace.process_group import alone
+from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
+from interlace.process_group.rules import (
+    NamedAsInTorch213,
+    keep_outside_compilation,
+    renamed,
+    underlying,
+)
+from interlace.process_group.short_forms import all_flat, flat, long_form
+from interlace.process_group.staging import HostCopies
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.core.work import Work
+
+Tensors = list[torch.Tensor]
+
+_DEFAULT_ALLREDUCE = AllreduceOptions()
+_DEFAULT_ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
+_DEFAULT_BROADCAST = BroadcastOptions()
+_DEFAULT_REDUCE = ReduceOptions()
+_DEFAULT_ALLGATHER = AllgatherOptions()
+_DEFAULT_REDUCE_SCATTER = ReduceScatterOptions()
+_DEFAULT_ALL_TO_ALL = AllToAllOptions()
+_DEFAULT_GATHER = GatherOptions()
+_DEFAULT_SCATTER = ScatterOptions()
+_DEFAULT_BARRIER = BarrierOptions()
+
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+class Collectives(OnInterlace, NamedAsInTorch213):
+    """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
+
+    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
+    """
+
+    _place: Place
+    _group_name: str
+    _sequence = 0
+    _ended = ""
+    _copies: HostCopies | None = None
+    _above = 0  # calls of super() under way
+    _alone = False  # a world of one
+
+    @functools.cached_property
+    def _completed(self) -> Work:
+        """What a synchronous call returns: torch waits for it and drops it."""
+        return Work("a synchronous call", self._place, None)
+
+    @abc.abstractmethod
+    def _make_dispatchable(self) -> None:
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
+
+    # -- which way a call goes -----------------------------------------------------------------
+
+    def _own(self, tensors: Tensors) -> Tensors | None:
+        """Plain tensors that this group serves itself; None if torch's dispatcher sees them first."""
+        if self._ended:
+            raise InterlaceError(
+                f"rank {self.rank()}: process group {self._group_name!r} was {self._ended}"
+            )
+        if not modes_active():
+            for tensor in tensors:
+                if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu:
+                    break
+            else:
+                return tensors
+        return self._unusual(tensors)
+
+    def _unusual(self, tensors: Tensors) -> Tensors | None:
+        plain = underlying(tensors)
+        if plain is None:
+            return None
+        here = self._place.device.type
+        if any(isinstance(t, torch.Tensor) and t.device.type != here for t in plain):
+            self._copies = self._copies or HostCopies()
+            return self._copies.of(plain)
+        return plain
+
+    @contextlib.contextmanager
+    def _dispatching(
+        self, tensors: Tensors, serve: Callable[..., Any]
+    ) -> Iterator[Callable[[Any], Any]]:
+        """Around a call of ``super()``, which hands it to torch's dispatcher.
+
+        What comes back is to be given to the function that is yielded, for the Work to return: that of
+        the call as it was served, if it was, because torch's own would hide its errors and its source.
+        """
+        works: list[Any] = []
+
+        def serving(*args: Any) -> Any:
+            works.append(serve(*args))
+            return works[-1]
+
+        def last(work: Any) -> Any:
+            return works[-1] if works and works[-1] is not None else work
+
+        self._above += 1
+        try:
+            if is_simulated(tensors):
+                yield last
+            elif needs_backend():
+                self._make_dispatchable()
+                yield last
+            else:
+                with returning_to(self, serving):
+                    yield last
+        finally:
+            self._above -= 1
+
+    def _run(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        """Call the internal form of an op; a Work in any case."""
+        self._sequence += 1
+        if self._copies is not None:
+            return self._run_on_copies(name, outputs, function, *args)
+        if _profiling():
+            with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+                work = function(self.interlace_communicator, *args)
+        else:
+            work = function(self.interlace_communicator, *args)
+        return self._completed if work is None else work
+
+    def _run_on_copies(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        """Run an op on copies of tensors for whose device this group has no place, to its end."""
+        copies, self._copies = self._copies, None
+        assert copies is not None
+        if function in (point_to_point._isend, point_to_point._irecv):
+            raise PlaceUnavailableError(
+                f"rank {self.rank()}: {name} needs a tensor on {self._place.device}, where group "
+                f"{self._group_name!r} has its memory"
+            )
+        work = function(self.interlace_communicator, *args)
+        if work is not None:
+            work.wait()
+        copies.back(outputs)
+        return Work(name, self._place, None, outputs)
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE, *rest: Any) -> Any:
+        if type(opts) is not AllreduceOptions or type(tensors) is not list:
+            return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)) as last:
+                return last(super().allreduce(tensors, opts))
+        (tensor,) = own
+        dense = tensor.layout is torch.strided
+        start = rootless._all_reduce if dense else sparse._all_reduce
+        return self._run("all_reduce", own, start, tensor, opts.reduceOp, opts.asyncOp)
+
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED
+    ) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(
+                tensors, lambda ts, *_: self.allreduce_coalesced(ts, opts)
+            ) as last:
+                return last(super().allreduce_coalesced(tensors, opts))
+        return self._run(
+            "all_reduce_coalesced", own, _all_reduce_coalesced, own, opts.reduceOp, opts.asyncOp
+        )
+
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST, *rest: Any) -> Any:
+        if type(opts) is not BroadcastOptions or type(tensors) is not list:
+            return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)) as last:
+                return last(super().broadcast(tensors, opts))
+        (tensor,) = own
+        return self._run("broadcast", own, rooted._broadcast, tensor, opts.rootRank, opts.asyncOp)
+
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE, *rest: Any) -> Any:
+        if type(opts) is not ReduceOptions or type(tensors) is not list:
+            return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)) as last:
+                return last(super().reduce(tensors, opts))
+        (tensor,) = own
+        return self._run(
+            "reduce", own, rooted._reduce, tensor, opts.rootRank, opts.reduceOp, opts.asyncOp
+        )
+
+    def allgather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
+    ) -> Any:
+        if (
+            type(opts) is not AllgatherOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
+        if self._alone and alone.copied(self, outputs, inputs, opts):
+            return self._completed
+        outs, ins = self._own(outputs[0]), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda outs, ins: self.allgather(outs, ins, opts)
+            ) as last:
+                return last(super().allgather(outputs, inputs, opts))
+        (tensor,) = ins
+        return self._run("all_gather", outs, rootless._all_gather, outs, tensor, opts.asyncOp)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        if self._alone and alone.copied(self, output, input, opts):
+            return self._completed
+        own = self._own([output, input])
+        if own is None:
+            with self._dispatching(
+                [input], lambda out, x: self.all_gather_single(out, x, opts)
+            ) as last:
+                return last(super().all_gather_single(output, input, opts))
+        out, tensor = own
+        if out.dim() != tensor.dim():
+            out, tensor = flat(out, tensor)
+        return self._run(
+            "all_gather_single", [output], rootless._all_gather, out, tensor, opts.asyncOp
+        )
+
+    def reduce_scatter(
+        self,
+        outputs: Tensors,
+        inputs: list[Tensors],
+        opts: Any = _DEFAULT_REDUCE_SCATTER,
+        *rest: Any,
+    ) -> Any:
+        if (
+            type(opts) is not ReduceScatterOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.reduce_scatter(
+                *long_form(ReduceScatterOptions, [outputs, inputs], [opts, *rest])
+            )
+        if self._alone and alone.reduced(self, outputs, inputs, opts):
+            return self._completed
+        outs, ins = self._own(outputs), self._own(inputs[0])
+        if outs is None or ins is None:
+            with self._dispatching(
+                outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)
+            ) as last:
+                return last(super().reduce_scatter(outputs, inputs, opts))
+        (output,) = outs
+        return self._run(
+            "reduce_scatter",
+            outs,
+            rootless._reduce_scatter,
+            output,
+            ins,
+            opts.reduceOp,
+            opts.asyncOp,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
+    ) -> Any:
+        if self._alone and alone.reduced(self, output, input, opts):
+            return self._completed
+        own = self._own([output, input])
+        if own is None:
+            with self._dispatching(
+                [input], lambda out, x: self.reduce_scatter_single(out, x, opts)
+            ) as last:
+                return last(super().reduce_scatter_single(output, input, opts))
+        out, tensor = own
+        if out.dim() != tensor.dim():
+            tensor, out = flat(tensor, out)
+        return self._run(
+            "reduce_scatter_single", [output], rootless._reduce_scatter, out, tensor,
+            opts.reduceOp, opts.asyncOp,
+        )  # fmt: skip
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
+        if self._alone and alone.copied(self, outputs, inputs, opts):
+            return self._completed
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(inputs, lambda os, ts: self.alltoall(os, ts, opts)) as last:
+                return last(super().alltoall(outputs, inputs, opts))
+        return self._run("all_to_all", outs, _all_to_all, outs, ins, opts.asyncOp)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = _DEFAULT_ALL_TO_ALL,
+    ) -> Any:
+        even = not output_split_sizes and not input_split_sizes
+        if even and self._alone and alone.copied(self, output, input, opts):
+            return self._completed
+        own = self._own([output, input])
+        if own is None:
+            splits = output_split_sizes, input_split_sizes
+            with self._dispatching(
+                [input], lambda out, x: self.all_to_all_single(out, x, *splits, opts)
+            ) as last:
+                return last(super().all_to_all_single(output, input, *splits, opts))
+        out, tensor = own
+        if even and out.shape[1:] != tensor.shape[1:]:
+            out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
+        return self._run(
+            "all_to_all_single", [output], _all_to_all_single, out, tensor,
+            output_split_sizes, input_split_sizes, opts.asyncOp,
+        )  # fmt: skip
+
+    def gather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_GATHER, *rest: Any
+    ) -> Any:
+        if type(opts) is not GatherOptions or type(outputs) is not list or type(inputs) is not list:
+            return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
+        if self._alone and opts.rootRank == 0 and alone.copied(self, outputs, inputs, opts):
+            return self._completed
+        outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)) as last:
+                return last(super().gather(outputs, inputs, opts))
+        (tensor,) = ins
+        gathered = outs if outputs else None
+        return self._run(
+            "gather", outs, rooted._gather, tensor, gathered, opts.rootRank, opts.asyncOp
+        )
+
+    def scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_SCATTER, *rest: Any
+    ) -> Any:
+        if (
+            type(opts) is not ScatterOptions
+            or type(outputs) is not list
+            or type(inputs) is not list
+        ):
+            return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
+        if self._alone and opts.rootRank == 0 and alone.copied(self, outputs, inputs, opts):
+            return self._completed
+        outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
+        if outs is None or ins is None:
+            with self._dispatching(
+                outputs, lambda outs, ins: self.scatter(outs, ins, opts)
+            ) as last:
+                return last(super().scatter(outputs, inputs, opts))
+        (tensor,) = outs
+        scattered = ins if inputs else None
+        return self._run(
+            "scatter", outs, rooted._scatter, tensor, scattered, opts.rootRank, opts.asyncOp
+        )
+
+    def barrier(self, opts: Any = _DEFAULT_BARRIER, timeout: timedelta | None = None) -> Any:
+        if type(opts) is not BarrierOptions or timeout is not None:
+            return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
+        if self._own([]) is None:
+            with self._dispatching([], lambda *_: self.barrier(opts)) as last:
+                return last(super().barrier(opts))
+        timeout = opts.timeout if opts.timeout > timedelta(0) else None
+        return self._run("barrier", [], rootless._barrier, opts.asyncOp, timeout)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """``dist.monitored_barrier`` refuses every backend but gloo; interlace's own function does not."""
+        if self._own([]) is None:
+            serve = self.monitored_barrier
+            with self._dispatching([], lambda *_: serve(timeout, wait_all_ranks)):
+                super().monitored_barrier(timeout, wait_all_ranks)
+            return
+        monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
+
+    # -- several at once -----------------------------------------------------------------------
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        outs, ins = self._own([each for row in outputs for each in row]), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda rows, ts: self.allgather_coalesced(rows, ts, opts)
+            ) as last:
+                return last(super().allgather_coalesced(outputs, inputs, opts))
+        by_input = [outs[index :: len(ins)] for index in range(len(ins))]
+        return self._run(
+            "all_gather_coalesced", outs, _all_gather_coalesced, by_input, ins, opts.asyncOp
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
+    ) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda os, ts: self.all_gather_single_coalesced(os, ts, opts)
+            ) as last:
+                return last(super().all_gather_single_coalesced(outputs, inputs, opts))
+        outs, ins = all_flat(outs, ins)
+        return self._run(
+            "all_gather_single_coalesced", outputs, _all_gather_coalesced, outs, ins, opts.asyncOp
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_REDUCE_SCATTER
+    ) -> Any:
+        outs, ins = self._own(outputs), self._own(inputs)
+        if outs is None or ins is None:
+            with self._dispatching(
+                inputs, lambda os, ts: self.reduce_scatter_single_coalesced(os, ts, opts)
+            ) as last:
+                return last(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
+        ins, outs = all_flat(ins, outs)
+        return self._run(
+            "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, outs, ins,
+            opts.reduceOp, opts.asyncOp,
+        )  # fmt: skip
+
+    # -- what torch before 2.13 calls them -----------------------------------------------------
+
+    _allgather_base = renamed("all_gather_single")
+    _reduce_scatter_base = renamed("reduce_scatter_single")
+    alltoall_base = renamed("all_to_all_single")
+    allgather_into_tensor_coalesced = renamed("all_gather_single_coalesced")
+    reduce_scatter_tensor_coalesced = renamed("reduce_scatter_single_coalesced")
+
+    # -- point to point ------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.send(ts, dstRank, tag)) as last:
+                return last(super().send(tensors, dstRank, tag))
+        (tensor,) = own
+        return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.recv(ts, srcRank, tag)) as last:
+                return last(super().recv(tensors, srcRank, tag))
+        (tensor,) = own
+        return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        own = self._own(tensors)
+        if own is None:
+            with self._dispatching(tensors, lambda ts, *_: self.recv_anysource(ts, tag)) as last:
+                return last(super().recv_anysource(tensors, tag))
+        (tensor,) = own
+        return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
+
+
+keep_outside_compilation(Collectives)

@@ -1,0 +1,101 @@
+"""A collective that goes through torch's dispatcher first, and comes back to the same process group.
+
+``super().allreduce(...)`` dispatches ``c10d::allreduce_``: dispatch modes and tensor subclasses see it,
+change its tensors, or answer it. What is left would reach torch's kernel, which asks the group for a C++
+backend. So for the time of the call there is one more mode below those of the user::
+
+    Python          group.allreduce(tensors)      a mode is active, or a tensor is of a subclass
+    super()         c10d::allreduce_
+    user's modes    see it, hand it on
+    Returning       tensors of subclasses: lets these see it; plain ones: group.allreduce(tensors) again
+
+This keeps ranks that run under a mode (a profiler on rank 0) in step with those that do not.
+
+Rejected: a second, C++ group for such calls. The ranks with and without a mode would wait for each other
+in different groups. It remains for one case, see :func:`needs_backend`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.process_group.rules import underlying
+from interlace.runtime.core.torch_modes import modes_active
+
+_C: Any = torch._C
+_c10d: Any = c10d
+_TorchDispatchMode: Any = TorchDispatchMode
+
+
+def is_simulated(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no data will move: fake and meta tensors, or a mode that makes them."""
+    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    return any(tensor.is_meta or hasattr(tensor, "fake_mode") for tensor in tensors)
+
+
+def needs_backend() -> bool:
+    """Whether torch's kernel of the op will run, whatever this module does.
+
+    ``make_fx`` and functionalization sit below all other modes, and run the kernel from there.
+    """
+    keys = _C._TorchDispatchModeKey
+    return any(_C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+class _Returning(_TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self, group: Any, serve: Callable[..., Any]) -> None:
+        super().__init__()
+        self._group, self._serve = group, serve
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_ours(func, args):
+            return func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(args)
+        if underlying([each for each in leaves if isinstance(each, torch.Tensor)]) is None:
+            return NotImplemented  # then the subclasses are asked, with this mode still active
+        work = self._serve(*args[:2])
+        if work is None:
+            return None
+        boxed = _c10d._create_work_from_future(work.get_future()).boxed()
+        return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
+
+    def _is_ours(self, func: Any, args: Any) -> bool:
+        unbox = dist.ProcessGroup.unbox
+        return func.namespace == "c10d" and any(
+            isinstance(each, torch.ScriptObject) and _same_group(unbox, each, self._group)
+            for each in args[1:3]
+        )
+
+
+def _same_group(unbox: Callable[[Any], Any], boxed: Any, group: Any) -> bool:
+    try:
+        return unbox(boxed) is group
+    except RuntimeError:  # another kind of object: the ReduceOp of an all_reduce
+        return False
+
+
+@contextlib.contextmanager
+def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
+    """Around the call of ``super()``: what the dispatcher leaves comes back as ``serve(*tensors)``.
+
+    ``serve`` takes the first two arguments of the ``c10d::`` op and returns a Work, or None as the op does.
+    """
+    above = [_C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
+    _C._push_on_torch_dispatch_stack(_Returning(group, serve))
+    for mode in reversed(above):
+        _C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        above = [_C._pop_torch_dispatch_stack(None) for _ in above]
+        _C._pop_torch_dispatch_stack(None)
+        for mode in reversed(above):
+            _C._push_on_torch_dispatch_stack(mode)

@@ -1,0 +1,230 @@
+"""interlace as a backend of torch.distributed: ``init_process_group("interlace")``.
+
+A ``ProcessGroup`` in Python over one :class:`Communicator`. Every method serves plain tensors with the
+internal form of interlace's own function; a call that torch's dispatcher has to see first goes to
+``super()``, see ``rules.py``. What torch asks of such a class, and what breaks otherwise:
+
+- ``ProcessGroup.__init__(rank, size)``; given a store, it builds an object without overrides.
+- Name and description are kept here: torch would keep them in its C++ backends, of which there is none.
+- Every collective returns a Work: C++ callers do not expect None, and crash.
+- Dynamo must not trace into a method: see ``process_group_rules.keep_outside_compilation``.
+- C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
+  group over the same ranks, made when it is first needed, which takes all ranks of the group.
+- Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
+  the first of them comes. Where ranks have no GPU for kernels they go through copies on the host.
+- ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``functional_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from interlace.process_group import functional_kernels
+from interlace.process_group.collectives import Collectives
+from interlace.process_group.rules import keep_outside_compilation, underlying
+from interlace.process_group.staging import HostCopies
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.work import Work
+from interlace.runtime.places.cuda.available import gpu_problem
+
+LINGER_SECONDS = 0.2
+ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
+
+
+def connect_place(store: Any, rank: int, world_size: int, timeout: float, name: str) -> Place:
+    """The place of one rank of a group that meets through ``store``. Collective; seconds."""
+    from interlace.runtime.start import connect
+
+    return connect.connect_place(store, rank, world_size, timeout=timeout, name=name)
+
+
+def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
+    """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return InterlaceProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        name=options.group_id,
+        ranks=ranks,
+        high_priority=bool(getattr(backend_options, "is_high_priority_stream", False)),
+    )
+
+
+class _OnGpu(HostCopies):
+    """In place of copies: the tensors of the call under way are on a GPU, and stay there."""
+
+
+class InterlaceProcessGroup(Collectives):
+    """One group of ranks of ``torch.distributed``, on interlace.
+
+    ``interlace_communicator`` is the group under it, for interlace's own functions.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        name: str = "group",
+        ranks: Sequence[int] | None = None,
+        high_priority: bool = False,
+    ) -> None:
+        super().__init__(rank, size)
+        functional_kernels.register()
+        place = connect_place(store, rank, size, timeout.total_seconds(), name)
+        self.interlace_communicator = Communicator(place, ranks or range(size))
+        self._place, self._alone = place, size == 1
+        self._store, self._timeout = store, timeout
+        self._group_name, self._group_description = name, "undefined"
+        self._gloo: Any = None
+        self._high_priority = high_priority
+        if self._has_gpus:
+            self.interlace_communicator.elsewhere = lambda: self.device_communicator
+
+    # -- on GPUs -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def device_communicator(self) -> Communicator:
+        """This group on its ranks' GPUs. Making it is collective."""
+        from interlace.runtime.start import connect
+
+        ranks = tuple(range(self.size()))
+        host = self._place.subgroup(ranks, ON_GPU)
+        place = connect.on_gpu(
+            host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
+        )
+        made = Communicator(place, self.interlace_communicator.ranks)
+        self.interlace_communicator.also.append(made)
+        return made
+
+    @functools.cached_property
+    def _has_gpus(self) -> bool:
+        """Whether ranks' tensors on GPUs are served there; ranks of one job find the same."""
+        return self._place.name == "shm" and not gpu_problem()
+
+    def _unusual(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        plain = underlying(tensors)
+        if plain and all(isinstance(t, torch.Tensor) and t.is_cuda for t in plain):
+            if self._has_gpus:
+                self._copies = _OnGpu()
+                return plain
+        elif type(self._copies) is _OnGpu:
+            self._copies = None  # of a call that was refused before it ran
+        return super()._unusual(tensors)
+
+    def _run_on_copies(
+        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+    ) -> Work:
+        if type(self._copies) is not _OnGpu:
+            return super()._run_on_copies(name, outputs, function, *args)
+        self._copies = None
+        with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+            work = function(self.device_communicator, *args)
+        return self._completed if work is None else work
+
+    # -- identity ------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "interlace"
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_description = description
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = [self._place.device.type, *(["cuda"] if self._has_gpus else [])]
+        return [torch.device(kind) for kind in kinds]
+
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_splitting = False
+    supports_time_estimate = False
+    supports_window = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """This group: the functions that ask want to know what it supports."""
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ranks count from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has started."""
+        return self._sequence
+
+    # -- the C++ backend ------------------------------------------------------------------------
+
+    def _make_dispatchable(self) -> None:
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
+        if self._gloo is None:
+            from torch._C._distributed_c10d import ProcessGroupGloo
+
+            kind = self._backend_kind()
+            # gloo reads what an earlier group has left under the same name in the same store
+            name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
+            store = PrefixStore(f"interlace/gloo/{name}", self._store)
+            self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
+            self._register_backend(torch.device("cpu"), kind, self._gloo)
+            self._set_default_backend(kind)
+
+    def _backend_kind(self) -> Any:
+        return dist.ProcessGroup.BackendType.CUSTOM
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Make every wait of every rank end with an error; the group cannot be used any more."""
+        reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
+        if "device_communicator" in self.__dict__:
+            self.device_communicator.place.abort(reason)
+        self._place.abort(reason)
+        self._end("aborted")
+
+    def shutdown(self) -> None:
+        """Leave the group and give its memory back. Not collective; ``destroy_process_group`` calls it."""
+        self._place.linger = LINGER_SECONDS
+        self._end("destroyed")
+
+    def _end(self, how: str) -> None:
+        if not self._ended:
+            self._ended = how
+            if "device_communicator" in self.__dict__:
+                self.device_communicator.close()
+            self.interlace_communicator.close()
+            self._store = None
+        if self._gloo is not None:
+            self._gloo.shutdown()
+
+
+keep_outside_compilation(InterlaceProcessGroup)

@@ -1,0 +1,50 @@
+"""``torch.distributed._symmetric_memory`` on a CPU: symmetric memory for kernels of one's own.
+
+Code that was written for torch's symmetric memory runs in the places ``sim`` and ``shm`` after one
+import was changed::
+
+    import interlace.symmetric_memory as symm_mem
+
+    tensor = symm_mem.empty(1024, dtype=torch.float32)      # alone
+    hdl = symm_mem.rendezvous(tensor, group)                 # together
+    hdl.barrier()
+    kernel[(4,)](hdl.buffer_ptrs_dev, hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size)
+
+Kernels that are launched this way may wait for programs of their own grid and of other ranks: in
+``sim`` every program of every rank is a coroutine of one seeded scheduler, in ``shm`` every program of
+a launch is, and waits for peers are polite, bounded, and end when a peer dies.
+
+What differs from torch
+-----------------------
+- Tensors live on the CPU, ``device`` is None or "cpu". There is no multicast.
+- ``group`` of :func:`rendezvous` may be None or a group of interlace's, and :func:`rendezvous` compares
+  what the ranks bring. Misuse is a ValueError or TypeError on every rank.
+- In ``shm`` a launch comes after the async ops that this rank submitted before it: a CPU has no streams.
+- ``set_signal_pad_size`` holds for tensors made afterwards by the calling rank.
+
+In place ``cuda`` use torch's own.
+"""
+
+from __future__ import annotations
+
+from interlace.symmetric_memory.functions import (
+    empty,
+    get_backend,
+    get_signal_pad_size,
+    is_nvshmem_available,
+    is_symm_mem_tensor,
+    rendezvous,
+    set_signal_pad_size,
+)
+from interlace.symmetric_memory.handle import SymmetricMemory
+
+__all__ = [
+    "SymmetricMemory",
+    "empty",
+    "get_backend",
+    "get_signal_pad_size",
+    "is_nvshmem_available",
+    "is_symm_mem_tensor",
+    "rendezvous",
+    "set_signal_pad_size",
+]

@@ -1,0 +1,270 @@
+"""``torch.ops.symm_mem.*`` on CPU tensors, with torch's own arguments, shapes, strides and dtypes.
+
+Code written for torch's ops, and torch's compiler with ``_micro_pipeline_tp``, runs with them where there
+is no GPU. A group's name is that of any group of torch, whatever its backend, or of interlace's.
+Registered by ``registration.py``. Inputs need not lie in symmetric memory.
+
+==============================  ======================================================================
+op                              is
+==============================  ======================================================================
+fused_all_gather_matmul,        interlace's fused ops, for floats; for other dtypes collective and matmul
+fused_matmul_reduce_scatter
+the same with "scaled"          gather and ``torch._scaled_mm``, as in torch's own fallback
+_low_contention_*               in flight until ``_c10d_functional.wait_tensor``
+one_shot_*, two_shot_*,         interlace's collectives, complete when they return
+multimem_*, reduce_scatter_out
+==============================  ======================================================================
+
+As in torch there are no gradients; inputs that require them get a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks
+from interlace.groups.groups import resolve
+from interlace.ops.eager import fused, plain, shapes
+from interlace.ops.eager.pending import Started, finish
+from interlace.ops.eager.pending import register as register_work
+from interlace.runtime.core.communicator import Communicator
+
+_scaled_mm: Any = torch._scaled_mm
+_BY_NUMBER = {
+    5: torch.float16,
+    6: torch.float32,
+    15: torch.bfloat16,
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+}  # c10::ScalarType; torch's own table has the numbers of fp8 wrong (2.13)
+
+Tensor = torch.Tensor
+
+
+def _now(started: Started) -> Tensor:
+    finish(started)
+    return started.outputs[0]
+
+
+def _in_flight(started: Started) -> Tensor:
+    register_work(started)
+    return started.outputs[0].data
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+
+
+def fused_all_gather_matmul(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    checks.warn_without_gradients("torch.ops.symm_mem.fused_all_gather_matmul", A, Bs)
+    communicator = resolve(group_name)
+    last = gather_dim % A.dim() == A.dim() - 1
+    if not Bs or A.dtype not in checks.FLOAT_DTYPES:
+        whole = _gathered(communicator, A, gather_dim)
+        return whole if return_A else None, [
+            _multiplied(whole, B, 0 if last else gather_dim) for B in Bs
+        ]
+    started = fused.all_gather_matmul(communicator, A, Bs, [], gather_dim, return_A, "auto", None)
+    finish(started)
+    products = list(started.outputs)
+    whole_or_none = products.pop() if return_A else None
+    if whole_or_none is not None and last:
+        whole_or_none = whole_or_none.contiguous()
+    return whole_or_none, products
+
+
+def _multiplied(tensor: Tensor, weight: Tensor, dim: int) -> Tensor:
+    """With the strides of torch's op: ``dim`` is outermost."""
+    return torch.matmul(tensor.movedim(dim, 0), weight).movedim(0, dim)
+
+
+def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
+    """Along ``dim``, which is outermost in memory, unless it is the last."""
+    if dim % tensor.dim() == tensor.dim() - 1:
+        return _now(plain.all_gather(communicator, tensor, dim))
+    first = tensor.movedim(dim, 0).contiguous()
+    return _now(plain.all_gather(communicator, first, 0)).movedim(0, dim)
+
+
+def fused_matmul_reduce_scatter(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
+    checks.warn_without_gradients("torch.ops.symm_mem.fused_matmul_reduce_scatter", A, B)
+    communicator = resolve(group_name)
+    if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
+        return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
+    started = fused.matmul_reduce_scatter(
+        communicator, A, B, None, reduce_op, scatter_dim, "auto", None
+    )
+    return _now(started).contiguous()
+
+
+def _scattered(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:
+    return _now(plain.reduce_scatter(communicator, tensor.contiguous(), reduce_op, dim))
+
+
+# -- fused, scaled -------------------------------------------------------------------------------------
+
+
+def fused_all_gather_scaled_matmul(
+    A: Tensor,
+    Bs: list[Tensor],
+    A_scale: Tensor,
+    B_scales: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[Any],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    communicator = resolve(group_name)
+    with communicator.accepting("fused_all_gather_scaled_matmul"):
+        for name, values in (
+            ("B_scales", B_scales),
+            ("biases", biases),
+            ("result_scales", result_scales),
+            ("out_dtypes", out_dtypes),
+            ("use_fast_accum", use_fast_accum),
+        ):
+            if len(values) != len(Bs):
+                raise ValueError(
+                    f"len({name}) must be the same as len(Bs), {len(Bs)}, got {len(values)}"
+                )
+        dim = shapes.dimension("gather_dim", gather_dim, A.dim())
+        full = [*A.shape]
+        full[dim] *= communicator.world_size
+        sharded = A_scale.shape == (*A.shape[:-1], 1)
+        replicated = not sharded and A_scale.numel() != 1
+        if replicated and list(A_scale.shape[:-1]) != full[:-1]:
+            raise ValueError(
+                "Invalid scale shape for fp8 all-gather "
+                f"(shard shape: {A.shape}, scale shape: {A_scale.shape})"
+            )
+    whole = _gathered(communicator, A, dim)
+    scale = A_scale
+    if sharded:
+        scale = _gathered(communicator, A_scale, dim)
+    if sharded or replicated:
+        scale = scale.movedim(dim, 0).flatten(0, -2)
+    rows = whole.movedim(dim, 0)
+    options = zip(
+        Bs, B_scales, biases, result_scales, _dtypes(out_dtypes), use_fast_accum, strict=True
+    )
+    products = []
+    for B, B_scale, bias, result_scale, out_dtype, fast in options:
+        product = _scaled_mm(
+            rows.flatten(0, -2), B, scale, B_scale, bias, result_scale,
+            out_dtype=out_dtype, use_fast_accum=fast,
+        )  # fmt: skip
+        products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
+    return whole, products
+
+
+def _dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
+    """A list of dtypes comes as torch's numbers for them."""
+    return [_BY_NUMBER[each] if isinstance(each, int) else each for each in given]
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    communicator = resolve(group_name)
+    with communicator.accepting("fused_scaled_matmul_reduce_scatter"):
+        scale = A_scale
+        if A_scale.numel() != 1:
+            if A_scale.shape[:-1] != A.shape[:-1]:
+                raise ValueError(
+                    "For row-wise scaling, the leading dims of A_scale must match the leading dims of A "
+                    f"(A shape: {A.shape}, A_scale shape: {A_scale.shape})"
+                )
+            scale = A_scale.flatten(0, -2).contiguous()
+        product = _scaled_mm(
+            A.flatten(0, -2).contiguous(), B, scale, B_scale, bias, result_scale, out_dtype, use_fast_accum
+        )  # fmt: skip
+        lengths = A.shape[:-1] if output_shape is None else output_shape[:-1]
+        whole = product.view(*lengths, B.shape[1])
+    return _scattered(communicator, whole, reduce_op, orig_scatter_dim)
+
+
+# -- collectives ---------------------------------------------------------------------------------------
+
+
+def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    return _in_flight(plain.all_gather(resolve(group_name), tensor, 0))
+
+
+def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return _in_flight(plain.reduce_scatter(resolve(group_name), tensor, reduce_op, 0))
+
+
+def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return _now(plain.all_reduce(resolve(group_name), input, reduce_op))
+
+
+def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out: Tensor) -> Tensor:
+    return _now(plain.all_reduce(resolve(group_name), input, reduce_op, out))
+
+
+def one_shot_all_reduce_copy(
+    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str
+) -> Tensor:
+    """The buffer is where a GPU's kernel stages the input."""
+    return one_shot_all_reduce(local_input, reduce_op, group_name)
+
+
+def one_shot_all_reduce_copy_out(
+    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
+) -> Tensor:
+    return one_shot_all_reduce_out(local_input, reduce_op, group_name, out)
+
+
+def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return one_shot_all_reduce_out(input, reduce_op, group_name, input)
+
+
+def two_shot_all_reduce_out(
+    input: Tensor, reduce_op: str, group_name: str, output: Tensor
+) -> Tensor:
+    return one_shot_all_reduce_out(input, reduce_op, group_name, output)
+
+
+multimem_all_reduce_ = two_shot_all_reduce_
+multimem_one_shot_all_reduce = one_shot_all_reduce
+multimem_one_shot_all_reduce_out = one_shot_all_reduce_out
+
+
+def multimem_one_shot_reduce_out(
+    input: Tensor, reduce_op: str, root: int, group_name: str, out: Tensor
+) -> Tensor:
+    """Into ``out`` of rank ``root``; others' are left as they are."""
+    communicator = resolve(group_name)
+    reduced = _now(plain.reduce(communicator, input, reduce_op, root))
+    return out.copy_(reduced) if communicator.rank == root else out
+
+
+def multimem_all_gather_out(input: Tensor, group_name: str, out: Tensor) -> Tensor:
+    return _now(plain.all_gather(resolve(group_name), input, 0, out))
+
+
+def reduce_scatter_out(
+    input: Tensor, group_name: str, split_last_dim: bool, output: Tensor
+) -> Tensor:
+    dim = -1 if split_last_dim else 0
+    return _now(plain.reduce_scatter(resolve(group_name), input, "sum", dim, output))

@@ -1,0 +1,1 @@
+"""Device meshes: collectives along a dimension, costs, parallel styles."""

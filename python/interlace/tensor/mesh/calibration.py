@@ -1,0 +1,193 @@
+"""Measure what collectives take along each dimension of a mesh, and fit lines to it.
+
+Per dimension, op and size: after warm-ups, calls between barriers of all ranks, each call's time that of
+its slowest rank; of these the median. All rows of a dimension run at the same time, as they do in
+training. Small and large messages are two *protocols*, each with a line of its own: the slope is the
+median of the slopes between all pairs of sizes (Theil-Sen), the latency the median of what is left. The
+large one begins where the lines cross, if that is between the sizes measured, else half-way on a scale of
+doublings.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import interlace
+from interlace.runtime.tuning import calibration
+from interlace.runtime.tuning.calibration import Link, Measured, Protocol
+
+ITEM = 4  # float32
+SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
+LARGE = (512 << 10, 2 << 20, 8 << 20)
+WARM_UP = 2
+LEAST_SLOPE = 1e-6  # us per byte: 10**12 bytes/s, where noise hides the slope
+Key = tuple[int, str, int]  # dim, op, bytes
+Times = dict[Key, list[float]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks are to measure. ``repetitions`` of small messages, a third of it of large ones."""
+
+    mesh: tuple[int, ...]
+    small: tuple[int, ...] = SMALL
+    large: tuple[int, ...] = LARGE
+    repetitions: int = 21
+
+    @property
+    def cases(self) -> list[Key]:
+        """In the order of measuring; every rank's is the same."""
+        sizes = (*self.small, *self.large)
+        dims = [dim for dim, ranks in enumerate(self.mesh) if ranks > 1]
+        return list(itertools.product(dims, calibration.OPS, sizes))
+
+    def calls(self, size: int) -> int:
+        return self.repetitions if size in self.small else max(3, self.repetitions // 3)
+
+
+def on_rank(request: Request, tick: Callable[[int, int], None]) -> Times:
+    """Microseconds of this rank's calls, inside ``interlace.run`` or a process group of torch."""
+    if dist.is_initialized():
+        rank, device = dist.get_rank(), _device()
+        mesh = DeviceMesh(device.type, _grid(request.mesh))
+        groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
+        ops: Any = dist
+    else:
+        rank, device = interlace.get_rank(), interlace.device()
+        mesh = DeviceMesh(device.type, _grid(request.mesh), _init_backend=False, _rank=rank)
+        groups = [(mesh, dim) for dim in range(len(request.mesh))]
+        ops = interlace
+    found: Times = {}
+    cases = request.cases
+    for number, (dim, op, size) in enumerate(cases):
+        call = _call(ops, op, size, request.mesh[dim], groups[dim], device)
+        found[dim, op, size] = _timed(call, request.calls(size), ops, device)
+        if rank == 0:
+            tick(number + 1, len(cases))
+    return found
+
+
+def _grid(mesh: Sequence[int]) -> torch.Tensor:
+    return torch.arange(math.prod(mesh)).view(*mesh)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if _on_gpus() else torch.device("cpu")
+
+
+def _on_gpus() -> bool:
+    return "nccl" in str(dist.get_backend())
+
+
+def _call(
+    ops: Any, op: str, size: int, ranks: int, group: Any, device: torch.device
+) -> Callable[[], None]:
+    """One call of ``op`` whose whole tensor has ``size`` bytes, rounded up to equal parts."""
+    part = max(1, -(-size // (ITEM * ranks)))
+    whole, shard = torch.ones(part * ranks, device=device), torch.ones(part, device=device)
+    if op == "all_gather":
+        return lambda: ops.all_gather_into_tensor(whole, shard, group=group)
+    if op == "reduce_scatter":
+        return lambda: ops.reduce_scatter_tensor(shard, whole, group=group)
+    if op == "all_reduce":
+        return lambda: ops.all_reduce(whole.fill_(1.0), group=group)
+    output = torch.empty_like(whole)
+    return lambda: ops.all_to_all_single(output, whole, group=group)
+
+
+def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device) -> list[float]:
+    synchronize: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = []
+    for number in range(WARM_UP + calls):
+        ops.barrier()
+        begun = time.perf_counter()
+        call()
+        synchronize()
+        if number >= WARM_UP:
+            times.append((time.perf_counter() - begun) * 1e6)
+    return times
+
+
+# -- fitting ---------------------------------------------------------------------------------------
+
+
+def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
+    """Of each case the median over calls of the slowest rank."""
+    return {
+        key: statistics.median(
+            max(calls) for calls in zip(*(each[key] for each in by_rank), strict=True)
+        )
+        for key in by_rank[0]
+    }
+
+
+def fit(points: Mapping[int, float]) -> tuple[float, float]:
+    """Latency in us and us per byte, from times by bytes.
+
+    >>> fit({1000: 12.0, 2000: 14.0, 3000: 16.0, 4000: 99.0})
+    (10.0, 0.002)
+    """
+    pairs = itertools.combinations(sorted(points.items()), 2)
+    slopes = [(late - soon) / (more - less) for (less, soon), (more, late) in pairs]
+    slope = max(LEAST_SLOPE, statistics.median_low(slopes)) if slopes else LEAST_SLOPE
+    return max(0.0, statistics.median(t - slope * size for size, t in points.items())), slope
+
+
+def link_of(
+    dim: int, ranks: int, op: str, small: Mapping[int, float], large: Mapping[int, float]
+) -> Link:
+    """The line of each protocol, and where the second begins."""
+    (latency, slope), (later, flatter) = fit(small), fit(large)
+    low, high = max(small), min(large)
+    crossing = (later - latency) / (slope - flatter) if slope > flatter else 0.0
+    begins = crossing if low <= crossing <= high else math.sqrt(low * high)
+    return Link(
+        dim,
+        ranks,
+        op,
+        (
+            Protocol(0, round(latency, 3), _rate(slope)),
+            Protocol(round(begins), round(later, 3), _rate(flatter)),
+        ),
+    )
+
+
+def _rate(slope: float) -> float:
+    """In 10**9 bytes/s, from us per byte."""
+    return float(f"{1e-3 / slope:.6g}")
+
+
+def measured(request: Request, by_rank: Sequence[Times], backend: str, processes: str) -> Measured:
+    """What the ranks' times say of the mesh. ``processes``: what the ranks were, in a word."""
+    found = medians(by_rank)
+    links = []
+    for dim, ranks in enumerate(request.mesh):
+        for op in calibration.OPS:
+            if ranks == 1:  # nothing to send
+                links.append(Link(dim, ranks, op, (Protocol(0, 0.0, _rate(LEAST_SLOPE)),)))
+                continue
+            small, large = (
+                {size: found[dim, op, size] for size in sizes}
+                for sizes in (request.small, request.large)
+            )
+            links.append(link_of(dim, ranks, op, small, large))
+    return Measured(
+        backend,
+        request.mesh,
+        datetime.date.today().isoformat(),
+        str(torch.__version__),
+        interlace.__version__,
+        processes,
+        tuple(links),
+    )

@@ -1,0 +1,285 @@
+"""Collectives along a dimension of a device mesh: scatter, broadcast, and from shards to other shards.
+
+Signatures and semantics are those of ``torch/distributed/tensor/_collective_utils.py``. What differs: meta
+tensors are traced, ``group_src=None`` does what is documented there, ``shard_dim_alltoall`` can be
+asynchronous, and moves what a rank needs only: 1/n-th of what an all-gather followed by a chunk moves.
+
+``mesh`` is a DeviceMesh over any backend of torch.distributed, or over the ranks of ``interlace.run``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace import functional
+from interlace.arguments import checks
+from interlace.collectives.all_to_all import _all_to_all
+from interlace.collectives.rooted import _broadcast, _scatter
+from interlace.functional.calls import direct
+from interlace.groups import rank_lists
+from interlace.groups.groups import simulated
+from interlace.groups.specs import bound
+from interlace.ops.async_tensor import AsyncTensor, wrapped
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.core.work import Work
+
+
+def _done(op: str, tensor: torch.Tensor, async_op: bool) -> Work | None:
+    """Of what needed no communication."""
+    return Work(op, cast(Any, _Nowhere()), None, [tensor]) if async_op else None
+
+
+class _Nowhere:
+    """The place of an op that ran nowhere."""
+
+    rank, calls = 0, 0
+
+
+def _traced(tensor: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
+
+
+def _source(op: str, group_src: Any, communicator: Communicator) -> int:
+    size, rank = communicator.world_size, communicator.rank
+    error: Exception
+    if isinstance(group_src, bool) or not isinstance(group_src, int):
+        error = TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
+    elif not 0 <= group_src < size:
+        text = f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}"
+        error = ValueError(text)
+    else:
+        return group_src
+    with communicator.accepting(op):
+        raise error
+
+
+def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
+    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``.
+
+    With several dimensions nobody can say which row waits for this rank.
+    """
+    try:
+        return bound((mesh, mesh_dim))
+    except (TypeError, ValueError):
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+            with bound((mesh, 0)).accepting(op):
+                raise
+        raise
+
+
+def mesh_broadcast(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    mesh_dim: int = 0,
+    async_op: bool = False,
+    *,
+    group_src: int | None = 0,
+) -> Work | None:
+    """``tensor`` becomes that of rank ``group_src`` of the caller's row of ``mesh`` along ``mesh_dim``.
+
+    On a mesh ``[[0, 1], [2, 3]]`` with ``mesh_dim=1`` ranks 0 and 2 send, to 1 and 3. ``group_src=None``:
+    every rank keeps what it has, and nothing is sent; a meta tensor has nothing to send either. Returns a
+    :class:`interlace.Work` if ``async_op``, in every case; else None. Raises ValueError or TypeError on
+    every rank of the row if shapes, dtypes or ``group_src`` differ, before any data moves.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.device_mesh import DeviceMesh
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=rank)
+    ...     tensor = torch.tensor(rank)
+    ...     mesh_broadcast(tensor, mesh, mesh_dim=1)
+    ...     return tensor.item()
+    >>> interlace.run(on_rank, 4)
+    [0, 0, 2, 2]
+    """
+    if group_src is None or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
+        return _done("broadcast", tensor, async_op)
+    group = (mesh, mesh_dim)
+    if isinstance(tensor, torch.Tensor) and _traced(tensor):
+        functional.broadcast(tensor, group_src, group=group, out=tensor)
+        return _done("broadcast", tensor, async_op)
+    communicator = _row("broadcast", *group).on(tensor)
+    root = _source("broadcast", group_src, communicator)
+    return _broadcast(communicator, tensor, root, async_op)
+
+
+def mesh_scatter(
+    output: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None,
+    mesh: DeviceMesh,
+    mesh_dim: int = 0,
+    async_op: bool = False,
+    *,
+    group_src: int | None = 0,
+) -> Work | None:
+    """``output`` becomes entry r of the ``scatter_list`` of rank ``group_src``, on rank r of the row.
+
+    The row is the caller's, of ``mesh`` along ``mesh_dim``. Lists of other ranks are not read, and may be
+    None. ``group_src=None``: every rank takes entry r of its own list, and nothing is sent. A meta
+    ``output`` stays as it is. Returns a :class:`interlace.Work` if ``async_op``, in every case; else None.
+    Raises ValueError or TypeError on every rank of the row, before any data moves; for ``group_src=None``
+    on the caller alone.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.device_mesh import DeviceMesh
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=rank)
+    ...     part, whole = torch.empty(2), torch.arange(4.0)
+    ...     mesh_scatter(part, list(whole.chunk(2)) if rank == 0 else None, mesh)
+    ...     return part.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 1.0], [2.0, 3.0]]
+    """
+    if isinstance(output, torch.Tensor) and output.is_meta:
+        return _done("scatter", output, async_op)
+    group = (mesh, mesh_dim)
+    if group_src is None:
+        _take(output, scatter_list, _local_rank(mesh, mesh_dim))
+        return _done("scatter", output, async_op)
+    if isinstance(output, torch.Tensor) and _traced(output):
+        rows = _stacked(output, scatter_list, mesh, mesh_dim)
+        output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
+        return _done("scatter", output, async_op)
+    communicator = _row("scatter", *group).on(output)
+    root = _source("scatter", group_src, communicator)
+    mine = scatter_list if communicator.rank == root else None
+    return _scatter(communicator, output, mine, root, async_op)
+
+
+def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: int) -> None:
+    if scatter_list is None or len(scatter_list) <= rank:
+        count = "None" if scatter_list is None else f"{len(scatter_list)} tensors"
+        raise ValueError(
+            "scatter_list: with group_src=None every rank takes its entry of its own list, got "
+            f"{count} on rank {rank}"
+        )
+    if scatter_list[rank].shape != output.shape:
+        raise ValueError(
+            f"scatter_list[{rank}] has shape {tuple(scatter_list[rank].shape)}, output "
+            f"{tuple(output.shape)}, on rank {rank}"
+        )
+    output.copy_(scatter_list[rank])
+
+
+def _stacked(
+    output: torch.Tensor, scatter_list: list[torch.Tensor] | None, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """All parts, one behind the other; where there is no list, memory of that shape."""
+    if scatter_list is None:
+        return output.new_empty((mesh.size(mesh_dim), output.numel()))
+    return torch.stack([each.reshape(-1) for each in scatter_list])
+
+
+def _local_rank(mesh: DeviceMesh, mesh_dim: int) -> int:
+    if dist.is_initialized() and not simulated():
+        return int(mesh.get_local_rank(mesh_dim))
+    return bound((mesh, mesh_dim)).rank
+
+
+def chunk_sizes(length: int, ranks: int) -> list[int]:
+    """How ``torch.chunk`` cuts a dimension, with empty chunks at the end so that every rank has one.
+
+    >>> chunk_sizes(7, 3), chunk_sizes(4, 3), chunk_sizes(1, 3)
+    ([3, 3, 1], [2, 2, 0], [1, 0, 0])
+    """
+    chunk = -(-length // ranks)
+    return [max(0, min(chunk, length - rank * chunk)) for rank in range(ranks)]
+
+
+def shard_dim_alltoall(
+    input: torch.Tensor,
+    gather_dim: int,
+    shard_dim: int,
+    mesh: DeviceMesh,
+    mesh_dim: int,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor:
+    """From shards along ``gather_dim`` to shards along ``shard_dim``, by an all-to-all.
+
+    The ``input`` of the ranks of the caller's row of ``mesh``, one behind the other along ``gather_dim``,
+    then the caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are
+    those of ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
+    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when it is first used;
+    the input must not change before. With a gradient, and in a graph, it is complete, or waits where the
+    compiler has put that. A meta tensor gives one of the right shape.
+
+    Raises ValueError or TypeError on every rank of the row before any data moves. Semantics:
+    ``torch.distributed.tensor._collective_utils.shard_dim_alltoall``.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.device_mesh import DeviceMesh
+    >>> def on_rank():
+    ...     rank = interlace.get_rank()
+    ...     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=rank)
+    ...     return shard_dim_alltoall(torch.arange(2)[None] + 2 * rank, 0, 1, mesh, 0).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[0], [2]], [[1], [3]]]
+    """
+    group = (mesh, mesh_dim)
+    plain = direct(input) if isinstance(input, torch.Tensor) else True
+    if not plain:
+        made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
+        return wrapped(made) if async_op and not made.is_meta else made
+    communicator = _row("all_to_all", *group).on(input)
+    try:
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(
+                f"input must be a tensor, got {type(input).__name__} on rank {communicator.rank}"
+            )
+        ranks, rank = communicator.world_size, communicator.rank
+        gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
+        shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), rank)
+        sizes = chunk_sizes(input.shape[shard_dim], ranks)
+    except Exception:
+        with communicator.accepting("all_to_all"):
+            raise
+    if gather_dim == shard_dim:  # the own shard is that chunk
+        same = input.clone(memory_format=torch.contiguous_format)
+        return AsyncTensor(same, cast(Work, _done("all_to_all", same, True))) if async_op else same
+    shape = list(input.shape)
+    shape[shard_dim], shape[gather_dim] = sizes[rank], ranks * shape[gather_dim]
+    output = input.new_empty(shape)
+    work = _all_to_all(
+        communicator,
+        list(torch.split(output, input.shape[gather_dim], gather_dim))
+        if input.shape[gather_dim]
+        else [output] * ranks,
+        list(torch.split(input, sizes, shard_dim)),
+        True,
+    )
+    made = AsyncTensor(output, work)
+    return made if async_op else made.wait()
+
+
+def _functional(
+    input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """By the traceable op: along dim 0, and permuted before and after."""
+    ranks = mesh.size(mesh_dim)
+    index = rank_lists.mesh_dim(mesh, mesh_dim, "")
+    gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), 0)
+    shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), 0)
+    if gather_dim == shard_dim:
+        return input.clone(memory_format=torch.contiguous_format)
+    length = input.shape[shard_dim]
+    rows = input.movedim(shard_dim, 0).contiguous()
+    sent = received = None
+    mine = length // ranks
+    if isinstance(length, int) and length % ranks:
+        sent = chunk_sizes(length, ranks)
+        mine = sent[_local_rank(mesh, index)]
+        received = [mine] * ranks
+    if input.is_meta:  # nobody needs to be there
+        parts = rows.new_empty((ranks * mine, *rows.shape[1:]))
+    else:
+        parts = functional.wait(functional.all_to_all(rows, received, sent, group=(mesh, index)))
+    parts = parts.view(ranks, mine, *rows.shape[1:]).movedim(1, 1 + shard_dim)
+    return parts.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()

@@ -1,0 +1,257 @@
+"""``nn.Linear`` whose parameters are DTensors and whose forward is a fused op, or torch's.
+
+A parallel style (``styles.py``) makes one of an ``nn.Linear`` by setting its class, so that parameters,
+hooks and state dict stay as they are. The rules of gradients are DTensor's: an output that is replicated
+has the same gradient on every rank, which is not summed. So is the bias of RowwiseLinear, replicated: its
+gradient is the sum over ranks where each has seen its part of the sequence.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import style as torch_style
+from torch.distributed.tensor.placement_types import Placement
+
+from interlace import functional
+from interlace.arguments.checks import FLOAT_DTYPES
+from interlace.groups.specs import GroupSpec, describe
+
+Placements = tuple[Placement, ...]
+At = int | str  # see at()
+REPLICATED = "replicated"
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a parallel style was made with, and the mesh that it was applied on."""
+
+    name: str
+    mesh: DeviceMesh
+    input_layouts: Placements
+    desired_input_layouts: Placements
+    output_layouts: Placements
+    use_local_output: bool
+    group: Any = None
+    input_at: Any = None
+    output_at: Any = None
+
+    def __post_init__(self) -> None:
+        """What the forward asks for, as constants where it is compiled: names, sizes and :func:`at`."""
+        object.__setattr__(self, "group", GroupSpec(*describe((self.mesh, 0))))
+        object.__setattr__(self, "input_at", at(self.input_layouts[0]))
+        object.__setattr__(self, "output_at", at(self.output_layouts[0]))
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size(0)
+
+
+class _Unfused(Exception):
+    """Why torch's way is taken."""
+
+
+class FusedLinear(nn.Linear):
+    """The common part: which op, and torch's way where there is none."""
+
+    _style: Style
+    _said: str
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear under the style; ``input`` is a local tensor of ``input_layouts`` or a DTensor."""
+        try:
+            output, found = self._fused(input)
+        except _Unfused as why:
+            self._say(f"torch's {self._style.name}: {why}")
+            return self._as_torch(input)
+        # rows of a product come sequence by sequence; who takes a view of [b, s, h] expects torch's order
+        output, style = output.flatten().view(output.shape), self._style
+        as_wanted = found == from_start(style.output_at, output.dim())
+        if as_wanted and style.use_local_output:
+            return output
+        placement = Shard(found) if isinstance(found, int) else Replicate()
+        whole = DTensor.from_local(output, style.mesh, (placement,), run_check=False)
+        if not as_wanted:
+            whole = whole.redistribute(placements=style.output_layouts, async_op=True)
+        return whole.to_local() if style.use_local_output else whole
+
+    def explain(self) -> str:
+        """What the last forward ran, and why; before the first, what the layouts ask for."""
+        return self._said
+
+    def _say(self, text: str) -> None:
+        if not torch.compiler.is_compiling():
+            self._said = text
+
+    def _as_torch(self, input: torch.Tensor) -> torch.Tensor:
+        style = self._style
+        torch_s = getattr(torch_style, style.name)
+        given = torch_s._prepare_input_fn(
+            style.input_layouts, style.desired_input_layouts, self, (input,), style.mesh
+        )
+        output = nn.Linear.forward(self, given)
+        made: torch.Tensor = torch_s._prepare_output_fn(
+            style.output_layouts, style.use_local_output, self, output, style.mesh
+        )
+        return made
+
+    @abc.abstractmethod
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        """The local output and where it lies. Raises _Unfused before anything has run."""
+
+    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        """The local input, and where it lies."""
+        style = self._style
+        if input.dim() < 2:
+            raise _Unfused("the input has less than 2 dimensions")
+        lies = style.input_at
+        local = input
+        if isinstance(input, DTensor):
+            if input.device_mesh != style.mesh:
+                raise _Unfused("the input is on another mesh")
+            lies = from_start(at(input.placements[0]), input.dim())
+            if isinstance(lies, int):
+                _even("the input's", input.shape[lies], lies, style.ranks)
+            local = input.to_local()
+        if local.dtype not in FLOAT_DTYPES:
+            raise _Unfused(f"the input is {local.dtype}")
+        return local, from_start(lies, input.dim())
+
+    def _parameters_of(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Local input, weight (k, n) and bias, if there is one, in the dtype of autocast."""
+        weight: Any = self.weight
+        bias: Any = self.bias
+        found = [input, weight.to_local()] + ([] if bias is None else [bias.to_local()])
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            found = [each.to(torch.get_autocast_dtype(kind)) for each in found]
+        return found[0], found[1].t(), *found[2:]
+
+
+class ColwiseLinear(FusedLinear):
+    """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul."""
+
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        style, last = self._style, input.dim() - 1
+        local, lies = self._local(input)
+        if not isinstance(lies, int) or lies == last:
+            raise _Unfused(
+                f"the input is {_said(lies)}, not sharded by sequence: nothing to gather"
+            )
+        _even("out_features", self.weight.shape[0], 0, style.ranks)
+        local, weight, *bias = self._parameters_of(local)
+        self._say(f"all_gather_matmul over dimension {lies}")
+        output = functional.all_gather_matmul(
+            local, weight, lies, bias=bias[0] if bias else None, group=style.group
+        )
+        return functional.wait(output), last
+
+
+class RowwiseLinear(FusedLinear):
+    """Weight Shard(1), bias replicated: the sums over ranks are scattered, or added up, by the matmul."""
+
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+        style, last = self._style, input.dim() - 1
+        local, lies = self._local(input)
+        wanted = from_start(style.output_at, input.dim())
+        if lies != last:
+            raise _Unfused(f"the input is {_said(lies)}, not sharded by features")
+        _even("in_features", self.weight.shape[1], 1, style.ranks)
+        if wanted == REPLICATED:
+            local, weight, *bias = self._parameters_of(local)
+            self._say("matmul_all_reduce")
+            made = _MatmulAllReduce.apply(local, weight, bias[0] if bias else None, style.group)  # type: ignore[no-untyped-call]
+            return made, wanted
+        if not isinstance(wanted, int) or wanted == last:
+            raise _Unfused(
+                f"the output is to be {_said(wanted)}, neither replicated nor sharded by sequence"
+            )
+        _even("the output's", local.shape[wanted], wanted, style.ranks)
+        local, weight, *bias = self._parameters_of(local)
+        self._say(f"matmul_reduce_scatter over dimension {wanted}")
+        output = functional.matmul_reduce_scatter(
+            local,
+            weight,
+            "sum",
+            wanted,
+            bias=_Replicated.apply(bias[0], style.group) if bias else None,  # type: ignore[no-untyped-call]
+            group=style.group,
+        )
+        return functional.wait(output), wanted
+
+
+class _Replicated(torch.autograd.Function):
+    """A parameter that all ranks have: its gradient is the sum of what they say."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return functional.wait(functional.all_reduce(grad.contiguous(), group=ctx.group)), None
+
+
+class _MatmulAllReduce(torch.autograd.Function):
+    """``matmul_all_reduce`` to an output that is replicated, whose gradient all ranks have already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.biased = bias is not None
+        return functional.wait(functional.matmul_all_reduce(input, weight, bias=bias, group=group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        of_input = grad @ weight.t() if ctx.needs_input_grad[0] else None
+        rows = grad.flatten(0, -2)
+        of_weight = input.flatten(0, -2).t() @ rows if ctx.needs_input_grad[1] else None
+        of_bias = rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias, None
+
+
+def at(placement: Placement) -> At:
+    """The dimension of a Shard, REPLICATED, or what else it is.
+
+    >>> at(Shard(1)), at(Replicate())
+    (1, 'replicated')
+    """
+    if placement.is_replicate():
+        return REPLICATED
+    if placement.is_shard():
+        return int(placement.dim)  # type: ignore[attr-defined]
+    return str(placement)
+
+
+def from_start(lies: At, ndim: int) -> At:
+    """``lies`` with a dimension counted from 0."""
+    return lies + ndim if isinstance(lies, int) and lies < 0 else lies
+
+
+def _said(lies: At) -> str:
+    return f"Shard({lies})" if isinstance(lies, int) else lies
+
+
+def _even(what: str, length: int, dim: int, ranks: int) -> None:
+    if length % ranks:
+        raise _Unfused(f"{what} length {length} of dimension {dim} is not divided by {ranks} ranks")
+
+
+def placed_linear(module: nn.Module, kind: type[FusedLinear], style: Style) -> nn.Module:
+    """``module``, an nn.Linear whose parameters are DTensors already, as a ``kind``."""
+    if style.mesh.ndim != 1:
+        raise ValueError(f"device_mesh must have 1 dimension, got {style.mesh.ndim}")
+    module.__class__ = kind
+    module._style = style  # type: ignore[assignment]
+    module._said = f"not called yet; {style.name} of {style.input_layouts}"  # type: ignore[assignment]
+    return module

@@ -1,0 +1,132 @@
+"""Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``, whose linears are fused.
+
+Options, parameters and results are those of torch's styles of the same names, from which these inherit. The
+forward of an ``nn.Linear`` (``fused_linears.py``) is one op of interlace where there is one:
+
+=================  ======================  =======================  ===========================
+style              input_layouts           output_layouts           forward
+=================  ======================  =======================  ===========================
+ColwiseParallel    Shard(sequence dim)     any                      all_gather_matmul
+RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduce_scatter
+RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
+=================  ======================  =======================  ===========================
+
+and the gradient of its input is the other one. What is not in this table, and what does not fit (lengths
+that the ranks do not divide, subclasses of nn.Linear with a forward of their own), runs as torch's style
+does. :func:`explain` says what ran, and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor.parallel import style as torch_style
+
+from interlace.tensor.mesh.fused_linears import (
+    ColwiseLinear,
+    FusedLinear,
+    RowwiseLinear,
+    Style,
+    placed_linear,
+)
+
+_SAID = "_interlace_style"
+_SEQUENCE = (
+    "torch's SequenceParallel: every rank works on its part of the sequence, nothing is sent"
+)
+
+
+class ColwiseParallel(torch_style.ColwiseParallel):
+    """Shard an ``nn.Linear`` or ``nn.Embedding`` by its output features.
+
+    Options as torch's: ``input_layouts`` (default Replicate()), ``output_layouts`` (Shard(-1)),
+    ``use_local_output`` (True). With ``input_layouts=Shard(d)``, d the sequence dimension, a linear gathers
+    its input while it multiplies (``interlace.functional.all_gather_matmul``). See the module.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> ColwiseParallel(input_layouts=Shard(1))
+    ColwiseParallel(input_layouts=(Shard(dim=1),), output_layouts=(Shard(dim=-1),), use_local_output=True)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            _torch_runs(module, self)
+            return super()._apply(module, device_mesh)
+        module = distribute_module(module, device_mesh, self._partition_linear_fn)
+        return placed_linear(module, ColwiseLinear, _frozen(self, device_mesh))
+
+
+class RowwiseParallel(torch_style.RowwiseParallel):
+    """Shard an ``nn.Linear`` by its input features, an ``nn.Embedding`` by its rows.
+
+    Options as torch's: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
+    ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
+    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
+    module.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> RowwiseParallel(output_layouts=Shard(1))
+    RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=1),), use_local_output=True)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            _torch_runs(module, self)
+            return super()._apply(module, device_mesh)
+        self.desired_input_layouts = (Shard(-1),)
+        module = distribute_module(module, device_mesh, self._partition_linear_fn)
+        return placed_linear(module, RowwiseLinear, _frozen(self, device_mesh))
+
+
+class SequenceParallel(torch_style.SequenceParallel):
+    """Run a norm or a dropout on the own part of the sequence: torch's style.
+
+    Options as torch's: ``sequence_dim`` (default 1), ``use_local_output`` (False).
+
+    >>> SequenceParallel(sequence_dim=0)
+    SequenceParallel(sequence_dim=0, use_local_output=False)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        setattr(module, _SAID, _SEQUENCE)
+        return super()._apply(module, device_mesh)
+
+
+def explain(module: nn.Module) -> dict[str, str]:
+    """By name, every part of ``module`` that a style of interlace was applied to: what its forward runs.
+
+    Before its first call, what the layouts say; after, what the last call ran, and why if it was not fused.
+    The own name of ``module`` is "".
+
+    >>> import torch
+    >>> explain(torch.nn.Linear(2, 2))  # no style was applied
+    {}
+    """
+    found = {}
+    for name, each in module.named_modules():
+        said = each.explain() if isinstance(each, FusedLinear) else getattr(each, _SAID, None)
+        if said is not None:
+            found[name] = said
+    return found
+
+
+def _frozen(style: Any, mesh: DeviceMesh) -> Style:
+    return Style(
+        type(style).__name__,
+        mesh,
+        style.input_layouts,
+        style.desired_input_layouts,
+        style.output_layouts,
+        style.use_local_output,
+    )
+
+
+def _torch_runs(module: nn.Module, style: Any) -> None:
+    name = type(module).__name__
+    reason = (
+        f"{name} is no nn.Linear" if not isinstance(module, nn.Linear) else f"{name} may differ"
+    )
+    setattr(module, _SAID, f"torch's {type(style).__name__}: {reason}")

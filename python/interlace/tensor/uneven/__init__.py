@@ -1,0 +1,1 @@
+"""Tensors in parts of any length, and placeholders."""

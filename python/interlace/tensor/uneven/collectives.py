@@ -1,0 +1,267 @@
+"""Collectives of parts that differ in length along a dim, which return tensors and have gradients.
+
+They move what :mod:`interlace.collectives.uneven`'s do. What those are told by all ranks, these find out:
+dtype, shape, lengths and whether gradients are wanted go in one small message before the tensors.
+
+=======================  ===============================================================================
+op                       gradient of its input
+=======================  ===============================================================================
+``scatter_v``            ``gather_v`` of the parts' gradients, to the source
+``gather_v``             ``scatter_v`` of the whole's gradient
+``all_gather_v``         reduce_scatter: the sum of all ranks' gradients of this rank's part
+``indexed_all_to_all_v`` all_to_all back, and ``index_add_``
+=======================  ===============================================================================
+
+A gradient is that of the sum of all ranks' losses. If any rank's input requires one, backward is
+collective: every rank calls it on something made of its result. There are no second derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments.roots import group_rank
+from interlace.collectives import rootless
+from interlace.collectives.all_to_all import _all_to_all
+from interlace.groups.groups import resolve
+from interlace.ops.simulated_backward import in_rank
+from interlace.runtime.core.communicator import Communicator
+from interlace.tensor.uneven import blocks as moves
+from interlace.tensor.uneven.message import exchange
+from interlace.tensor.uneven.placeholder import Placeholder
+from interlace.tensor.uneven.recorded import recorded
+from interlace.tensor.uneven.said import (
+    Said,
+    Sizes,
+    check_accumulate,
+    fit_source,
+    gradient_here,
+    gradient_mode,
+    says,
+    shared,
+    with_data,
+)
+
+# -- one to all ----------------------------------------------------------------------------------------
+
+
+def scatter_v(
+    tensor: torch.Tensor | None,
+    sizes: Sizes = None,
+    dim: int = 0,
+    *,
+    src: int | None = None,
+    group_src: int | None = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """This rank's part, ``sizes[rank]`` long along ``dim``, of the tensor of rank ``src``.
+
+    Parameters
+    ----------
+    tensor : on the source, of any dtype and shape but 0-dim. Elsewhere None, or a :class:`Placeholder`,
+        whose shape and dtype are compared with the source's tensor. Receivers need to know nothing else.
+    sizes : lengths by rank; by default those of ``torch.chunk``, with zeros at the end. Other ranks may
+        leave them out.
+    dim : the same on every rank; may count from the end.
+    src, group_src : the source as a rank of the default group, 0 by default, or of ``group``.
+
+    The result is a new, dense tensor, and requires gradients if the source's tensor does. Raises ValueError
+    or TypeError on every rank before the tensor moves. As ``torch.distributed.scatter``, of unequal parts.
+
+    >>> import interlace, torch
+    >>> def part():
+    ...     whole = torch.arange(5.0) if interlace.get_rank() == 0 else None
+    ...     return interlace.tensor.scatter_v(whole, [3, 2] if whole is not None else None)
+    >>> interlace.run(part, 2)
+    [tensor([0., 1., 2.]), tensor([3., 4.])]
+    """
+    op = "scatter_v"
+    communicator = resolve(group)
+    rank = communicator.rank
+    with moves.refused_by_all(communicator, op):
+        root = group_rank("src", src, group_src, communicator, default=0)
+        if rank == root:
+            tensor = with_data("tensor", tensor, communicator.on(tensor))
+        elif tensor is not None and not isinstance(tensor, Placeholder):
+            raise TypeError(
+                f"tensor must be None or a Placeholder where it does not come from, the source is group "
+                f"rank {root}, got a {type(tensor).__name__} on rank {rank}"
+            )
+        own = says(tensor, dim, sizes, communicator)
+
+    def check(parts: list[Said]) -> None:
+        fit_source(parts, root)
+
+    parts = exchange(communicator, op, (("root", root), gradient_mode()), own, check)
+    source: Said = parts[root]
+    assert source.shape is not None and source.dtype is not None
+    lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
+    cuts = moves.along(source.shape, source.dim, lengths)
+    there = communicator.on(Placeholder((), device=source.device))
+    return scattered(there, tensor, cuts, root, source.shape, source.dtype, source.requires_grad)
+
+
+def scattered(
+    communicator: Communicator,
+    tensor: torch.Tensor | None,
+    cuts: Sequence[moves.Block],
+    root: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """This rank's block of ``tensor`` of ``root``; in backward ``root`` gets the sum of the gradients."""
+    is_root = communicator.rank == root
+    whole = tensor.detach() if is_root and tensor is not None else None
+    part = moves.scatter(communicator, whole, cuts, root, dtype)
+    assert part is not None
+    if not requires_grad:
+        return part
+    device = communicator.place.device
+
+    def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
+        mine = gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
+        whole = moves.gather_sum(communicator, mine, cuts, root, shape)
+        if is_root:
+            return whole
+        return Placeholder(shape, dtype=dtype, device=device, ranks=[communicator.ranks[root]])
+
+    return recorded(communicator, "scatter_v", part, tensor, gradient)
+
+
+# -- all to one ----------------------------------------------------------------------------------------
+
+
+def gather_v(
+    tensor: torch.Tensor,
+    sizes: Sizes = None,
+    dim: int = 0,
+    *,
+    dst: int | None = None,
+    group_dst: int | None = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """On rank ``dst``: every rank's ``tensor``, one after another along ``dim``. Elsewhere a Placeholder.
+
+    Parameters
+    ----------
+    tensor : of any dtype, of equal shape off ``dim`` on all ranks, of any length along it.
+    sizes : lengths by rank, if they are known; compared with the tensors'.
+    dst, group_dst : the receiver as a rank of the default group, 0 by default, or of ``group``.
+
+    The :class:`Placeholder` has shape and dtype of the whole, and requires gradients as it does:
+    ``backward`` of what is made of it takes part in the gradients of all ranks, which ``dst`` sends. Raises
+    ValueError or TypeError on every rank before the tensors move. As ``torch.distributed.gather``, of
+    unequal parts.
+
+    >>> import interlace, torch
+    >>> def whole():
+    ...     return interlace.tensor.gather_v(torch.ones(1 + interlace.get_rank()))
+    >>> interlace.run(whole, 2)
+    [tensor([1., 1., 1.]), Placeholder(shape=(3,), dtype=torch.float32, device=cpu, ranks=(0,))]
+    """
+    op = "gather_v"
+    communicator = resolve(group).on(tensor)
+    with moves.refused_by_all(communicator, op):
+        root = group_rank("dst", dst, group_dst, communicator, default=0)
+    shape, cuts, needs = shared(op, tensor, sizes, dim, communicator, (("root", root),))
+    return gathered(communicator, tensor, cuts, root, shape, needs)
+
+
+def gathered(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    cuts: Sequence[moves.Block | None],
+    root: int,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """The whole on ``root``, a Placeholder elsewhere; in backward every rank gets its block's gradient."""
+    is_root = communicator.rank == root
+    own = tensor.detach()
+    whole = moves.gather(communicator, own, cuts, root, shape)
+    if whole is None:
+        whole = Placeholder(
+            shape, dtype=tensor.dtype, device=tensor.device, ranks=[communicator.ranks[root]]
+        )
+    if not requires_grad:
+        return whole
+
+    def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
+        given = None
+        if is_root:
+            given = gradient_here(communicator, "gather_v", grad, shape, own.dtype)
+        part = moves.scatter(communicator, given, cuts, root, own.dtype)
+        return torch.zeros_like(own) if part is None else part
+
+    return recorded(communicator, "gather_v", whole, tensor, gradient)
+
+
+# -- all to all ----------------------------------------------------------------------------------------
+
+
+def all_gather_v(
+    tensor: torch.Tensor,
+    sizes: Sizes = None,
+    dim: int = 0,
+    *,
+    group: Any = None,
+    accumulate: str | None = "fp32",
+) -> torch.Tensor:
+    """On all ranks: every rank's ``tensor``, one after another along ``dim``.
+
+    Parameters
+    ----------
+    tensor, sizes : as for :func:`gather_v`, which have any length along ``dim``.
+    accumulate : of the gradients, which are summed over ranks in rank order: "fp32", rounded once to their
+        dtype (wider dtypes keep theirs), or None, rounded to their dtype after each addition.
+
+    Raises ValueError or TypeError on every rank before the tensors move.
+
+    >>> import interlace, torch
+    >>> def whole():
+    ...     return interlace.tensor.all_gather_v(torch.ones(1 + interlace.get_rank())).tolist()
+    >>> interlace.run(whole, 2)
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    op = "all_gather_v"
+    communicator = resolve(group).on(tensor)
+    with moves.refused_by_all(communicator, op):
+        check_accumulate(accumulate, communicator)
+    terms = (("accumulate", accumulate),)
+    shape, cuts, needs = shared(op, tensor, sizes, dim, communicator, terms)
+    own = tensor.detach()
+    whole = moves.empty(communicator, shape, own.dtype)
+    into = [moves.cut(whole, each) for each in cuts]
+    in_rank(lambda: rootless._all_gather(communicator, into, own, False))
+    if not needs:
+        return whole
+
+    def gradient(grad: torch.Tensor | None) -> torch.Tensor:
+        given = gradient_here(communicator, op, grad, shape, own.dtype)
+        parts = [moves.cut(given, each) for each in cuts]
+        return _reduced(communicator, parts, own, accumulate)
+
+    return recorded(communicator, op, whole, tensor, gradient)
+
+
+def _reduced(
+    communicator: Communicator,
+    parts: list[torch.Tensor],
+    own: torch.Tensor,
+    accumulate: str | None,
+) -> torch.Tensor:
+    """The sum over ranks of their ``parts[own rank]``, in rank order."""
+    if moves.wide(own.dtype) == moves.wide(own.dtype, accumulate):
+        out = torch.empty_like(own, memory_format=torch.contiguous_format)
+        rootless._reduce_scatter(communicator, out, parts, "sum", False)
+        return out
+    received = [torch.empty_like(own) for _ in parts]
+    _all_to_all(communicator, received, parts)
+    total = torch.zeros_like(own)
+    for each in received:
+        total.add_(each)
+    return total

@@ -1,0 +1,229 @@
+"""A tensor that is on other ranks: shape, dtype and device, no data.
+
+An op that gives its result to some ranks only gives the others a :class:`Placeholder`, which knows what
+they would have got. It works as torch's meta tensors do, on any device: arithmetic gives placeholders, with
+the shapes and dtypes that torch infers. What asks for values raises :class:`PlaceholderError`.
+
+Gradients: a placeholder that requires them has a place in the graph, so ``backward`` of what was made of it
+reaches the op that it came from, which communicates in backward too. A rank calls it where the ranks with
+the data do, with the same code; values of these gradients are placeholders. Tensors with data that are
+combined with a placeholder get no gradient from that: the result is not computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+
+READING = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
+COMMUNICATION = ("interlace", "c10d", "_c10d_functional", "c10d_functional", "_dtensor")
+# calls that are about the graph itself, where a tensor with data must stay what it is
+ABOUT_GRAPHS = frozenset(("backward", "grad", "__get__", "__set__", "__delete__"))
+
+
+class PlaceholderError(TypeError, RuntimeError):
+    """The data of a :class:`Placeholder` was asked for, on a rank that has none."""
+
+
+class Placeholder(torch.Tensor):
+    """Stands for a tensor that is on ``ranks`` and not here. Takes no memory: 0 bytes of storage.
+
+    Parameters
+    ----------
+    shape : of the tensor.
+    dtype, device : of the tensor; torch's defaults.
+    requires_grad : whether it is a leaf that gets a gradient, which is a placeholder again.
+    ranks : of the default group, where the value is valid; () if nobody said.
+
+    What is made of several placeholders is valid where all of them are.
+
+    >>> import torch
+    >>> from interlace.tensor import Placeholder
+    >>> there = Placeholder((4, 2), dtype=torch.bfloat16, ranks=[3])
+    >>> there
+    Placeholder(shape=(4, 2), dtype=torch.bfloat16, device=cpu, ranks=(3,))
+    >>> (there @ torch.ones(2, 5, dtype=torch.bfloat16)).sum(0).shape
+    torch.Size([5])
+    >>> there.untyped_storage().nbytes()
+    0
+    """
+
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        ranks: Iterable[int] = (),
+    ) -> Placeholder:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        device = torch.empty(0).device if device is None else torch.device(device)
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        made = _standing_for(meta, device, tuple(ranks))
+        if requires_grad:
+            made.requires_grad_()
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ABOUT_GRAPHS:
+            args, kwargs = tree_map(_without_gradient, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _inferred(func, args, kwargs or {})
+
+    def _refuse(self, what: str) -> PlaceholderError:
+        where = f"ranks {list(self.ranks)} of the default group" if self.ranks else "other ranks"
+        return PlaceholderError(
+            f"{what}: a Placeholder of shape {tuple(self.shape)} and {self.dtype} has no data here; its "
+            f"value is on {where}"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        text += f", ranks={self.ranks}"
+        if self.requires_grad:
+            text += ", requires_grad=True"
+        return f"Placeholder({text})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return _rebuilt(*self._description())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, self._description()
+
+    def _description(self) -> tuple[Any, ...]:
+        return tuple(self.shape), self.dtype, self.device, self.requires_grad, self.ranks
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
+        raise self._refuse(name.strip("_"))
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name in (
+    "item", "tolist", "numpy", "data_ptr", "storage", "__array__", "__dlpack__", "__bool__", "__float__",
+    "__int__", "__index__", "__complex__", "__contains__",
+):  # fmt: skip
+    setattr(Placeholder, _name, _refusing(_name))
+
+
+def _rebuilt(shape: Any, dtype: Any, device: Any, requires_grad: bool, ranks: Any) -> Placeholder:
+    return Placeholder(shape, dtype=dtype, device=device, requires_grad=requires_grad, ranks=ranks)
+
+
+# a checkpoint's Placeholders are made by it, from plain data, so torch.load(weights_only=True) may call it
+torch.serialization.add_safe_globals([_rebuilt])
+
+
+def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made = make(
+        Placeholder, meta.shape, meta.stride(), dtype=meta.dtype, device=device, storage_size=0
+    )
+    made.ranks = ranks
+    return made  # type: ignore[no-any-return]
+
+
+def _without_gradient(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
+        return value.detach() if value.requires_grad else value
+    return value
+
+
+def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` returns, as far as that can be said without data."""
+    name = func._schema.name.partition("::")[2]
+    given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
+    first = given[0]
+    if func.namespace in COMMUNICATION:
+        return _communicated(func, name, args, first)
+    if name in READING:
+        raise first._refuse(name.strip("_"))
+    _check_written(func, name, args, kwargs, first)
+    ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in given))
+    device = first.device
+    stand_ins: dict[int, Any] = {}
+    kept: list[torch.Tensor] = []
+
+    def to_meta(value: Any) -> Any:
+        nonlocal device
+        if isinstance(value, torch.device):
+            device = value
+            return torch.device("meta")
+        if not isinstance(value, torch.Tensor):
+            return value
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, Placeholder):
+            stand_ins[id(meta)] = value
+            kept.append(meta)  # an id is nobody else's only as long as its owner lives
+        return meta
+
+    def to_placeholder(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = stand_ins.get(id(value))
+        if known is None:
+            return _standing_for(value, device, ranks)
+        if known.shape != value.shape:
+            raise first._refuse(f"{name}, which changes a shape in place")
+        return known
+
+    try:
+        meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
+        result = func(*meta_args, **meta_kwargs)
+    except NotImplementedError as error:
+        raise first._refuse(f"{name}, whose result depends on values") from error
+    return tree_map(to_placeholder, result)
+
+
+def _check_written(
+    func: Any, name: str, args: Any, kwargs: dict[str, Any], first: Placeholder
+) -> None:
+    """Nothing with data may be written: it would keep values that it should not have any more."""
+    arguments = func._schema.arguments
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for each in tree_iter(value):
+            if isinstance(each, torch.Tensor) and not isinstance(each, Placeholder):
+                raise first._refuse(f"{name}, into a tensor that has data")
+
+
+def _communicated(func: Any, name: str, args: Any, first: Placeholder) -> Any:
+    """A collective that is given a placeholder: it may be for what receivers only read the shape of."""
+    if name == "wait_tensor":
+        return first
+    if func.namespace == "interlace":
+        from interlace.groups.specs import bind
+
+        communicator = bind(args[-1], args[-2])
+        if name in ("broadcast", "scatter") and args[1] != communicator.rank:
+            empty = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+            return func(empty, *args[1:])
+        with communicator.accepting(name):
+            raise first._refuse(name)
+    raise first._refuse(name)

@@ -1,0 +1,405 @@
+"""A tensor in parts of any length on the ranks of a mesh.
+
+A :class:`ShardedTensor` holds this rank's part, and knows where every rank's lies. It is no tensor: compute
+with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_local`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from interlace.arguments.roots import group_rank
+from interlace.collectives.all_to_all import whole_numbers
+from interlace.groups import groups
+from interlace.runtime.core.communicator import Communicator
+from interlace.tensor.uneven import blocks as moves
+from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
+from interlace.tensor.uneven.message import exchange
+from interlace.tensor.uneven.placeholder import Placeholder
+from interlace.tensor.uneven.said import gradient_mode, with_data
+from interlace.tensor.uneven.sharding import (
+    Placements,
+    Sharding,
+    checked_placements,
+    chunked,
+    for_dims,
+    from_shapes,
+    strides,
+    unlike_chunks,
+    with_sizes,
+)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The mesh as given, its shape, and the group of all its ranks in row-major order."""
+
+    given: Any
+    shape: tuple[int, ...]
+    communicator: Communicator
+
+    def row(self, mesh_dim: int) -> Any:
+        """The group along ``mesh_dim`` in which the caller is."""
+        return (self.given, mesh_dim) if isinstance(self.given, DeviceMesh) else self.given
+
+
+def _ranks(mesh: Any) -> _Ranks:
+    if isinstance(mesh, DeviceMesh):
+        members = mesh.mesh.flatten().tolist()
+        return _Ranks(mesh, tuple(mesh.mesh.shape), groups.resolve(members))
+    communicator = groups.resolve(mesh)
+    return _Ranks(mesh, (communicator.world_size,), communicator)
+
+
+class ShardedTensor:
+    """This rank's part of a tensor, made by :func:`from_local`, :func:`scatter` or :func:`from_dtensor`.
+
+    Attributes
+    ----------
+    shape : of the whole tensor; ``dtype`` and ``device`` are those of the part.
+    mesh : the DeviceMesh or group over whose ranks it is spread.
+    placements : one per mesh dim, ``Shard`` or ``Replicate``.
+    sizes : by mesh dim that shards, the lengths of the parts in this rank's row of the mesh.
+
+    ``local``, this rank's part, may have any length along the dims that are sharded. Raises ValueError or
+    TypeError on every rank where it is made or gathered, not here. The semantics are those of ``DTensor``.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.tensor import Shard
+    >>> def methods():
+    ...     local = torch.full((1 + interlace.get_rank(),), 1.0 + interlace.get_rank())
+    ...     sharded = interlace.tensor.from_local(local, None, [Shard(0)])
+    ...     assert sharded.to_local() is local
+    ...     return sharded.full_tensor().tolist(), tuple(sharded.gather(group_dst=1).shape)
+    >>> interlace.run(methods, 2)[0]
+    ([1.0, 2.0, 2.0], (3,))
+    """
+
+    def __init__(self, local: torch.Tensor, ranks: _Ranks, sharding: Sharding) -> None:
+        self._local, self._ranks, self._sharding = local, ranks, sharding
+        self.shape = torch.Size(sharding.shape)
+        self.mesh, self.placements = ranks.given, sharding.placements
+        self.sizes = sharding.sizes(ranks.communicator.rank)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of this rank's part, and of the whole."""
+        return self._local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's part."""
+        return self._local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this rank's part requires gradients."""
+        return self._local.requires_grad
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements}, "
+            f"sizes={self.sizes}, local={tuple(self._local.shape)} on rank {self._ranks.communicator.rank})"
+        )
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's part, the tensor itself."""
+        return self._local
+
+    def full_tensor(self, *, accumulate: str | None = "fp32") -> torch.Tensor:
+        """The whole tensor, on every rank; parts are gathered over the mesh dims that shard, last first.
+
+        The gradient of a part is that of the losses of all ranks in its rows of the mesh, summed as
+        ``accumulate`` says, see :func:`all_gather_v`; of a whole that every rank has (``Replicate``), that
+        of the rank's own loss. ``DTensor.full_tensor`` takes gradients for equal on all ranks and does not
+        sum them.
+        """
+        whole = self._local
+        for mesh_dim, lengths in reversed(self.sizes.items()):
+            placement = self.placements[mesh_dim]
+            assert isinstance(placement, Shard)
+            row = self._ranks.row(mesh_dim)
+            whole = all_gather_v(whole, lengths, placement.dim, group=row, accumulate=accumulate)
+        return whole
+
+    def gather(self, *, group_dst: int = 0) -> torch.Tensor:
+        """The whole tensor on one rank, a :class:`Placeholder` on the others.
+
+        ``group_dst`` counts the ranks of the mesh in row-major order. Every part is sent once, so where
+        ranks hold replicas, those that share the receiver's coordinates send, and the others' gradients are
+        zeros. Raises ValueError or TypeError on every rank before the parts move.
+        """
+        op, communicator = "gather", self._ranks.communicator.on(self._local)
+        with moves.refused_by_all(communicator, op):
+            root = group_rank("dst", None, group_dst, communicator)
+            local = with_data("local", self._local, communicator)
+        needs = local.requires_grad and torch.is_grad_enabled()
+        terms = (
+            ("group_dst", root),
+            ("shape", tuple(self.shape)),
+            ("dtype", self.dtype),
+            (
+                "where parts lie",
+                self._sharding.blocks,
+            ),  # which some ranks may have been told otherwise
+            gradient_mode(),
+        )
+        wanted = exchange(communicator, op, terms, needs)
+        senders = self._sharding.replicas_of(root)
+        cuts = [b if r in senders else None for r, b in enumerate(self._sharding.blocks)]
+        return gathered(communicator, local, cuts, root, tuple(self.shape), any(wanted))
+
+    def to_dtensor(self) -> DTensor:
+        """The same tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
+
+        Raises ValueError, which says what rank has what, unless all parts are as long as those of
+        ``torch.chunk``; TypeError unless the mesh is a ``DeviceMesh``.
+        """
+        communicator = self._ranks.communicator
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(
+                f"to_dtensor needs a DeviceMesh, the mesh is a {type(self.mesh).__name__} on rank "
+                f"{communicator.rank}"
+            )
+        if others := unlike_chunks(self._sharding):
+            raise ValueError(
+                f"to_dtensor: a DTensor of shape {tuple(self.shape)} and placements {self.placements} has "
+                f"parts as torch.chunk cuts them; {'; '.join(others)}"
+            )
+        return DTensor.from_local(
+            self._local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=strides(self.shape),
+        )
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Any,
+    sizes: str | dict[int, Sequence[int]] = "infer",
+    *,
+    shape: Sequence[int] | None = None,
+) -> ShardedTensor:
+    """The tensor of which every rank has the part ``local``.
+
+    Parameters
+    ----------
+    local : any dtype. Its gradients are those of the result.
+    mesh : a ``DeviceMesh``, or a group in any form, a mesh of one dim.
+    placements : one per mesh dim, ``Shard(dim)`` or ``Replicate()``; ``Partial`` is refused.
+    sizes : "infer", parts of any length, which the ranks tell each other in one small message; "chunk",
+        those of ``torch.chunk`` of ``shape``, nothing is sent; or ``{mesh_dim: lengths}`` for every mesh
+        dim that shards, nothing is sent.
+    shape : of the whole tensor, for "chunk"; by default that of parts which are all like ``local``.
+
+    Raises ValueError or TypeError, on every rank, if parts do not fit together, or ``local`` is not as long
+    as ``sizes`` says. Sizes that were given, but not the same on all ranks, are found by what communicates
+    next. Semantics: ``DTensor.from_local``, of any lengths.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.tensor import Shard
+    >>> def shards():
+    ...     local = torch.ones(1 + 2 * interlace.get_rank(), 3)
+    ...     sharded = interlace.tensor.from_local(local, None, [Shard(0)])
+    ...     return tuple(sharded.shape), sharded.sizes
+    >>> interlace.run(shards, 2)[1]
+    ((4, 3), {0: (1, 3)})
+    """
+    op, ranks = "from_local", _ranks(mesh)
+    communicator = ranks.communicator
+    rank = communicator.rank
+    with moves.refused_by_all(communicator, op):
+        local = with_data("local", local, communicator.on(local))
+        own = tuple(local.shape)
+        checked = for_dims(checked_placements(placements, len(ranks.shape), rank), len(own), rank)
+        if shape is not None and sizes != "chunk":
+            raise ValueError(f'shape is for sizes="chunk", got sizes={sizes!r} on rank {rank}')
+        sharding = None
+        if sizes != "infer":
+            sharding = _said_sharding(ranks, checked, own, sizes, shape)
+    if sharding is None:
+        terms = (("placements", str(checked)), ("mesh", ranks.shape), ("dtype", local.dtype))
+        made: list[Sharding] = []
+        exchange(
+            communicator, op, terms, own,
+            lambda shapes: made.append(from_shapes(ranks.shape, checked, shapes)),
+        )  # fmt: skip
+        (sharding,) = made
+    return ShardedTensor(local, ranks, sharding)
+
+
+def _said_sharding(
+    ranks: _Ranks,
+    placements: Placements,
+    own: tuple[int, ...],
+    sizes: Any,
+    shape: Sequence[int] | None,
+) -> Sharding:
+    """By ``sizes``, which this rank's ``own`` shape has to follow."""
+    rank = ranks.communicator.rank
+    if sizes == "chunk":
+        whole = list(own if shape is None else shape)
+        if shape is None:
+            for mesh_dim, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    whole[placement.dim] *= ranks.shape[mesh_dim]
+        if len(whole) != len(own):
+            raise ValueError(f"shape {tuple(whole)} for a local of shape {own} on rank {rank}")
+        sharding = chunked(ranks.shape, placements, whole)
+    else:
+        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes, rank), own, rank)
+    expected = moves.shape_of(sharding.blocks[rank])
+    if expected != own:
+        raise ValueError(
+            f"local has shape {own} on rank {rank}, where sizes={sizes!r} makes it {expected}"
+        )
+    return sharding
+
+
+def _whole_sizes(sizes: Any, rank: int) -> dict[int, Sequence[int]]:
+    if not isinstance(sizes, dict):
+        raise TypeError(
+            f'sizes must be "infer", "chunk" or {{mesh_dim: lengths}}, got {sizes!r} on rank {rank}'
+        )
+    return {m: whole_numbers(f"sizes[{m}]", lengths, rank) for m, lengths in sizes.items()}
+
+
+def scatter(
+    tensor: torch.Tensor | None,
+    mesh: Any,
+    placements: Any,
+    sizes: dict[int, Sequence[int]] | None = None,
+    *,
+    group_src: int = 0,
+) -> ShardedTensor:
+    """The tensor of rank ``group_src`` of the mesh, in parts; every rank is sent its own part only.
+
+    Parameters
+    ----------
+    tensor : on the source. Elsewhere None or a :class:`Placeholder`; receivers need to know nothing.
+    mesh, placements : as for :func:`from_local`, the same on every rank.
+    sizes : ``{mesh_dim: lengths}``, on the source; by default the lengths of ``torch.chunk``.
+    group_src : counts the ranks of the mesh in row-major order.
+
+    Differentiable: the source gets the gradients of all parts, summed over replicas in fp32. Raises
+    ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
+    ``distribute_tensor`` of one rank's tensor.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.tensor import Shard
+    >>> def local():
+    ...     whole = torch.arange(6).view(2, 3) if interlace.get_rank() == 0 else None
+    ...     return interlace.tensor.scatter(whole, None, [Shard(1)]).to_local().tolist()
+    >>> interlace.run(local, 2)
+    [[[0, 1], [3, 4]], [[2], [5]]]
+    """
+    op, ranks = "scatter", _ranks(mesh)
+    communicator = ranks.communicator
+    rank = communicator.rank
+    own = _Offer(None, None)
+    with moves.refused_by_all(communicator, op):
+        root = group_rank("src", None, group_src, communicator)
+        checked = checked_placements(placements, len(ranks.shape), rank)
+        if rank == root:
+            tensor = with_data("tensor", tensor, communicator.on(tensor))
+            lengths = None if sizes is None else _whole_sizes(sizes, rank)
+            needs = tensor.requires_grad and torch.is_grad_enabled()
+            own = _Offer(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, lengths)
+            _cut(ranks, checked, own, rank)
+        elif isinstance(tensor, Placeholder):
+            own = _Offer(tuple(tensor.shape), tensor.dtype)
+        elif tensor is not None:
+            raise TypeError(
+                f"tensor must be None or a Placeholder where it does not come from, the source is rank "
+                f"{root} of the mesh, got a {type(tensor).__name__} on rank {rank}"
+            )
+
+    def check(parts: list[tuple[_Offer, Placements]]) -> None:
+        source, placed = parts[root]
+        assert source.shape is not None
+        for other, (offer, given) in enumerate(parts):
+            if offer.shape is not None and (offer.shape, offer.dtype) != (
+                source.shape,
+                source.dtype,
+            ):
+                raise ValueError(
+                    f"tensor is {offer.shape} of {offer.dtype} on rank {other}, {source.shape} of "
+                    f"{source.dtype} on the source, rank {root} of the mesh"
+                )
+            ndim = len(source.shape)
+            if for_dims(given, ndim, other) != for_dims(placed, ndim, root):
+                raise ValueError(
+                    f"placements are {given} on rank {other}, {placed} on the source, rank {root} of the "
+                    "mesh"
+                )
+
+    terms = (("group_src", root), ("mesh", ranks.shape), gradient_mode())
+    source, _ = exchange(communicator, op, terms, (own, checked), check)[root]
+    sharding = _cut(ranks, checked, source, root)
+    there = communicator.on(Placeholder((), device=source.device))
+    local = scattered(
+        there, tensor, sharding.blocks, root, sharding.shape, source.dtype, source.requires_grad
+    )
+    return ShardedTensor(local, ranks, sharding)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of its tensor in :func:`scatter`; ``shape`` is None where it has none."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    requires_grad: bool = False
+    device: str = ""
+    sizes: dict[int, Sequence[int]] | None = None
+
+
+def _cut(ranks: _Ranks, placements: Placements, offer: _Offer, root: int) -> Sharding:
+    """How the source's tensor is cut."""
+    assert offer.shape is not None
+    placements = for_dims(placements, len(offer.shape), root)
+    if offer.sizes is None:
+        return chunked(ranks.shape, placements, offer.shape)
+    sharding = with_sizes(ranks.shape, placements, offer.sizes, offer.shape, root)
+    if sharding.shape != offer.shape:
+        raise ValueError(
+            f"sizes={offer.sizes} add up to shape {sharding.shape}, tensor has {offer.shape} on rank {root}"
+        )
+    return sharding
+
+
+def from_dtensor(dtensor: DTensor) -> ShardedTensor:
+    """The same tensor as torch's ``dtensor``, of any shape, on the same memory.
+
+    Differentiable, sends nothing. Raises TypeError for anything else, ValueError for ``Partial``
+    placements. The way back is :meth:`ShardedTensor.to_dtensor`.
+
+    >>> import interlace, torch
+    >>> from torch.distributed.device_mesh import DeviceMesh
+    >>> from torch.distributed.tensor import DTensor, Shard
+    >>> def on_rank():
+    ...     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=interlace.get_rank())
+    ...     dtensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    ...     sharded = interlace.tensor.from_dtensor(dtensor)
+    ...     return tuple(sharded.shape), sharded.sizes, type(sharded.to_dtensor()).__name__
+    >>> interlace.run(on_rank, 2)[1]
+    ((4, 3), {0: (2, 2)}, 'DTensor')
+    """
+    rank = groups.get_rank()
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"dtensor must be a DTensor, got {type(dtensor).__name__} on rank {rank}")
+    ranks = _ranks(dtensor.device_mesh)
+    placements = checked_placements(tuple(dtensor.placements), len(ranks.shape), rank)
+    placements = for_dims(placements, dtensor.dim(), rank)
+    sharding = chunked(ranks.shape, placements, tuple(dtensor.shape))
+    return ShardedTensor(dtensor.to_local(), ranks, sharding)

@@ -1,0 +1,201 @@
+"""Where the shards of all ranks lie in a whole tensor: arithmetic only, nothing is sent.
+
+Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
+another; along ``Replicate()`` the same. If several mesh dims shard one tensor dim, it is cut along the
+first of them, and each part along the next, as ``DTensor`` does. Lengths are free, so long as the shards
+can be put together: ranks that hold the same part of a dim have the same length of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from interlace.tensor.uneven.blocks import Block, chunk_lengths, shape_of
+
+Shape = tuple[int, ...]
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """``shape`` of the whole, ``blocks`` by rank of the mesh, in row-major order of ``mesh_shape``."""
+
+    mesh_shape: Shape
+    placements: Placements
+    shape: Shape
+    blocks: tuple[Block, ...]
+
+    def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """By mesh dim that shards: the lengths of the parts along it, in the row in which ``rank`` is."""
+        own = coordinates(self.mesh_shape)[rank]
+        found = {}
+        for mesh_dim, placement in enumerate(self.placements):
+            if not isinstance(placement, Shard):
+                continue
+            inner = [m for m in _sharding(self.placements, placement.dim) if m > mesh_dim]
+            lengths = [0] * self.mesh_shape[mesh_dim]
+            for coordinate, block in zip(coordinates(self.mesh_shape), self.blocks, strict=True):
+                apart = [m for m, (c, o) in enumerate(zip(coordinate, own, strict=True)) if c != o]
+                if set(apart) <= {mesh_dim, *inner}:
+                    lengths[coordinate[mesh_dim]] += block[placement.dim][1]
+            found[mesh_dim] = tuple(lengths)
+        return found
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """One rank for each part of the whole: those that differ from ``rank`` in parts only."""
+        own = coordinates(self.mesh_shape)[rank]
+        copied = [m for m, p in enumerate(self.placements) if isinstance(p, Replicate)]
+        return tuple(
+            other
+            for other, coordinate in enumerate(coordinates(self.mesh_shape))
+            if all(coordinate[m] == own[m] for m in copied)
+        )
+
+
+def coordinates(mesh_shape: Sequence[int]) -> list[Shape]:
+    return list(itertools.product(*map(range, mesh_shape)))
+
+
+def _sharding(placements: Placements, dim: int) -> list[int]:
+    """The mesh dims that shard tensor dim ``dim``."""
+    return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+
+
+def checked_placements(placements: object, mesh_ndim: int, rank: int) -> Placements:
+    """One placement per mesh dim; ValueError or TypeError otherwise."""
+    given = [placements] if isinstance(placements, Placement) else placements
+    if not isinstance(given, (list, tuple)) or len(given) != mesh_ndim:
+        raise ValueError(
+            f"placements must be one for each of the {mesh_ndim} mesh dims, got {placements!r} on rank "
+            f"{rank}"
+        )
+    for each in given:
+        if isinstance(each, Partial):
+            raise ValueError(
+                f"placements: {each} is not a part of a tensor but of a sum, on rank {rank}; reduce it "
+                "first, interlace.functional.all_reduce"
+            )
+        if type(each) not in (Shard, Replicate):
+            raise TypeError(f"placements must be Shard or Replicate, got {each!r} on rank {rank}")
+    return tuple(given)
+
+
+def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
+    """``placements`` with dims from 0; ValueError if a tensor with ``ndim`` dims does not have them."""
+    found: list[Placement] = []
+    for each in placements:
+        if isinstance(each, Shard):
+            if not -ndim <= each.dim < ndim:
+                raise ValueError(f"placements: {each} of a tensor with {ndim} dims, on rank {rank}")
+            each = Shard(each.dim % ndim)
+        found.append(each)
+    return tuple(found)
+
+
+def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shape]) -> Sharding:
+    """What the shapes of all ranks' shards make together; ValueError if these do not fit."""
+    first = shapes[0]
+    places = coordinates(mesh_shape)
+    blocks: list[list[tuple[int, int]]] = [[] for _ in shapes]
+    whole = []
+    for rank, shape in enumerate(shapes):
+        if len(shape) != len(first):
+            raise ValueError(
+                f"local has {len(first)} dims on rank 0, {len(shape)} on rank {rank}: shapes {first} and "
+                f"{shape}"
+            )
+    for dim in range(len(first)):
+        along = _sharding(placements, dim)
+        keys = [tuple(place[m] for m in along) for place in places]
+        lengths: dict[Shape, tuple[int, int]] = {}
+        for rank, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+            length, other = lengths.setdefault(key, (shape[dim], rank))
+            if length != shape[dim]:
+                raise ValueError(
+                    f"local has length {length} along dim {dim} on rank {other}, {shape[dim]} on rank "
+                    f"{rank}: with placements {placements} over a mesh of {mesh_shape} both hold the same "
+                    "part of it"
+                )
+        starts, total = {}, 0
+        for key in sorted(lengths):
+            starts[key] = total
+            total += lengths[key][0]
+        whole.append(total)
+        for block, key, shape in zip(blocks, keys, shapes, strict=True):
+            block.append((starts[key], shape[dim]))
+    return Sharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
+
+
+def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> Sharding:
+    """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
+    return from_shapes(
+        mesh_shape,
+        placements,
+        [_chunk(mesh_shape, placements, shape, place) for place in coordinates(mesh_shape)],
+    )
+
+
+def _chunk(mesh_shape: Shape, placements: Placements, shape: Sequence[int], place: Shape) -> Shape:
+    found = list(shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            lengths = chunk_lengths(found[placement.dim], mesh_shape[mesh_dim])
+            found[placement.dim] = lengths[place[mesh_dim]]
+    return tuple(found)
+
+
+def with_sizes(
+    mesh_shape: Shape,
+    placements: Placements,
+    sizes: dict[int, Sequence[int]],
+    shape: Sequence[int],
+    rank: int,
+) -> Sharding:
+    """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
+    expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
+    if set(sizes) != expected:
+        raise ValueError(
+            f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got those for "
+            f"{sorted(sizes)} on rank {rank}"
+        )
+    for mesh_dim, lengths in sizes.items():
+        count, placement = mesh_shape[mesh_dim], placements[mesh_dim]
+        assert isinstance(placement, Shard)
+        if len(_sharding(placements, placement.dim)) > 1:
+            raise ValueError(
+                f"sizes: several mesh dims shard dim {placement.dim}, whose lengths differ between rows of "
+                f'the mesh; use sizes="infer", on rank {rank}'
+            )
+        if len(lengths) != count or min(lengths) < 0:
+            raise ValueError(
+                f"sizes[{mesh_dim}] must be one length for each of {count} ranks, none of them negative, "
+                f"got {list(lengths)} on rank {rank}"
+            )
+    shapes = []
+    for place in coordinates(mesh_shape):
+        own = list(shape)
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                own[placement.dim] = sizes[mesh_dim][place[mesh_dim]]
+        shapes.append(tuple(own))
+    return from_shapes(mesh_shape, placements, shapes)
+
+
+def unlike_chunks(sharding: Sharding) -> list[str]:
+    """Which rank has another shape than ``torch.chunk`` would give it, in words."""
+    usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
+    found = []
+    for rank, (own, other) in enumerate(zip(sharding.blocks, usual.blocks, strict=True)):
+        if shape_of(own) != shape_of(other):
+            found.append(f"rank {rank} has {shape_of(own)}, torch.chunk gives it {shape_of(other)}")
+    return found
+
+
+def strides(shape: Sequence[int]) -> Shape:
+    """Of a dense tensor."""
+    return tuple(math.prod(max(1, n) for n in shape[dim + 1 :]) for dim in range(len(shape)))

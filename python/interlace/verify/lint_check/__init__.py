@@ -1,0 +1,1 @@
+"""Lint of compiled kernels."""

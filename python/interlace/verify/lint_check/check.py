@@ -1,0 +1,216 @@
+"""Lint of compiled kernels: memory ordering, registers, tensor cores, without a GPU.
+
+:func:`lint` compiles a ``@triton.jit`` kernel for sm_80, sm_90 or sm_100 in a worker process and reads what
+the compiler made of it. What it looks for is :data:`RULES`; a finding names the line of the source. The
+rules are those of the PTX memory model (PTX ISA, "Memory Consistency Model") as Triton's lowering of
+``tl.atomic_*`` meets it; the races of a protocol are for ``interlace.verify.races``.
+
+A kernel is compiled for one signature, as one launch would. What Triton specialises on, a launch with
+other types, alignments or constants may compile to something else: lint what you launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from interlace.runtime.compiler.lint.faults import RULES, Fault, selected
+from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
+from interlace.runtime.compiler.pool import compile_all
+from interlace.runtime.compiler.request import (
+    Measurement,
+    Request,
+    jitted_function,
+    specialised_arguments,
+)
+
+__all__ = ["ARCHES", "RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
+
+ARCHES = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class LintReport:
+    """What a kernel compiled to, and what is wrong with it.
+
+    ``kernel`` is its name, ``arch`` 80, 90 or 100. ``registers`` are per thread, ``stack`` bytes per
+    thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
+    ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
+    ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it took to compile and read.
+    """
+
+    kernel: str
+    arch: int
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    tensor_cores: int | None = None
+    findings: tuple[Fault, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is no finding."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        head = f"{self.kernel} for sm_{self.arch}: "
+        if self.findings and self.findings[0].rule == "does not compile":
+            return head + str(self.findings[0])
+        head += (
+            f"{self.registers} registers, {self.stack} bytes of stack, {self.spills} spill "
+            f"instructions, {self.shared} bytes of shared memory"
+        )
+        if self.tensor_cores is not None:
+            head += f", {self.tensor_cores} tensor-core instructions"
+        return "\n".join([head, *(f"  {fault}" for fault in self.findings or ("clean",))])
+
+
+@dataclass(frozen=True)
+class LintRequest:
+    """The arguments of one :func:`lint`, for :func:`lint_many`.
+
+    >>> from interlace.kernels.signal import publish_kernel
+    >>> LintRequest(publish_kernel, {"peers_ptr": "*i64"}, arch=100).num_warps
+    4
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    arch: int | str = 90
+    divisible: Sequence[str] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    ignore: Sequence[str] = ()
+
+
+def lint(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any] | None = None,
+    arch: int | str = 90,
+    *,
+    divisible: Sequence[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+    ignore: Sequence[str] = (),
+) -> LintReport:
+    """Compile ``kernel`` for ``arch`` and look for broken rules in its PTX and SASS. Needs no GPU.
+
+    ``kernel`` is a ``@triton.jit`` function at the top level of a file: it is loaded again in the worker
+    process, which compiles also where this one interprets. Guard a script's own work with
+    ``if __name__ == "__main__"``, or it runs there up to the first lint.
+
+    ``signature`` maps arguments to Triton's types: "*bf16" a pointer, "i32" a number, "tensordesc<bf16[64,
+    64]>" a host descriptor; constexprs may be left out. ``constexprs`` maps names to values (numbers,
+    strings, None, ``tl.dtype``); one with a default may be left out. ``divisible`` names the arguments
+    that are multiples of 16, pointers: 16-byte aligned. Tensors of torch nearly always are, and a
+    launch specialises on it, so name them, or loads are narrower than in the launch, and not
+    asynchronous. ``arch`` is 80, 90 or 100, or "sm_90". ``ignore`` leaves rules out by name.
+
+    A kernel that does not compile is a finding, "does not compile", with the compiler's last lines.
+    ``ValueError`` and ``TypeError`` name an argument that is wrong, before anything is compiled.
+
+    >>> from interlace.kernels.signal import publish_kernel
+    >>> report = lint(
+    ...     publish_kernel,
+    ...     {"peers_ptr": "*i64", "rank": "i32", "peer": "i32", "slot_byte": "i32"},
+    ...     arch=90,
+    ... )
+    >>> report.clean, report.spills, report.tensor_cores
+    (True, 0, None)
+    """
+    request = LintRequest(
+        kernel, signature, constexprs or {}, arch, divisible, num_warps, num_stages, ignore
+    )
+    return lint_many([request], workers=1)[0]
+
+
+def lint_many(
+    requests: Sequence[LintRequest],
+    *,
+    workers: int | None = None,
+    on_report: Callable[[LintReport], None] = lambda report: None,
+) -> list[LintReport]:
+    """:func:`lint` for each of ``requests`` in parallel; reports in the same order.
+
+    ``workers`` is how many processes compile, one per core by default. ``on_report`` is called with each
+    report as it is ready, one at a time. All requests are checked before the first is compiled.
+
+    Raises ValueError or TypeError naming an argument that is wrong.
+
+    >>> from interlace.kernels.signal import publish_kernel
+    >>> signature = {"peers_ptr": "*i64", "rank": "i32", "peer": "i32", "slot_byte": "i32"}
+    >>> lint_many([LintRequest(publish_kernel, signature, arch=70)])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: arch ...
+    """
+    checked = [_checked(request) for request in requests]
+    measured = compile_all(
+        checked,
+        workers=workers,
+        on_result=lambda index, result: on_report(_report(checked[index], result)),
+    )
+    return [_report(request, result) for request, result in zip(checked, measured, strict=True)]
+
+
+def _report(request: Request, measured: Measurement) -> LintReport:
+    found = [*measured.faults]
+    if measured.error is not None:
+        found.append(Fault("does not compile", measured.error, measured.where))
+    found += spilled(request.arch, measured.stack, measured.spills)
+    found += too_much_shared(request.arch, measured.shared)
+    return LintReport(
+        request.kernel,
+        request.arch,
+        measured.registers,
+        measured.stack,
+        measured.spills,
+        measured.shared,
+        measured.tensor_cores,
+        selected(found, request.ignore),
+        measured.seconds,
+    )
+
+
+def _checked(request: LintRequest) -> Request:
+    """``request`` as a compilation, or the error that it is."""
+    function = jitted_function(request.kernel)
+    name = function.__name__
+    if unknown := [rule for rule in request.ignore if rule not in RULES]:
+        raise ValueError(f"ignore: no rule is called {unknown[0]!r}; there are {', '.join(RULES)}")
+    if request.num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"num_warps of {name} is {request.num_warps}, not a power of 2 up to 32")
+    if request.num_stages < 1:
+        raise ValueError(f"num_stages of {name} is {request.num_stages}, not at least 1")
+    types, constants = specialised_arguments(function, request.signature, request.constexprs)
+    for argument in request.divisible:
+        if argument not in types:
+            raise ValueError(
+                f"divisible names {argument!r}; the arguments of {name} that have a type are "
+                f"{', '.join(types)}"
+            )
+    return Request(
+        function.__module__,
+        name,
+        os.path.abspath(function.__code__.co_filename),
+        _arch(request.arch),
+        types,
+        constants,
+        tuple(request.divisible),
+        request.num_warps,
+        request.num_stages,
+        tuple(request.ignore),
+    )
+
+
+def _arch(arch: int | str) -> int:
+    number = str(arch).removeprefix("sm_")
+    if number not in [str(known) for known in ARCHES]:
+        known_names = ", ".join(str(known) for known in ARCHES)
+        raise ValueError(f"arch is {arch!r}; kernels are linted for {known_names}")
+    return int(number)

@@ -1,0 +1,1 @@
+"""Protocols as state machines, explored completely."""

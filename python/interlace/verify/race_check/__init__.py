@@ -1,0 +1,1 @@
+"""Accesses that nothing orders, by vector clocks."""

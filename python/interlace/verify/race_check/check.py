@@ -1,0 +1,116 @@
+"""``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from interlace import launcher
+from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.strategies import for_seed
+from interlace.verify.lint_check.launches import specialisation
+from interlace.verify.race_check.causes import CAUSES, Several, explain
+from interlace.verify.race_check.findings import Finding, RaceReport
+from interlace.verify.race_check.happens_before import Detector
+from interlace.verify.race_check.host_accesses import HostAccesses
+from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
+
+SEEDS = 10
+
+
+def races(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seeds: int | Iterable[int] = SEEDS,
+    store_buffers: bool = False,
+    timeout: float = 300.0,
+    on_seed: Callable[[int], None] = lambda seed: None,
+    **kwargs: Any,
+) -> RaceReport:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
+
+    Every load, store, atomic and barrier of every kernel, every copy, signal and event of streams, and
+    every torch operator of host code is put in order by vector clocks (``happens_before.py``). A race
+    is reported even if the schedule did not suffer from it, so a few schedules are enough: they differ
+    in which branches and ranks come first.
+
+    Parameters
+    ----------
+    fn : the function, as for :func:`interlace.run`. Its kernels may be anybody's, with inline PTX too.
+    seeds : how many schedules, or which.
+    store_buffers : let stores become visible late and out of order until they are released.
+    timeout : seconds per schedule.
+    on_seed : called after each schedule, to show progress.
+
+    Returns a :class:`RaceReport`; ``print`` it. Findings are the same in every run with the same seeds.
+    An exception of ``fn`` does not end the check; it is among the report's ``errors``, once for all that
+    differ in numbers only.
+
+    >>> import interlace.verify, torch
+    >>> def step():
+    ...     return interlace.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 2))
+    >>> print(interlace.verify.races(step, 2, seeds=1).clean)
+    True
+    """
+    launcher.check_run(fn, world_size, timeout)
+    chosen = seed_list(seeds)
+    host = launcher.host_function(fn, args, kwargs)
+    found: dict[Any, Finding] = {}
+    launches: dict[Any, Any] = {}
+    errors: list[tuple[int, str]] = []
+    events = 0
+    for seed in chosen:
+        detector = Detector(seed)
+        error = _observed(host, world_size, seed, detector, store_buffers, timeout)
+        if error is not None and _form(error) not in {_form(text) for _, text in errors}:
+            errors.append((seed, error))
+        events += detector.events
+        for launch in detector.launches:
+            launches.setdefault(specialisation(launch), launch)
+        new = [finding for finding in detector.findings if finding.key not in found]
+        if new:
+            relaxed = [Detector(seed, rules) for _, rules, _ in CAUSES]
+            _observed(host, world_size, seed, Several(relaxed), store_buffers, timeout)
+            for finding in explain(new, relaxed):
+                found[finding.key] = finding
+        on_seed(seed)
+    return RaceReport(
+        world_size,
+        tuple(chosen),
+        events,
+        tuple(found.values()),
+        tuple(errors),
+        tuple(launches.values()),
+    )
+
+
+def _form(error: str) -> str:
+    """An error's text without its numbers: ranks, seeds, values."""
+    return re.sub(r"\d+", "#", error)
+
+
+def _observed(
+    host: Callable[[Any], Any],
+    world_size: int,
+    seed: int,
+    detector: Detector | Several,
+    store_buffers: bool,
+    timeout: float,
+) -> str | None:
+    """One schedule; the text of the exception that ended it."""
+    scheduler = Scheduler(
+        seed,
+        strategy=for_seed(seed),
+        observer=detector,
+        store_buffers=store_buffers,
+        timeout=timeout,
+    )
+    try:
+        with poisoned_memory(), HostAccesses(scheduler, detector):
+            run_sim(host, world_size, scheduler=scheduler)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,435 @@
+"""The race detector: vector clocks over everything that a simulated run does.
+
+Who can act is an *agent*: a program of a kernel, a stream, or the host code of a rank, which stands for
+its current stream. Every agent has two clock components, because a program is many threads::
+
+    2 * agent       lanes: what all threads do, loads and stores of blocks
+    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and host code
+
+A release hands on what its agent knows, but of the own lanes only what came before the last barrier:
+Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
+
+=====================================  =============================================================
+program order                          of each component; between them, from a barrier on
+release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
+                                       between pass it on, plain stores and atomic stores end it
+fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire)
+launch, end of a kernel                between the stream and all programs
+items of a stream, events              in their order
+allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
+host messages                          nothing: work on GPUs does not wait for them
+=====================================  =============================================================
+
+Two accesses of the same bytes, not both loads and not both atomic, that nothing orders are a race,
+whatever the schedule made of them. Why they are not ordered is found by asking again with one of the
+``Rules`` off: the race is gone if its reason is that rule.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.interpreter.session import active_addresses, source_frames
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.source_lines import user_frame
+from interlace.runtime.scheduler.task import Task
+from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined, reaches
+from interlace.verify.race_check.findings import Access, Finding
+from interlace.verify.race_check.shadow import Conflict, Segment, ShadowMemory
+
+WORD = 8
+WRITES = 4  # in the extra of an atomic's marks, besides its scope
+
+
+@dataclass(frozen=True)
+class _Site:
+    who: str
+    rank: int
+    what: str
+    lines: tuple[str, ...]
+
+
+class Detector(Observer):
+    """Collects findings of one run."""
+
+    def __init__(self, seed: int, rules: Rules | None = None) -> None:
+        self.seed = seed
+        self.rules = rules or Rules()
+        self.events = 0
+        self.launches: list[KernelLaunch] = []
+        self._memory = ShadowMemory()
+        self._agents: dict[Any, Agent] = {}
+        self._by_number: list[Agent] = []
+        self._tasks: dict[Task, Agent] = {}
+        self._forks: dict[Task, Any] = {}
+        self._parents: dict[Task, Task] = {}
+        self._events: dict[Any, Any] = {}
+        self._meetings: dict[Any, Any] = {}
+        self._streams: dict[tuple[int, str], int] = {}
+        self._sites: list[_Site] = []
+        self._site_numbers: dict[_Site, int] = {}
+        self.found: dict[tuple[Any, ...], Finding] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """One per kind and pair of source lines."""
+        return list(self.found.values())
+
+    # -- agents ------------------------------------------------------------------------------------
+
+    def _agent(self, task: Task) -> Agent:
+        agent = self._tasks.get(task)
+        if agent is None:
+            key = ("host", task.rank) if task.owner is None else ("stream", task.owner)
+            agent = self._tasks[task] = self._named(key, task.rank, task.who)
+        return agent
+
+    def _named(self, key: Any, rank: int, who: str) -> Agent:
+        """Agents are reused by later launches of the same stream, which are ordered after."""
+        agent = self._agents.get(key)
+        if agent is None:
+            agent = self._agents[key] = Agent(len(self._by_number), rank, who)
+            self._by_number.append(agent)
+        agent.who = who
+        return agent
+
+    def _known(self, agent: Agent) -> Any:
+        """The agent's clock, with a place for every component there is."""
+        missing = 2 * len(self._by_number) - len(agent.clock)
+        if missing > 0:
+            agent.clock = np.concatenate([agent.clock, np.zeros(missing, np.int64)])
+        return agent.clock
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def on_launch(self, task: Task, launch: KernelLaunch) -> None:
+        agent = self._agent(task)
+        self._forks[task] = agent.clock.copy()
+        agent.tick()
+        self.launches.append(launch)
+        for value in launch.arguments.values():
+            if isinstance(value, torch.Tensor):
+                self.know(value, task.rank)
+
+    def on_program(self, task: Task, parent: Task) -> None:
+        assert task.program is not None
+        above = self._agent(parent)
+        key = ("program", above.number, task.program.index)
+        launch = f" of launch {task.number + 1}" if task.number else ""
+        agent = self._tasks[task] = self._named(key, task.rank, task.who + launch)
+        self._parents[task] = parent
+        agent.learn(self._forks[parent])
+        agent.barred = [int(agent.clock[agent.lanes]), int(agent.clock[agent.thread])]
+        agent.tick()
+        agent.fenced = {SYS: self._forks[parent]}
+        agent.pending = agent.for_lanes = None
+
+    def on_program_end(self, task: Task) -> None:
+        agent = self._tasks.pop(task, None)
+        parent = self._parents.pop(task, None)
+        if agent is None or parent is None:
+            return
+        for late in (agent.pending, agent.for_lanes):
+            if late is not None:
+                agent.learn(late)
+        self._agent(parent).learn(agent.clock)
+        agent.tick()
+
+    def on_record(self, task: Task, event: Any) -> None:
+        agent = self._agent(task)
+        self._events[event] = agent.clock.copy()
+        agent.tick()
+
+    def on_wait_event(self, task: Task, event: Any) -> None:
+        if event in self._events:
+            self._agent(task).learn(self._events[event])
+
+    def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
+        agent = self._agent(task)
+        before = self._meetings.get(meeting)
+        self._meetings[meeting] = agent.clock if before is None else joined(before, agent.clock)
+        agent.clock = agent.clock.copy()
+        agent.tick()
+
+    def on_met(self, task: Task, meeting: Any) -> None:
+        self._agent(task).learn(self._meetings[meeting])
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
+        self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
+
+    def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
+        """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""
+        storage = tensor.untyped_storage()
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        fresh = fresh and not self._memory.is_symmetric(base)
+        # symmetric memory is known by itself, and may be a part of a storage
+        if tensor.numel() and (fresh or not self._memory.known(tensor.data_ptr())):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")
+
+    def new(self, task: Task, tensor: torch.Tensor, op: str) -> None:
+        """``op`` has allocated ``tensor`` and written it; unless it is symmetric memory seen anew."""
+        if not self._memory.is_symmetric(tensor.data_ptr()):
+            self.know(tensor, task.rank, fresh=True)
+            self.touch(task, tensor, op, stores=True)
+
+    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        self._plain(task, pointers, mask, stores=False)
+
+    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        self._plain(task, pointers, mask, stores=True)
+
+    def _plain(self, task: Task | None, pointers: Any, mask: Any, *, stores: bool) -> None:
+        addresses = active_addresses(pointers, mask)
+        if task is None or not len(addresses):
+            return
+        agent = self._agent(task)
+        # a scalar is stored by one thread, and loaded by all
+        scalar_store = stores and pointers.data.size == 1
+        component = agent.thread if scalar_store else agent.lanes
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        site = self._site(agent, "stores" if stores else "loads", _kernel_lines())
+        for segment, cells in self._memory.find(addresses, size):
+            self._access(agent, component, segment, cells, site, size, stores=stores)
+
+    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
+        """A torch operator of a stream or of host code has read or written ``tensor``."""
+        agent = self._agent(task)
+        ranges = _byte_ranges(tensor)
+        verb = "writes" if stores else "reads"
+        site = self._site(agent, f"{verb} ({op})", _task_lines(task))
+        for low, nbytes in ranges:
+            place = self._memory.find_range(low, nbytes)
+            if place is not None:
+                self._access(
+                    agent, agent.thread, *place, site, tensor.element_size(), stores=stores
+                )
+
+    def _access(
+        self,
+        agent: Agent,
+        component: int,
+        segment: Segment,
+        cells: Any,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+    ) -> None:
+        self.events += 1
+        known, me = self._known(agent), agent.number
+        time = int(known[component])
+        for conflict in segment.unordered_store(cells, known, me):
+            self._report("write-write" if stores else "write-read", conflict, site, segment, size)
+        for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
+            if stores or extra & WRITES:
+                self._report("mixed access", conflict, site, segment, size)
+        if not stores:
+            segment.note(segment.loads, cells, component, time, site)
+            return
+        for conflict, _ in segment.unordered(segment.loads, cells, known, me):
+            self._report("read-write", conflict, site, segment, size)
+        segment.note_store(cells, component, time, site)
+
+    # -- atomics -----------------------------------------------------------------------------------
+
+    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+        if task is None:
+            return
+        addresses = active_addresses(atomic.pointers, atomic.mask)
+        if not len(addresses):
+            return
+        agent = self._agent(task)
+        success = np.ones(len(addresses), bool)
+        if atomic.compare is not None:
+            shape = atomic.pointers.data.shape
+            done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
+            success = done if len(done) == len(addresses) else success
+        size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
+        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", _kernel_lines())
+        for position, address in enumerate(addresses.tolist()):
+            self._one_atomic(agent, address, size, atomic, bool(success[position]), site)
+        if atomic.releases or not self.rules.orders:
+            self._after_release(agent)
+
+    def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
+        agent = self._agent(task)
+        site = self._site(agent, f"publishes ({op})", _task_lines(task))
+        atomic = _stream_atomic("xchg", "release")
+        self._one_atomic(agent, slot.data_ptr(), WORD, atomic, True, site)
+        self._after_release(agent)
+
+    def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
+        agent = self._agent(task)
+        site = self._site(agent, "waits", _task_lines(task))
+        atomic = _stream_atomic("load", "acquire")
+        for index in range(slots.numel()):
+            address = slots.data_ptr() + WORD * index
+            self._one_atomic(agent, address, WORD, atomic, True, site)
+
+    def _one_atomic(
+        self, agent: Agent, address: int, size: int, atomic: Atomic, success: bool, site: int
+    ) -> None:
+        self.events += 1
+        writes = success and not atomic.reads_only
+        lanes = atomic.pointers is not None and atomic.by_lanes
+        scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
+        segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
+        known, me = self._known(agent), agent.number
+        for conflict in segment.unordered_store(cells, known, me):
+            self._report("mixed access", conflict, site, segment, size)
+        if writes:
+            for conflict, _ in segment.unordered(segment.loads, cells, known, me):
+                self._report("mixed access", conflict, site, segment, size)
+        for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
+            other = self._by_number[conflict.component >> 1]
+            if not (reaches(scope, agent, other) and reaches(extra & 3, other, agent)):
+                self._report("narrow scope", conflict, site, segment, size)
+        component = agent.lanes if lanes else agent.thread
+        extra = scope | (WRITES if writes else 0)
+        segment.note(segment.atomics, cells, component, int(known[component]), site, extra)
+        messages = segment.messages.setdefault((address, size), {})
+        self._receive(agent, messages, scope, atomic)
+        if writes:
+            if atomic.kind == "store":
+                messages.clear()
+            self._send(agent, messages, scope, atomic)
+
+    def _receive(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
+        for (number, sent_scope), clock in messages.items():
+            other = self._by_number[number]
+            if not (reaches(scope, agent, other) and reaches(sent_scope, other, agent)):
+                continue
+            if not atomic.acquires and self.rules.orders:
+                agent.pending = clock if agent.pending is None else joined(agent.pending, clock)
+            elif atomic.each_thread and self.rules.barriers:
+                late = agent.for_lanes
+                agent.for_lanes = clock if late is None else joined(late, clock)
+            else:
+                agent.learn(clock)
+
+    def _send(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
+        if atomic.releases or not self.rules.orders:
+            lanes = atomic.pointers is not None and atomic.by_lanes
+            clock = self._released(agent, each_thread=lanes)
+            self._put(messages, agent, scope, clock)
+            return
+        for fence_scope, clock in agent.fenced.items():
+            self._put(messages, agent, min(scope, fence_scope), clock)
+
+    def _put(self, messages: dict[Any, Any], agent: Agent, scope: int, clock: Any) -> None:
+        key = (agent.number, scope)
+        messages[key] = joined(messages[key], clock) if key in messages else clock
+
+    def _released(self, agent: Agent, *, each_thread: bool) -> Any:
+        clock = agent.clock.copy()
+        if self.rules.barriers:
+            clock[agent.lanes] = agent.barred[0]
+            if each_thread:
+                clock[agent.thread] = agent.barred[1]
+        return clock
+
+    def _after_release(self, agent: Agent) -> None:
+        """Later accesses are not covered by the release."""
+        agent.clock[agent.thread] += 1
+        if not self.rules.barriers:
+            agent.clock[agent.lanes] += 1
+
+    def on_barrier(self, task: Task | None) -> None:
+        if task is not None:
+            self._agent(task).barrier()
+
+    def on_fence(self, task: Task | None, sem: str, scope: str) -> None:
+        if task is None:
+            return
+        agent = self._agent(task)
+        if agent.pending is not None:
+            agent.learn(agent.pending)
+            agent.pending = None
+        level = SCOPES[scope] if self.rules.scopes else SYS
+        agent.fenced[level] = self._released(agent, each_thread=False)
+        self._after_release(agent)
+
+    # -- reports -------------------------------------------------------------------------------------
+
+    def _site(self, agent: Agent, what: str, lines: tuple[str, ...]) -> int:
+        site = _Site(agent.who, agent.rank, what, lines)
+        number = self._site_numbers.get(site)
+        if number is None:
+            number = self._site_numbers[site] = len(self._sites)
+            self._sites.append(site)
+        return number
+
+    def _report(
+        self, kind: str, conflict: Conflict, site: int, segment: Segment, size: int
+    ) -> None:
+        first, second = (
+            Access(s.rank, s.who, s.what, s.lines)
+            for s in (self._sites[conflict.site], self._sites[site])
+        )
+        finding = Finding(
+            kind,
+            first,
+            second,
+            segment.label,
+            conflict.cell * segment.cell,
+            max(1, conflict.cells * segment.cell // size),
+            self.seed,
+            kind,
+        )
+        self.found.setdefault(finding.key, finding)
+
+
+def _stream_atomic(kind: str, sem: str) -> Atomic:
+    """What ``publish_kernel`` and ``wait_kernel`` would do; streams do it themselves in ``sim``."""
+    return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")
+
+
+def _line(frame: Any) -> str:
+    code = frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}"
+
+
+def _kernel_lines() -> tuple[str, ...]:
+    """Lines of the running program, innermost first."""
+    return tuple(_line(frame) for frame in source_frames(sys._getframe(2)))
+
+
+def _task_lines(task: Task) -> tuple[str, ...]:
+    """The user's line, for host code and for what host code has put on a stream."""
+    if task.owner is not None:
+        where, label = task.owner.running
+        return (f"{label}, enqueued at {where}" if where else label,)
+    frame = user_frame(sys._getframe(2))
+    return () if frame is None else (_line(frame),)
+
+
+def _byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Contiguous pieces of a tensor's memory as (address, bytes)."""
+    if not tensor.numel():
+        return []
+    size = tensor.element_size()
+    if tensor.is_contiguous():
+        return [(tensor.data_ptr(), tensor.numel() * size)]
+    dims = sorted(
+        ((stride, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
+         if extent > 1 and stride), reverse=True
+    )  # fmt: skip
+    run = size
+    while dims and dims[-1][0] * size == run:
+        run *= dims.pop()[1]
+    offsets = np.zeros(1, np.int64)
+    for stride, extent in dims:
+        offsets = (offsets[:, None] + np.arange(extent) * stride * size).ravel()
+    base = tensor.data_ptr()
+    return [(base + offset, run) for offset in offsets.tolist()]

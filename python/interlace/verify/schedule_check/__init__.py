@@ -1,0 +1,1 @@
+"""Many interleavings of one function, and the shortest that fails."""

@@ -1,0 +1,307 @@
+"""``interlace.verify.schedules``: many interleavings of one SPMD function, and the shortest that fails.
+
+A third of the schedules is random, a third by random priorities of tasks, and a third lets whole ranks
+fall behind (``runtime/scheduler/strategies.py``). A schedule fails
+if a rank raises, if ranks wait for each other, if ``check`` raises, or if a rank's result differs from
+that of the first schedule. The first failure is *shrunk*: recorded as segments (a task, and how far it
+ran), of which parts are left out for as long as the run still fails in the same way. What is left is
+printed as an interleaving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from interlace import launcher
+from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.strategies import Replay, Segment, for_seed
+from interlace.verify.schedule_check import parallel
+from interlace.verify.schedule_check.digest import digest_of
+from interlace.verify.schedule_check.interleaving import Storyteller
+from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
+
+SHRINK_RUNS = 300
+SHRINK_SECONDS = 30.0
+RUN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A schedule that fails. ``kind`` is the exception's name, or "different results".
+
+    ``segments`` replay it: :func:`replay`. ``switches`` counts changes from one task to another,
+    ``found_switches`` those of the schedule as it was found. ``story`` is the interleaving, a line
+    per step.
+    """
+
+    seed: int
+    kind: str
+    text: str
+    segments: tuple[Segment, ...]
+    found_switches: int
+    story: tuple[str, ...] = ()
+
+    @property
+    def switches(self) -> int:
+        """Changes from one task to another in ``segments``."""
+        return max(0, len(self.segments) - 1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed} fails (again with schedules(..., seeds=[{self.seed}])): {self.text}",
+            f"with {self.switches} context switches ({self.found_switches} as found):",
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in self.story)])
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``."""
+
+    world_size: int
+    schedules: int
+    store_buffers: bool
+    seconds: float
+    failing: tuple[int, ...]
+    failure: Failure | None = field(default=None)
+
+    @property
+    def clean(self) -> bool:
+        """Whether no schedule failed."""
+        return not self.failing
+
+    @property
+    def rate(self) -> float:
+        """Schedules per second, shrinking not counted."""
+        return self.schedules / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        memory = ", stores late" if self.store_buffers else ""
+        head = f"{self.world_size} ranks, {self.schedules} schedules{memory}, {self.rate:.0f} per second: "
+        if self.clean:
+            return head + "none fails"
+        return f"{head}{len(self.failing)} fail\n\n{self.failure}"
+
+
+def schedules(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    n: int = 1000,
+    seeds: int | Iterable[int] | None = None,
+    store_buffers: bool = False,
+    check: Callable[[list[Any]], Any] | None = None,
+    deterministic: bool = True,
+    workers: int | None = None,
+    timeout: float = RUN_SECONDS,
+    shrink: bool = True,
+    on_progress: Callable[[int], None] = lambda done: None,
+    **kwargs: Any,
+) -> ScheduleReport:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks in many orders of execution.
+
+    Parameters
+    ----------
+    n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
+        third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
+    store_buffers : let stores become visible late and out of order until they are released.
+    check : called with what the ranks returned; raises if that is wrong.
+    deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
+        whose result is meant to depend on the order.
+    workers : processes (forked) that share the work; one per core by default, 1 for this process only.
+    timeout : seconds per schedule; more is a failure.
+    shrink : look for the fewest context switches that fail; takes up to a minute.
+
+    Returns a :class:`ScheduleReport`; its ``failure`` is the first failing seed, shrunk.
+
+    Raises TypeError or ValueError for an argument that is wrong, before anything runs; what ``fn`` raises
+    is in the report.
+
+    >>> import interlace
+    >>> from interlace import verify
+    >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
+    True
+    """
+    launcher.check_run(fn, world_size, timeout)
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n must be an int, got {n!r}")
+    if n < 1:
+        raise ValueError(f"n must be positive, got {n}")
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int)):
+        raise TypeError(f"workers must be an int or None, got {workers!r}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be positive, got {workers}")
+    if check is not None and not callable(check):
+        raise TypeError(f"check must be callable, got {type(check).__name__}")
+    chosen = seed_list(n if seeds is None else seeds)
+    host = launcher.host_function(fn, args, kwargs)
+    trial = Trial(host, world_size, store_buffers, check, timeout)
+    begin = time.monotonic()
+    first_outcome = trial.run(chosen[0])
+    expected = first_outcome.digest if deterministic and first_outcome.error is None else None
+    failing = [chosen[0]] if first_outcome.error is not None else []
+    on_progress(1)
+    failing += [
+        seed
+        for seed, wrong in parallel.map_seeds(
+            lambda seed: _wrong(trial.run(seed), expected) is not None,
+            chosen[1:],
+            workers=workers,
+            on_progress=lambda done: on_progress(done + 1),
+        )
+        if wrong
+    ]
+    failing.sort()
+    seconds = time.monotonic() - begin
+    failure = None
+    if failing:
+        order = {seed: position for position, seed in enumerate(chosen)}
+        first = min(failing, key=order.__getitem__)
+        failure = shrunk(trial, first, expected, search=shrink)
+    return ScheduleReport(world_size, len(chosen), store_buffers, seconds, tuple(failing), failure)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: the exception that ended it, or a digest of the results."""
+
+    error: BaseException | None
+    digest: str
+    segments: tuple[Segment, ...]
+    story: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run in each schedule."""
+
+    host: Callable[[Any], Any]
+    world_size: int
+    store_buffers: bool
+    check: Callable[[list[Any]], Any] | None
+    timeout: float
+
+    def run(
+        self, seed: int, segments: Sequence[Segment] | None = None, *, tell: bool = False
+    ) -> Outcome:
+        """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
+        strategy = for_seed(seed) if segments is None else Replay(segments)
+        story = Storyteller() if tell else None
+        scheduler = Scheduler(
+            seed,
+            strategy=strategy,
+            store_buffers=self.store_buffers,
+            observer=story,
+            timeout=self.timeout,
+        )
+        error, digest = None, ""
+        try:
+            with poisoned_memory():
+                results = run_sim(self.host, self.world_size, scheduler=scheduler)
+            digest = digest_of(results)
+            if self.check is not None:
+                self.check(results)
+        except Exception as caught:
+            error = caught
+        lines = () if story is None else story.lines(error)
+        return Outcome(error, digest, scheduler.recorded(), lines)
+
+
+def _wrong(outcome: Outcome, expected: str | None) -> str | None:
+    """The kind of the failure, if it is one."""
+    if outcome.error is not None:
+        return type(outcome.error).__name__
+    if expected is not None and outcome.digest != expected:
+        return "different results"
+    return None
+
+
+def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Failure:
+    """The failure of ``seed``; if ``search``, with as few context switches as can be found."""
+    found = trial.run(seed)
+    kind = _wrong(found, expected)
+    if kind is None:
+        text = "failed and does not fail again: something besides the schedule decides"
+        return Failure(seed, "not repeatable", text, found.segments, len(found.segments) - 1)
+    best = found.segments
+    deadline = time.monotonic() + SHRINK_SECONDS
+    runs = 0
+
+    def still_fails(candidate: Sequence[Segment]) -> tuple[Segment, ...] | None:
+        nonlocal runs
+        if runs >= SHRINK_RUNS or time.monotonic() > deadline:
+            return None
+        runs += 1
+        outcome = trial.run(seed, candidate)
+        return outcome.segments if _wrong(outcome, expected) == kind else None
+
+    replayed = still_fails(best) if search else None
+    if replayed is not None:
+        best = min(best, replayed, key=len)
+        part = max(1, len(best) // 2)
+        while True:
+            smaller = None
+            for candidate in _without(best, part):
+                taken = still_fails(candidate)
+                if taken is not None and len(taken) < len(best):
+                    smaller = taken
+                    break
+            if smaller is not None:
+                best = smaller
+                part = min(part, max(1, len(best) // 2))
+            elif part > 1:
+                part //= 2
+            else:
+                break
+    told = trial.run(seed, best, tell=True)
+    text = "results differ from the first schedule's"
+    if told.error is not None:
+        text = str(told.error).strip()
+        text = (
+            text if text and not text.endswith(":") else f"{text} {kind} without a message".strip()
+        )
+    return Failure(seed, kind, text, best, max(0, len(found.segments) - 1), told.story)
+
+
+def _without(segments: Sequence[Segment], part: int) -> Iterator[list[Segment]]:
+    """``segments`` with ``part`` neighbours left out, the last ones first."""
+    for begin in range(len(segments) - part, -1, -part):
+        yield [*segments[:begin], *segments[begin + part :]]
+    if len(segments) % part:
+        yield list(segments[len(segments) % part :])
+
+
+def replay(
+    fn: Callable[..., Any],
+    world_size: int,
+    segments: Sequence[Segment],
+    *args: Any,
+    store_buffers: bool = False,
+    seed: int = 0,
+    timeout: float = RUN_SECONDS,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
+
+    Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
+
+    >>> import interlace
+    >>> from interlace import verify
+    >>> def on_rank():
+    ...     interlace.barrier()
+    ...     return interlace.get_rank()
+    >>> report = verify.schedules(on_rank, 2, n=1, workers=1, check=lambda results: 1 / 0)
+    >>> verify.replay(on_rank, 2, report.failure.segments, seed=report.failure.seed)
+    [0, 1]
+    """
+    launcher.check_run(fn, world_size, timeout)
+    host = launcher.host_function(fn, args, kwargs)
+    scheduler = Scheduler(
+        seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
+    )
+    with poisoned_memory():
+        return run_sim(host, world_size, scheduler=scheduler)

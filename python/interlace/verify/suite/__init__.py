@@ -1,0 +1,1 @@
+"""``interlace verify``: targets and jobs."""

@@ -1,0 +1,368 @@
+"""What ``interlace verify all`` checks: every op with every algorithm, and the kernels that streams use.
+
+Ops whose name begins with "nodes." are those of ranks on several nodes, two to a node, with puts that
+store at once or as late as may be.
+
+A target is an SPMD function that has a few ops in flight, so that workspaces and slots are used again
+while some rank may be far behind, with small tiles, so that a few elements make several tiles, programs
+and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.groups.groups import default_group
+from interlace.kernels import signal
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.tuning import configuration
+
+CALLS = 4
+SMALL_TILES: dict[str, int | bool] = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "block_elements": 16,
+    "programs": 2,
+}
+INNER = 8
+MANY = 300  # more words than a program of kernels/collectives/low_latency.py takes
+
+
+@dataclass(frozen=True)
+class Target:
+    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint.
+
+    ``quick``: the variants of a quick check, None for all.
+    """
+
+    name: str
+    variants: dict[str, Callable[[], Any]]
+    kernels: tuple[str, ...] = field(default=())
+    quick: tuple[str, ...] | None = None
+
+    def checked(self, quick: bool) -> dict[str, Callable[[], Any]]:
+        """The variants of a check."""
+        if not quick or self.quick is None:
+            return self.variants
+        return {name: self.variants[name] for name in self.quick}
+
+
+def _numbers(rank: int, call: int, *shape: int) -> torch.Tensor:
+    """Small whole numbers, different on every rank and in every call: sums are exact."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count).reshape(shape) % 7 + 10 * rank + call).float()
+
+
+def _all(world_size: int, call: int, *shape: int) -> list[torch.Tensor]:
+    return [_numbers(rank, call, *shape) for rank in range(world_size)]
+
+
+def _one_sided() -> Any:
+    """An op in which only rank 0 waits for data: nobody else learns how far the others are."""
+    one = torch.ones(1, 4), torch.ones(4, 1)
+    return interlace.matmul_reduce_scatter(*one, algorithm="fused", async_op=True)
+
+
+Started = tuple[Any, Callable[[Any], torch.Tensor], torch.Tensor]
+
+
+def _calls(start: Callable[[int, int, int], Started]) -> Callable[[], Any]:
+    """``CALLS`` ops in flight, begun by ``start(rank, world_size, call)``.
+
+    It returns a Work, what to take from its result, and what is right.
+    """
+
+    def on_rank() -> None:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        with configuration.override(**SMALL_TILES):
+            started = []
+            for call in range(CALLS):
+                started.append(start(rank, world_size, call))
+                _one_sided()
+            for call, (work, taken, expected) in enumerate(started):
+                if not torch.equal(taken(work.wait()), expected):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+def _itself(result: Any) -> torch.Tensor:
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _all_gather_matmul(algorithm: str) -> Callable[[], Any]:
+    """ "switch" is the kernel with copiers that send to all ranks at once."""
+
+    def start(rank: int, world_size: int, call: int) -> Started:
+        shards = _all(world_size, call, 20, INNER)
+        weight = torch.eye(INNER)
+        by_switch = algorithm == "switch"
+        with configuration.override(multimem=by_switch, output_descriptors=by_switch):
+            work = interlace.all_gather_matmul(
+                shards[rank],
+                weight,
+                algorithm="fused" if by_switch else algorithm,
+                async_op=True,
+            )
+        return work, _itself, torch.cat(shards)
+
+    return _calls(start)
+
+
+def _grouped(op: str) -> Callable[[str], Callable[[], Any]]:
+    """Two experts on every rank, one of which some rank has no row for."""
+    exchange = op == "all_to_all_grouped_matmul"
+
+    def make(algorithm: str) -> Callable[[], Any]:
+        def start(rank: int, world_size: int, call: int) -> Started:
+            experts = 2 * world_size if exchange else 2
+            counts = [
+                [(7 * e + 9 * r + call) % 20 for e in range(experts)] for r in range(world_size)
+            ]
+            inputs = [_numbers(r, call, sum(each), INNER) for r, each in enumerate(counts)]
+            first = 2 * rank if exchange else 0
+            weight = torch.stack([torch.eye(INNER), 2 * torch.eye(INNER)])
+            work = getattr(interlace, op)(
+                inputs[rank], weight, counts[rank], algorithm=algorithm, async_op=True
+            )
+            parts = [torch.split(x, each) for x, each in zip(inputs, counts, strict=True)]
+            expected = [(1 + e) * each[first + e] for e in range(2) for each in parts]
+            return work, lambda result: _itself(result[0]), torch.cat(expected)
+
+        return _calls(start)
+
+    return make
+
+
+def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, 17 * world_size, INNER)
+        weight = torch.eye(INNER)
+        work = interlace.matmul_reduce_scatter(
+            inputs[rank], weight, algorithm=algorithm, async_op=True
+        )
+        return work, _itself, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
+
+    return _calls(start)
+
+
+def _matmul_all_reduce(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, 18, INNER)
+        weight = torch.eye(INNER)
+        work = interlace.matmul_all_reduce(inputs[rank], weight, algorithm=algorithm, async_op=True)
+        return work, _itself, sum(inputs[1:], inputs[0])
+
+    return _calls(start)
+
+
+def _all_gather(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        count = MANY if algorithm == "low_latency" else 20
+        shards, output = _all(world_size, call, count), torch.empty(world_size * count)
+        work = interlace.all_gather(output, shards[rank], algorithm=algorithm, async_op=True)
+        return work, lambda _: output, torch.cat(shards)
+
+    return _calls(start)
+
+
+def _reduce_scatter(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs, output = _all(world_size, call, world_size, 20), torch.empty(20)
+        work = interlace.reduce_scatter(output, inputs[rank], algorithm=algorithm, async_op=True)
+        return work, lambda _: output, sum(inputs[1:], inputs[0])[rank]
+
+    return _calls(start)
+
+
+def _all_reduce(algorithm: str) -> Callable[[], Any]:
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, MANY if algorithm == "low_latency" else 20)
+        result = inputs[rank].clone()
+        work = interlace.all_reduce(result, algorithm=algorithm, async_op=True)
+        return work, lambda _: result, sum(inputs[1:], inputs[0])
+
+    return _calls(start)
+
+
+def _broadcast(algorithm: str) -> Callable[[], Any]:
+    """One root, which is ahead of everybody."""
+
+    def start(rank: int, world_size: int, call: int) -> Started:
+        inputs = _all(world_size, call, MANY)
+        result = inputs[rank].clone()
+        work = interlace.broadcast(result, world_size - 1, algorithm=algorithm, async_op=True)
+        return work, lambda _: result, inputs[-1]
+
+    return _calls(start)
+
+
+def _signals() -> None:
+    """The four kernels that streams on a GPU use, around torch copies into peers' memory."""
+    place = default_group().place
+    rank, world_size = place.rank, place.world_size
+    words = signal.HEADER_WORDS + world_size
+    buffer = place.allocate(words * 8 + world_size * 64)
+    buffer.view(rank, 8 * signal.SPIN_LIMIT_WORD, (1,), torch.int64).fill_(place.poll_limit())
+    table = buffer.peers
+    place.allocate(8)  # the words are set on every rank before any kernel of a peer runs
+    for call in range(CALLS):
+        signal.wait_credits_kernel[(1,)](table, rank, world_size)
+        for peer in range(world_size):
+            theirs = buffer.view(peer, words * 8 + rank * 64, (16,), torch.float32)
+            theirs.copy_(_numbers(rank, call, 16))
+            slot_byte = 8 * (signal.HEADER_WORDS + rank)
+            signal.publish_kernel[(1,)](table, rank, peer, slot_byte)
+        for source, expected in enumerate(_all(world_size, call, 16)):
+            slot_byte = 8 * (signal.HEADER_WORDS + source)
+            signal.wait_kernel[(1,)](table, rank, world_size, source, slot_byte)
+            mine = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
+            if not torch.equal(mine, expected):
+                raise AssertionError(f"wrong data on rank {rank} in call {call}")
+        signal.finish_kernel[(1,)](table, rank, world_size)
+
+
+def _between_nodes(op: str, put: str) -> Callable[[], Any]:
+    """Calls of ``op`` in flight, as if every two ranks were a node; at least two nodes.
+
+    ``put`` is what stands for a put: "stores", at once, or "late", when the receiver looks.
+    """
+
+    def on_rank() -> None:
+        world_size = interlace.get_world_size()
+        each = 2 if world_size > 2 else 1
+        ranks = tuple(range(world_size))
+        place = default_group().place.subgroup(ranks, 1)
+        group = Communicator(separate_nodes(place, [r // each for r in ranks], put), ranks)
+        rank, started = group.rank, []
+        one = torch.ones(1, 4), torch.ones(4, 1)
+        with configuration.override(**SMALL_TILES, copiers=2, chunks=2):
+            for call in range(CALLS - 1):
+                started.append(_start_between_nodes(op, group, call))
+                interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
+            for call, (work, taken, expected) in enumerate(started):
+                if not torch.equal(taken(work.wait()), expected):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+def _start_between_nodes(op: str, group: Communicator, call: int) -> Started:
+    rank, world = group.rank, group.world_size
+    fused: dict[str, Any] = {"group": group, "algorithm": "fused", "async_op": True}
+    work: Any
+    if op == "all_gather":
+        parts, out = _all(world, call, 40), torch.empty(world * 40)
+        work = interlace.all_gather(out, parts[rank], group=group, async_op=True)
+        return work, lambda _: out, torch.cat(parts)
+    if op == "all_gather_matmul":
+        parts = _all(world, call, 20, INNER)
+        work = interlace.all_gather_matmul(parts[rank], torch.eye(INNER), **fused)
+        return work, _itself, torch.cat(parts)
+    if op == "matmul_reduce_scatter":
+        parts = _all(world, call, 17 * world, INNER)
+        work = interlace.matmul_reduce_scatter(parts[rank], torch.eye(INNER), **fused)
+        return work, _itself, sum(parts[1:], parts[0])[17 * rank : 17 * rank + 17]
+    parts = _all(world, call, world, 20)
+    if op == "reduce_scatter":
+        out = torch.empty(20)
+        work = interlace.reduce_scatter(out, parts[rank], group=group, async_op=True)
+        return work, lambda _: out, sum(parts[1:], parts[0])[rank]
+    out = torch.empty(world, 20)
+    work = interlace.all_to_all_single(out, parts[rank], group=group, async_op=True)
+    return work, lambda _: out, torch.stack([each[rank] for each in parts])
+
+
+def _over_nodes(op: str) -> dict[str, Callable[[], Any]]:
+    return {f"{put} puts": _between_nodes(op, put) for put in ("stores", "late")}
+
+
+def _algorithms(
+    make: Callable[[str], Callable[[], Any]], *names: str
+) -> dict[str, Callable[[], Any]]:
+    return {name: make(name) for name in names}
+
+
+def _kernels(op: str, *more: str) -> tuple[str, ...]:
+    """The plain kernel of ``op``, and those of other algorithms."""
+    return (f"{op}_kernel", *(f"{name}_{op}_kernel" for name in more))
+
+
+_MATMULS = ("fused", "pipelined", "unfused")
+_COLLECTIVES = ("kernel", "copy", "multimem")
+_LATE = ("late puts",)  # finds more than those that store at once
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "signal",
+            {"kernels": _signals},
+            ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
+        ),
+        Target(
+            "all_gather_matmul",
+            _algorithms(_all_gather_matmul, *_MATMULS, "switch"),
+            ("all_gather_matmul_kernel",),
+        ),
+        *(
+            Target(op, _algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
+            for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
+        ),
+        Target(
+            "matmul_reduce_scatter",
+            _algorithms(_matmul_reduce_scatter, *_MATMULS),
+            ("matmul_reduce_scatter_kernel",),
+        ),
+        Target(
+            "matmul_all_reduce",
+            _algorithms(_matmul_all_reduce, *_MATMULS),
+            ("matmul_all_reduce_kernel",),
+        ),
+        Target(
+            "all_gather",
+            _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
+            _kernels("all_gather", "multimem", "low_latency"),
+        ),
+        Target(
+            "reduce_scatter",
+            _algorithms(_reduce_scatter, *_COLLECTIVES),
+            _kernels("reduce_scatter", "multimem"),
+        ),
+        Target(
+            "all_reduce",
+            _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
+            _kernels("all_reduce", "multimem", "low_latency"),
+        ),
+        Target(
+            "broadcast",
+            _algorithms(_broadcast, "copy", "low_latency"),
+            ("low_latency_broadcast_kernel",),
+        ),
+        Target(
+            "nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel"), _LATE
+        ),
+        Target(
+            "nodes.reduce_scatter",
+            _over_nodes("reduce_scatter"),
+            ("node_reduce_scatter_kernel", "put_credits_kernel"),
+            _LATE,
+        ),
+        # the moves are those of nodes.all_gather
+        Target("nodes.all_to_all", _over_nodes("all_to_all"), quick=()),
+        Target("nodes.all_gather_matmul", _over_nodes("all_gather_matmul"), quick=()),
+        Target(
+            "nodes.matmul_reduce_scatter",
+            _over_nodes("matmul_reduce_scatter"),
+            ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
+            _LATE,
+        ),
+    )
+}

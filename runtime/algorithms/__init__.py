@@ -1,0 +1,1 @@
+"""The launch side of every kernel algorithm: workspace, tables, grid, launches."""

@@ -1,0 +1,303 @@
+"""The host half of all-gather + matmul: workspace layout, grid, launch sequence.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls on chunks, each as soon as its chunk is there
+``unfused``    all-gather, then matmul; any dtype
+
+Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
+strides, results are contiguous. ``rows`` lists the rows of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
+from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
+from interlace.runtime.algorithms import node_fused
+from interlace.runtime.algorithms.node_fused import GatherMoves
+from interlace.runtime.algorithms.operands import (
+    Linear,
+    is_aligned,
+    launch_options,
+    loop_operands,
+    multiply,
+)
+from interlace.runtime.algorithms.plain import all_gather_copy, resident_programs, transfer_tables
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.table import threshold
+
+# gathered; from there on, staging for peers to read is no slower than an engine
+SMALL_BYTES = threshold("engine_gather_bytes")
+
+
+def _chunk_table(
+    communicator: Communicator,
+    configuration: Configuration,
+    rows: Sequence[int],
+    size: int,
+    columns: int,
+    far: GatherMoves | None,
+) -> tuple[torch.Tensor, int]:
+    """Lines of ``all_gather_matmul_kernel``'s ``chunks``; the number of tiles."""
+    rank, world_size = communicator.rank, communicator.world_size
+    block_m, tiles_n = configuration.block_m, formulas.ceil_div(columns, configuration.block_n)
+
+    def lines() -> list[list[int]]:
+        if far is not None:
+            return far.chunk_lines(block_m, tiles_n)
+        return formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+
+    table = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
+    return table, formulas.tiles_of(rows, block_m, tiles_n)
+
+
+def all_gather_matmul_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+    row_scale: torch.Tensor | None = None,
+) -> Event:
+    """One kernel per weight; the first carries the copiers, or the copy engine sends.
+
+    Between nodes a kernel of its own moves the rows (``node_fused.py``). ``row_scale``: of fp8
+    operands; one per row, which travels with it, if the weights' ``scales`` are "row".
+    """
+    rank, inner = communicator.rank, input.shape[1]
+    total = sum(rows)
+    size = formulas.chunk_rows(rows, configuration.block_m, configuration.chunks)
+    sends, num_sends, _, _, slots = transfer_tables(communicator, rows, size)
+    nodes = communicator.place.nodes
+    far = None if nodes is None else GatherMoves(communicator, nodes, rows, size)
+    layout = Layout()
+    layout.add_slots(slots if far is None else far.slots)
+    layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
+    sent_scale = row_scale if linears[0].scales == "row" else None
+    scales_at = 0 if sent_scale is None else layout.add_data(total * sent_scale.element_size())
+    # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    operands = [
+        loop_operands(communicator, configuration, input, linear, row_scale) for linear in linears
+    ]
+    tables = [
+        _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1], far)
+        for linear in linears
+    ]
+
+    def body(workspace: Workspace) -> None:
+        most = max(1, communicator.place.program_limit() // 4)
+        copiers = min(configuration.copiers, num_sends, most) if far is None else 0
+        moving = 0
+        if far is not None:
+            moving = far.start(workspace, input, configuration)
+        elif not copiers:
+            _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
+        for index, (chunks, tiles) in enumerate(tables):
+            mine = copiers if index == 0 else 0
+            resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
+            aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
+            communicator.compute.launch(
+                KernelLaunch(
+                    all_gather_matmul_kernels.all_gather_matmul_kernel,
+                    formulas.persistent_grid(mine, tiles, resident),
+                    {
+                        **workspace.kernel_arguments(),
+                        **operands[index],
+                        "scale_offset": workspace.data_offset + scales_at,
+                        "sends_ptr": sends,
+                        "num_sends": num_sends,
+                        "chunks_ptr": chunks,
+                        "num_chunks": slots,
+                        "COPIERS": mine,
+                        "COPY_ROWS": configuration.copy_rows,
+                        "COPY_COLUMNS": configuration.copy_columns,
+                        "multicast": workspace.buffer.multicast,
+                        "MULTICAST": multicast_path(communicator, configuration, workspace)
+                        if mine and aligned
+                        else "",
+                        "ALIGNED": aligned,
+                    },
+                    "all_gather_matmul",
+                    **launch_options(configuration),
+                )
+            )
+        if not any(linear.weight.shape[1] for linear in linears):
+            # No tile, so no program has waited; but what arrives late would hit the next op.
+            counts = [len(chunks_of(count, size)) for count in rows]
+            for source, chunk in arrival_order(rank, communicator.world_size, counts):
+                if source != rank:
+                    communicator.compute.wait(workspace, source, sum(counts[:source]) + chunk)
+        if gathered is not None:
+            arrived = workspace.data(rank, 0, (total, inner), input.dtype)
+            first = sum(rows[:rank])
+            for begin, end in ((0, first), (first + rows[rank], total)):
+                if begin < end:
+                    communicator.compute.copy(gathered[begin:end], arrived[begin:end], "gathered")
+            if rows[rank]:
+                communicator.compute.copy(gathered[first : first + rows[rank]], input, "own shard")
+        if far is not None:
+            far.finish(workspace)
+
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def multicast_path(
+    communicator: Communicator, configuration: Configuration, workspace: Workspace
+) -> str:
+    """How copiers reach all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
+    if not configuration.multimem:
+        return ""
+    if workspace.buffer.multicast:
+        return "multimem"
+    return "peers" if communicator.place.interpreted else ""
+
+
+def _send_by_copy_engine(
+    communicator: Communicator,
+    workspace: Workspace,
+    input: torch.Tensor,
+    rows: Sequence[int],
+    size: int,
+    scales_at: int,
+    row_scale: torch.Tensor | None,
+) -> None:
+    """Push the chunks of the own shard on the copy stream, in ``send_order``, with their scales."""
+    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
+    stream = communicator.copying
+    counts = [len(chunks_of(count, size)) for count in rows]
+    first_slot, first_row = sum(counts[:rank]), sum(rows[:rank])
+    stream.wait_credits(workspace)
+    for chunk, (first, count) in enumerate(chunks_of(rows[rank], size)):
+        for step in range(1, world_size):
+            peer = (rank + step) % world_size
+            begin = (first_row + first) * inner * input.element_size()
+            theirs = workspace.data(peer, begin, (count, inner), input.dtype)
+            stream.copy(theirs, input[first : first + count], f"chunk {chunk} to rank {peer}")
+            if row_scale is not None:
+                begin = scales_at + (first_row + first) * row_scale.element_size()
+                theirs = workspace.data(peer, begin, (count,), row_scale.dtype)
+                stream.copy(theirs, row_scale[first : first + count], "its scales")
+            stream.publish(workspace, peer, first_slot + chunk)
+
+
+def all_gather_matmul_pipelined(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """Torch matmuls on chunks in the order of arrival.
+
+    Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
+    as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
+    """
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return node_fused.all_gather_matmul_pipelined(
+            communicator, nodes, input, linears, rows, gathered, configuration
+        )
+    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
+    itemsize = input.element_size()
+    direct = communicator.place.direct_access
+    # a CPU gains more from large matmuls than from finer overlap
+    size = max(1, -(-max(rows) // (1 if direct else configuration.chunks)))
+    chunks = [chunks_of(count, size) for count in rows]
+    counts = [len(part) for part in chunks]
+    first_slots, first_rows = prefix_sums(counts), prefix_sums(rows)
+    layout = Layout(pulled=True)
+    layout.add_slots(first_slots[-1])
+    staged = layout.add_data(max(rows) * inner * itemsize)
+    if gathered is None and not direct:
+        gathered = torch.empty(sum(rows), inner, dtype=input.dtype, device=input.device)
+
+    def body(workspace: Workspace) -> None:
+        stream, copying = communicator.compute, communicator.copying
+        copying.wait_credits(workspace)
+        for chunk, (first, count) in enumerate(chunks[rank]):
+            mine = workspace.data(
+                rank, staged + first * inner * itemsize, (count, inner), input.dtype
+            )
+            copying.copy(mine, input[first : first + count], f"stage chunk {chunk}")
+            for step in range(1, world_size):
+                peer = (rank + step) % world_size
+                copying.publish(workspace, peer, first_slots[rank] + chunk)
+        for source, chunk in arrival_order(rank, world_size, counts):
+            first, count = chunks[source][chunk]
+            row = first_rows[source] + first
+            operand = input[first : first + count]
+            if source != rank:
+                slot = first_slots[source] + chunk
+                begin = staged + first * inner * itemsize
+                theirs = workspace.data(source, begin, (count, inner), input.dtype)
+                if direct:
+                    stream.wait(workspace, source, slot)
+                    operand = theirs
+                else:
+                    assert gathered is not None
+                    copying.wait(workspace, source, slot)
+                    copying.copy(
+                        gathered[row : row + count], theirs, f"chunk {chunk} of rank {source}"
+                    )
+                    stream.wait_event(copying.record())
+                    operand = gathered[row : row + count]
+            for linear in linears:
+                part = linear.output[row : row + count]
+                stream.call(
+                    lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
+                        part, operand, linear.weight, linear.bias, linear.activation
+                    ),
+                    f"matmul chunk {chunk} of rank {source}",
+                )
+            if gathered is not None and (direct or source == rank):
+                stream.copy(gathered[row : row + count], operand, "gathered")
+
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def _small_gather(communicator: Communicator, rows: Sequence[int], input: torch.Tensor) -> Call:
+    """What the ranks have agreed on already, as the engine wants it."""
+    key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = tuple((str(index), each) for index, each in enumerate(key))
+        call = communicator.remember(key, Call("all_gather_matmul", terms))
+    return call
+
+
+def all_gather_matmul_unfused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor,
+) -> Event:
+    """Gather everything into ``gathered``, then one torch matmul per weight."""
+    firsts = prefix_sums(rows)
+    parts = [
+        gathered[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
+    ]
+    flat = input.contiguous().view(-1)
+    if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:
+        communicator.engine.all_gather(_small_gather(communicator, rows, input), parts, flat)
+    else:
+        all_gather_copy(communicator, flat, parts)
+    for linear in linears:
+        communicator.compute.call(
+            lambda linear=linear: multiply(  # type: ignore[misc]
+                linear.output, gathered, linear.weight, linear.bias, linear.activation
+            ),
+            "matmul",
+        )
+    return communicator.compute.record()

@@ -1,0 +1,288 @@
+"""The host half of the grouped ops: rows move to the ranks that multiply them, expert by expert.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls on segments, each as soon as its source's rows are there
+``unfused``    the collective, then a matmul per expert; any dtype
+
+One code for both ops: what differs between all-gather and all-to-all is the :class:`Routes`. Matrices are
+as in ``gather_matmul.py``; weights are ``[E, K, N]`` with any strides, biases ``[E, N]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.fused import grouped_matmul
+from interlace.runtime.algorithms.grouped_routes import Routes, Segment
+from interlace.runtime.algorithms.operands import (
+    DESCRIPTOR_ALIGNMENT,
+    Linear,
+    is_aligned,
+    launch_options,
+    loop_operands,
+    multiply,
+)
+from interlace.runtime.algorithms.plain import resident_programs
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+
+_NOT_GROUPED = ("row_scale_ptr", "column_scale_ptr", "SCALES", "FAST_ACCUM")
+
+
+def _expert(linear: Linear, expert: int, rows: slice) -> Linear:
+    """The weight of one expert, and the rows of the output that are its."""
+    bias = None if linear.bias is None else linear.bias[expert]
+    return Linear(linear.weight[expert], bias, linear.output[rows], activation=linear.activation)
+
+
+def _multiply(communicator: Communicator, input: torch.Tensor, part: Linear, label: str) -> None:
+    """One expert's matmul on the compute stream; none of no rows."""
+    if part.output.numel():
+        communicator.compute.call(
+            lambda: multiply(part.output, input, part.weight, part.bias, part.activation), label
+        )
+
+
+def _of_segment(linear: Linear, segment: Segment) -> Linear:
+    return _expert(linear, segment.expert, slice(segment.to, segment.to + segment.rows))
+
+
+def _operands(
+    communicator: Communicator, configuration: Configuration, input: torch.Tensor, linear: Linear
+) -> dict[str, object]:
+    """What the kernel is told about the matmul of the first expert, and where the others' weights are."""
+    weight = linear.weight
+    first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
+    if weight.stride(0) * weight.element_size() % DESCRIPTOR_ALIGNMENT:
+        configuration = replace(configuration, descriptors=False)
+    shared = loop_operands(communicator, configuration, input, first)
+    for name in _NOT_GROUPED:
+        del shared[name]
+    inner = input.shape[1]
+    return {
+        **shared,
+        "weight_stride_e": weight.stride(0),
+        "num_experts": weight.shape[0],
+        "ALIGNED": is_aligned(input, inner) and is_aligned(input, input.stride(0)),
+    }
+
+
+def grouped_matmul_fused(
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    linear: Linear,
+    routes: Routes,
+    received: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """One kernel. Its first programs copy, or the copy engine sends. ``received``: see the public ops."""
+    rank, inner, itemsize = communicator.rank, input.shape[1], input.element_size()
+    columns = linear.weight.shape[2]
+    size = routes.chunk_rows(configuration.block_m, configuration.chunks)
+    lines = routes.send_lines(size)
+    key = (routes, size)
+    sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
+    offsets = communicator.table(
+        ("grouped offsets", *key), lambda: routes.offset_lines(), passing=True
+    )
+    layout = Layout()
+    layout.add_slots(routes.slots(size))
+    layout.add_data(routes.most_received * inner * itemsize)
+    # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    operands = _operands(communicator, configuration, input, linear)
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    tiles = routes.tiles(configuration.block_m, size, tiles_n)
+
+    def body(workspace: Workspace) -> None:
+        most = max(1, communicator.place.program_limit() // 4)
+        copiers = min(configuration.copiers, len(lines), most)
+        if not copiers and lines:
+            _send_by_copy_engine(communicator, workspace, input, lines)
+        resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
+        communicator.compute.launch(
+            KernelLaunch(
+                grouped_matmul.grouped_matmul_kernel,
+                formulas.persistent_grid(copiers, tiles, resident),
+                {
+                    **workspace.kernel_arguments(),
+                    **operands,
+                    "sends_ptr": sends,
+                    "num_sends": len(lines),
+                    "offsets_ptr": offsets,
+                    "chunk_rows": size,
+                    "COPIERS": copiers,
+                    "COPY_ROWS": configuration.copy_rows,
+                    "COPY_COLUMNS": configuration.copy_columns,
+                },
+                op,
+                **launch_options(configuration),
+            )
+        )
+        if not tiles:
+            # No tile, so no program has waited; but what arrives late would hit the next op.
+            for source, slot in routes.arrival_slots(size):
+                communicator.compute.wait(workspace, source, slot)
+        if received is not None:
+            arrived = workspace.data(rank, 0, received.shape, input.dtype)
+            _keep(communicator, routes, input, arrived, received)
+
+    return communicator.enqueue(op, layout, body)
+
+
+def _send_by_copy_engine(
+    communicator: Communicator,
+    workspace: Workspace,
+    input: torch.Tensor,
+    lines: list[list[int]],
+) -> None:
+    """Push chunk by chunk on the copy stream."""
+    stream, inner = communicator.copying, input.shape[1]
+    stream.wait_credits(workspace)
+    for peer, first, count, row, slot in lines:
+        begin = row * inner * input.element_size()
+        theirs = workspace.data(peer, begin, (count, inner), input.dtype)
+        stream.copy(theirs, input[first : first + count], f"rows to rank {peer}")
+        stream.publish(workspace, peer, slot)
+
+
+def _keep(
+    communicator: Communicator,
+    routes: Routes,
+    input: torch.Tensor,
+    arrived: torch.Tensor,
+    received: torch.Tensor,
+) -> None:
+    """Copy what has arrived, and own rows where the workspace has holes."""
+    done = 0
+    for own in [*routes.own_segments(), None]:
+        end = received.shape[0] if own is None else own.to
+        if done < end:
+            communicator.compute.copy(received[done:end], arrived[done:end], "received")
+        if own is not None:
+            done = own.to + own.rows
+            if own.rows:
+                mine = input[own.first : own.first + own.rows]
+                communicator.compute.copy(received[own.to : done], mine, "own rows")
+
+
+def grouped_matmul_pipelined(
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    linear: Linear,
+    routes: Routes,
+    received: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """Torch matmuls per source and expert, source by source in the order of arrival.
+
+    Every rank stages its rows in its own workspace, and tells each peer when those for it are there. Where
+    a peer's memory is as good as the own, matmuls read it there; elsewhere the copy stream brings the rows
+    over first.
+    """
+    rank, inner, itemsize = communicator.rank, input.shape[1], input.element_size()
+    direct = communicator.place.direct_access
+    layout = Layout(pulled=True)
+    layout.add_slots(routes.world_size)
+    layout.add_data(max(each[-1] for each in routes.firsts) * inner * itemsize)
+    if received is None and not direct:
+        received = input.new_empty(routes.received(rank), inner)
+
+    def body(workspace: Workspace) -> None:
+        stream, copying = communicator.compute, communicator.copying
+        copying.wait_credits(workspace)
+        staged: set[tuple[int, int]] = set()
+        for step in range(1, routes.world_size):
+            peer = (rank + step) % routes.world_size
+            first, count = block = routes.block(rank, peer)
+            if count and block not in staged:
+                shape = (count, inner)
+                mine = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
+                copying.copy(mine, input[first : first + count], f"stage for rank {peer}")
+                staged.add(block)
+            copying.publish(workspace, peer, rank)
+        for source in routes.sources:
+            if source != rank:
+                (stream if direct else copying).wait(workspace, source, source)
+            for expert in routes.mine:
+                segment = expert[source]
+                if not segment.rows:
+                    continue
+                rows = slice(segment.to, segment.to + segment.rows)
+                operand = input[segment.first : segment.first + segment.rows]
+                if source != rank:
+                    begin = segment.first * inner * itemsize
+                    operand = workspace.data(source, begin, (segment.rows, inner), input.dtype)
+                    if not direct:
+                        assert received is not None
+                        copying.copy(received[rows], operand, f"rows of rank {source}")
+                        stream.wait_event(copying.record())
+                        operand = received[rows]
+                label = f"expert {segment.expert}, rows of rank {source}"
+                _multiply(communicator, operand, _of_segment(linear, segment), label)
+                if received is not None and (direct or source == rank):
+                    stream.copy(received[rows], operand, "received")
+
+    return communicator.enqueue(op, layout, body)
+
+
+def grouped_matmul_unfused(
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    linear: Linear,
+    routes: Routes,
+    received: torch.Tensor | None,
+) -> Event:
+    """The collective, rows put in the order of experts, then one torch matmul per expert."""
+    rank, world_size, inner = communicator.rank, routes.world_size, input.shape[1]
+    stream = communicator.compute
+    lone = world_size == 1
+    if received is None:
+        received = input if lone else input.new_empty(routes.received(rank), inner)
+    elif lone:
+        stream.copy(received, input, "received")
+    if not lone:
+        arrived = _by_source(communicator, op, input, routes)
+        begin = 0
+        for source in range(world_size):
+            for expert in routes.mine:
+                segment = expert[source]
+                if segment.rows:
+                    rows = arrived[begin : begin + segment.rows]
+                    to = received[segment.to : segment.to + segment.rows]
+                    stream.copy(to, rows, f"rows of rank {source}")
+                    begin += segment.rows
+    for index, (first, count) in enumerate(routes.expert_rows()):
+        part = _expert(linear, index, slice(first, first + count))
+        _multiply(communicator, received[first : first + count], part, f"expert {index}")
+    return stream.record()
+
+
+def _by_source(
+    communicator: Communicator, op: str, input: torch.Tensor, routes: Routes
+) -> torch.Tensor:
+    """What arrives, one source after another, each sorted by expert."""
+    rank, inner = communicator.rank, input.shape[1]
+    counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
+    arrived = input.new_empty(sum(counts), inner)
+    outputs = [part.view(-1) for part in torch.split(arrived, counts)]
+    call = Call(op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
+    flat = input.contiguous()
+    if len(set(routes.blocks)) == 1:  # all experts everywhere: every rank's rows go to all
+        event = communicator.engine.all_gather(call, outputs, flat.view(-1))
+    else:
+        sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]
+        inputs = [part.view(-1) for part in torch.split(flat, sent)]
+        event = communicator.engine.all_to_all(call, outputs, inputs)
+    if event is not None:
+        communicator.compute.wait_event(event)
+    return arrived

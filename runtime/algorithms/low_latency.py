@@ -1,0 +1,170 @@
+"""The one-shot collectives whose words carry their flags: the launch side of their kernels.
+
+Their memory is a buffer of its own, which no other op touches: what lies there is words of older epochs
+and nothing else. It holds what the largest message so far has needed, and starts anew, epochs too, when it
+grows; all ranks see the same sizes, so theirs does at the same op.
+
+All tensors here are flat and contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.kernels.collectives import low_latency
+from interlace.kernels.signal import HEADER_WORDS, SPIN_LIMIT_WORD
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD, SymmetricBuffer, bytes_of
+from interlace.runtime.core.stream import Event
+
+BLOCK_WORDS = 256  # one for each thread
+MOST_BYTES = 64 << 10  # of a message: a program for each KiB
+MOST_PROGRAMS = MOST_BYTES // (4 * BLOCK_WORDS)
+NUM_WARPS = 8
+MAX_REGISTERS = 96  # left alone, ptxas takes 32 for the sake of occupancy, and spills
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Words:
+    """The words of one group, for up to ``programs`` programs.
+
+    Outgrown buffers stay: ops that were enqueued before may still be on their way through them, and
+    captured graphs will come through them again.
+    """
+
+    def __init__(
+        self,
+        buffer: SymmetricBuffer,
+        programs: int,
+        spin_limit: int,
+        outgrown: Sequence[SymmetricBuffer],
+    ) -> None:
+        self.buffer, self.programs, self.outgrown = buffer, programs, outgrown
+        self.epochs_offset = HEADER_WORDS * WORD
+        self.words_offset = self.epochs_offset + MOST_PROGRAMS * WORD
+        own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
+        own[SPIN_LIMIT_WORD] = spin_limit
+        own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank."""
+        return self.buffer.nbytes + sum(buffer.nbytes for buffer in self.outgrown)
+
+    @staticmethod
+    def bytes_for(programs: int, world_size: int) -> int:
+        words = programs * 2 * world_size * BLOCK_WORDS
+        return (HEADER_WORDS + MOST_PROGRAMS + words) * WORD
+
+
+def _words_of(communicator: Communicator, programs: int) -> Words:
+    """The group's words, made or enlarged. Collective when it has to be."""
+    held: Words | None = communicator.words
+    if held is None or held.programs < programs:
+        enough = 1
+        while enough < programs:
+            enough *= 2
+        place = communicator.place
+        buffer = place.allocate(Words.bytes_for(enough, communicator.world_size))
+        outgrown = [] if held is None else [*held.outgrown, held.buffer]
+        held = communicator.words = Words(buffer, enough, place.poll_limit(), outgrown)
+    return held
+
+
+def why_not(nbytes: int, *, equal: bool = True) -> str:
+    """Why a message of ``nbytes`` cannot go this way; empty if it can."""
+    if nbytes > MOST_BYTES:
+        return f"it is for at most {MOST_BYTES} bytes, got {nbytes}"
+    return "" if equal else "it gathers equal shards only"
+
+
+def in_units(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of flat ``tensors`` as integers of 4 bytes, or of 2 or 1 if one needs that."""
+    whole = [bytes_of(tensor) for tensor in tensors]
+    for dtype in (torch.int32, torch.int16):
+        size = dtype.itemsize
+        if not any(
+            each.data_ptr() % size or each.numel() % size or each.storage_offset() % size
+            for each in whole
+        ):
+            return [each.view(dtype) for each in whole]
+    return [each.view(torch.int8) for each in whole]
+
+
+def _run(
+    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, own: dict[str, Any]
+) -> Event:
+    """Enqueue ``kernel`` for a message of ``units``, with arguments of its ``own``."""
+    place = communicator.place
+    programs = -(-units.nbytes // (4 * BLOCK_WORDS))
+    held = _words_of(communicator, programs)
+    launch = KernelLaunch(
+        kernel,
+        programs,
+        {
+            "peers_ptr": held.buffer.peers,
+            "rank": communicator.rank,
+            "world_size": communicator.world_size,
+            "units": units.numel(),
+            "epochs_offset": held.epochs_offset,
+            "words_offset": held.words_offset,
+            "UNIT": units.element_size(),
+            "WORDS": BLOCK_WORDS,
+            "COMPILED": not place.interpreted,
+            **own,
+        },
+        op,
+        num_warps=NUM_WARPS,
+        options={"maxnreg": MAX_REGISTERS},
+    )
+    with place.launching():
+        communicator.compute.wait_event(place.record_current())
+        communicator.watch_words(held.buffer, programs)
+        communicator.compute.launch(launch)
+        communicator.compute.counted(held.buffer, programs)
+        return communicator.compute.record()
+
+
+def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Tensor) -> Event:
+    """``output`` = all ranks' ``input``, which are equal in size, one behind the other."""
+    source, target = in_units(input, output)
+    return _run(
+        communicator,
+        "all_gather",
+        low_latency.low_latency_all_gather_kernel,
+        source,
+        {"input_ptr": source, "output_ptr": target},
+    )
+
+
+def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: bool) -> Event:
+    """``tensor`` = the sum or the average over ranks."""
+    (units,) = in_units(tensor)
+    return _run(
+        communicator,
+        "all_reduce",
+        low_latency.low_latency_all_reduce_kernel,
+        units,
+        {
+            "input_ptr": units,
+            "output_ptr": units,
+            "DTYPE": NAMES[tensor.dtype],
+            "AVERAGE": average,
+        },
+    )
+
+
+def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
+    """``tensor`` = that of ``root``."""
+    (units,) = in_units(tensor)
+    return _run(
+        communicator,
+        "broadcast",
+        low_latency.low_latency_broadcast_kernel,
+        units,
+        {"tensor_ptr": units, "root": root},
+    )

@@ -1,0 +1,298 @@
+"""The host half of matmul + reduce-scatter and matmul + all-reduce.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls per owner, each product on its way as soon as it is done
+``unfused``    matmul, then the collective; any dtype
+
+Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
+strides, results are contiguous. ``segments`` lists (first row, rows) by
+owner; ``linear.output`` is what this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernels
+from interlace.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernels
+from interlace.kernels.tiling import owner_order
+from interlace.runtime.algorithms import node_fused, node_matmul_reduce
+from interlace.runtime.algorithms.operands import (
+    Linear,
+    kernel_operands,
+    launch_options,
+    loop_operands,
+    multiply,
+)
+from interlace.runtime.algorithms.plain import resident_programs, segment_table
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.reductions import fold, fold_unrounded
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.table import threshold
+
+SMALL_BYTES = threshold("engine_reduce_bytes")  # of a product
+
+
+def matmul_reduce_scatter_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    configuration: Configuration,
+    *,
+    average: bool,
+    row_scale: torch.Tensor | None = None,
+) -> Event:
+    """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part.
+
+    Between nodes a second one, that puts (``node_matmul_reduce.py``). ``row_scale``: of fp8 operands.
+    """
+    nodes = communicator.place.nodes
+    if nodes is not None and input.shape[0] and linear.weight.shape[1]:
+        return node_matmul_reduce.matmul_reduce_scatter(
+            communicator,
+            nodes,
+            input,
+            linear,
+            segments,
+            configuration,
+            average=average,
+            row_scale=row_scale,
+        )
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, block_m = linear.weight.shape[1], configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    rows = [count for _, count in segments]
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    row_bytes = columns * linear.output.element_size()
+    layout = Layout()
+    layout.add_slots(formulas.reduce_slots(world_size, rows, block_m, tiles_n))
+    layout.add_data(formulas.contributed_bytes(world_size, rows, row_bytes))
+    # before the streams wait for what the caller has issued
+    operands = loop_operands(communicator, configuration, input, linear, row_scale, published=True)
+    table = segment_table(communicator, segments, block_m, tiles_n)
+    resident = resident_programs(communicator, configuration)
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel,
+                formulas.persistent_grid(0, tiles, resident),
+                {
+                    **workspace.kernel_arguments(),
+                    **operands,
+                    "segments_ptr": table,
+                    "own_rows": rows[rank],
+                    "AVERAGE": average,
+                },
+                "matmul_reduce_scatter",
+                **launch_options(configuration),
+            )
+        )
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def _between_nodes(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    average: bool,
+) -> Event | None:
+    """Matmul + reduce-scatter where ranks are on several nodes; None where they are not."""
+    nodes = communicator.place.nodes
+    if nodes is None:
+        return None
+    return node_fused.matmul_reduce_scatter(
+        communicator,
+        nodes,
+        input,
+        linear,
+        segments,
+        lambda parts: sum_with_bias(parts, linear, average=average),
+        average=average,
+    )
+
+
+def matmul_reduce_scatter_pipelined(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = linear.weight.shape[1], linear.output.dtype
+    layout = Layout()
+    slots = layout.add_slots(world_size)
+    region = max(count for _, count in segments) * columns * dtype.itemsize
+    offset = layout.add_data(world_size * region)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        for owner in owner_order(rank, world_size):
+            first, count = segments[owner]
+            theirs = workspace.data(owner, offset + rank * region, (count, columns), dtype)
+            part = input[first : first + count]
+            stream.call(
+                lambda theirs=theirs, part=part: multiply(theirs, part, linear.weight, None),  # type: ignore[misc]
+                f"matmul for rank {owner}",
+            )
+            if owner != rank:
+                stream.publish(workspace, owner, slots + rank)
+        for source in range(world_size):
+            if source != rank:
+                stream.wait(workspace, source, slots + source)
+        parts = [
+            workspace.data(rank, offset + source * region, linear.output.shape, dtype)
+            for source in range(world_size)
+        ]
+        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: bool) -> None:
+    """Sum in rank order, add the bias once, activate, round once."""
+    reduction = "avg" if average else "sum"
+    if linear.bias is None and not linear.activation:
+        fold(reduction, parts, linear.output)
+        return
+    wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
+    total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
+    fold_unrounded(reduction, parts, total)
+    if linear.bias is not None:
+        bias = linear.bias.to(wide)
+        total += bias if linear.bias_along == "n" else bias[:, None]
+    linear.output.copy_(activate(total, linear.activation))
+
+
+def matmul_reduce_scatter_unfused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """The whole product first, staged in the own workspace; then everyone sums its part of all."""
+    if event := _between_nodes(communicator, input, linear, segments, average):
+        return event
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = linear.weight.shape[1], linear.output.dtype
+    nbytes = input.shape[0] * columns * dtype.itemsize
+    # one rounding either way
+    exact = linear.bias is None and not linear.activation
+    exact = exact and dtype in (torch.float32, torch.float64)
+    if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
+        return _small_reduce_scatter(communicator, input, linear, segments, average=average)
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    offset = layout.add_data(nbytes)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        product = workspace.data(rank, offset, (input.shape[0], columns), dtype)
+        stream.call(lambda: multiply(product, input, linear.weight, None), "matmul")
+        for step in range(1, world_size):
+            stream.publish(workspace, (rank + step) % world_size, slots + rank)
+        first, count = segments[rank]
+        begin = offset + first * columns * dtype.itemsize
+        for source in range(world_size):
+            if source != rank:
+                stream.wait(workspace, source, slots + source)
+        parts = [
+            workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
+        ]
+        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+
+
+def _small_reduce_scatter(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    *,
+    average: bool,
+) -> Event:
+    """The product in memory of its own, and the engine's reduce-scatter: the least work on the host."""
+    product = input.new_empty(input.shape[0], linear.weight.shape[1], dtype=linear.output.dtype)
+    multiply(product, input, linear.weight, None)
+    parts = [product[first : first + count].view(-1) for first, count in segments]
+    reduction = "avg" if average else "sum"
+    key = ("parts of matmul_reduce_scatter", tuple(segments), product.shape, product.dtype, average)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = tuple((str(index), each) for index, each in enumerate(key))
+        call = communicator.remember(key, Call("matmul_reduce_scatter", terms))
+    communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
+    return communicator.compute.record()
+
+
+def matmul_all_reduce_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """One-shot: one kernel, every tile to every rank."""
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return node_fused.matmul_all_reduce(
+            communicator,
+            nodes,
+            input,
+            linear,
+            lambda own, segments: matmul_reduce_scatter_fused(
+                communicator, input, own, segments, configuration, average=average
+            ),
+        )
+    world_size = communicator.world_size
+    (rows, columns), block_m = linear.output.shape, configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    tiles = formulas.tiles_of([rows], block_m, tiles_n)
+    row_bytes = columns * linear.output.element_size()
+    layout = Layout()
+    layout.add_slots(formulas.reduce_slots(world_size, [rows], block_m, tiles_n))
+    layout.add_data(formulas.contributed_bytes(world_size, [rows], row_bytes))
+    operands = kernel_operands(communicator, configuration, input, linear)
+    resident = resident_programs(communicator, configuration)
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                matmul_all_reduce_kernels.matmul_all_reduce_kernel,
+                formulas.persistent_grid(0, tiles, resident),
+                {
+                    **workspace.kernel_arguments(),
+                    **operands,
+                    "M": rows,
+                    "AVERAGE": average,
+                },
+                "matmul_all_reduce",
+                **launch_options(configuration),
+            )
+        )
+
+    return communicator.enqueue("matmul_all_reduce", layout, body)

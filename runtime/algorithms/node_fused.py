@@ -1,0 +1,213 @@
+"""Fused ops between nodes: matmuls that run while rows or sums travel within and between nodes.
+
+All-gather + matmul keeps its kernel: it takes chunks in the order in which they come over both links, and
+the kernel of moves brings them. Fused matmul + reduce-scatter is in ``node_matmul_reduce.py``. The other
+algorithms multiply part by part in the order in which parts are needed, those of other nodes first; each
+is handed over as soon as it is done, and one kernel sums within the node, puts, and adds what the other
+nodes have put::
+
+    compute  | mm part of node 1 | mm part of node 1 | mm own node's ... |
+    copy       | contribute        | contribute        | contribute ...  | sum, put, sum |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.tiling import split_rows
+from interlace.runtime.algorithms import node_moves as algorithms
+from interlace.runtime.algorithms.operands import Linear, multiply
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import Layout, Workspace, bytes_of
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.tuning import configuration as configurations
+from interlace.runtime.tuning.configuration import Configuration
+
+SUMMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class GatherMoves:
+    """What ``all_gather_matmul_fused`` needs in place of copiers: chunks of ``size`` rows on the way."""
+
+    def __init__(
+        self, communicator: Communicator, nodes: Nodes, rows: Sequence[int], size: int
+    ) -> None:
+        self._communicator, self._nodes = communicator, nodes
+        self._rows, self._size = rows, size
+        self._moves = algorithms.gather_moves(communicator, nodes, rows, size)
+        self._far = algorithms.partners(communicator, nodes)
+        self.slots = self._moves.leased(communicator.world_size)
+
+    def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
+        """As ``launch_formulas.chunk_lines``, in the order in which chunks come between nodes."""
+        lines, start = [], 0
+        rank = self._communicator.rank
+        for line in algorithms.arrival_lines(rank, self._nodes, self._rows, self._size, own=True):
+            lines.append([*line, start])
+            start += formulas.ceil_div(line[2], block_m) * tiles_n
+        return lines
+
+    def start(self, workspace: Workspace, input: torch.Tensor, configuration: Configuration) -> int:
+        """Begin to move rows of ``input`` on the copy stream; how many programs do it."""
+        limit = self._communicator.place.program_limit()
+        programs = max(1, min(max(1, configuration.copiers), self._moves.count, limit // 4))
+        algorithms.launch_moves(
+            self._communicator,
+            self._far,
+            workspace,
+            input,
+            self._moves,
+            programs,
+            configuration,
+        )
+        return programs
+
+    def finish(self, workspace: Workspace) -> None:
+        """Tell other nodes that the rows were taken; the last item of the op."""
+        algorithms.put_credits(self._communicator, self._far, workspace)
+
+
+def all_gather_matmul_pipelined(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """A torch matmul per chunk, each as soon as its chunk is there."""
+    rank, inner = communicator.rank, input.shape[1]
+    size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
+    moves = GatherMoves(communicator, nodes, rows, size)
+    layout = Layout()
+    layout.add_slots(moves.slots)
+    layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
+    lines = algorithms.arrival_lines(rank, nodes, rows, size, own=True)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        moves.start(workspace, input, configuration)
+        arrived = workspace.data(rank, 0, (sum(rows), inner), input.dtype)
+        for source, first, count, row, slot in lines:
+            operand = input[first : first + count]
+            if source != rank:
+                stream.wait(workspace, source, slot)
+                operand = arrived[row : row + count]
+            for linear in linears:
+                part = linear.output[row : row + count]
+                stream.call(
+                    lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
+                        part, operand, linear.weight, linear.bias, linear.activation
+                    ),
+                    f"matmul of rows from rank {source}",
+                )
+            if gathered is not None:
+                stream.copy(gathered[row : row + count], operand, "gathered")
+        moves.finish(workspace)
+
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def matmul_reduce_scatter(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    fold_parts: Callable[[Sequence[torch.Tensor]], None],
+    *,
+    average: bool,
+) -> Event:
+    """``linear.output`` = the own rows of the sum over ranks of ``input @ weight``, plus the bias.
+
+    ``segments`` are (first row, rows) by owner. ``fold_parts`` sums all ranks' own rows, of dtypes that
+    kernels do not sum.
+    """
+    columns, output = linear.weight.shape[1], linear.output
+    product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
+    if output.dtype not in SUMMED_DTYPES or not product.numel():
+        multiply(product, input, linear.weight, None)
+        return _exchanged(communicator, nodes, product, segments, output, fold_parts)
+    exact = linear.bias is None and not linear.activation
+    total = output if exact else torch.empty_like(output, dtype=torch.float32)
+    lengths = [count * columns for _, count in segments]
+    config = configurations.choose(communicator.place, output.dtype, max(lengths), 1, 1)
+
+    def produce(owner: int) -> None:
+        first, count = segments[owner]
+        rows = slice(first, first + count)
+        multiply(product[rows], input[rows], linear.weight, None)
+
+    def finish() -> None:
+        if linear.bias is not None:
+            bias = linear.bias.float()
+            total.add_(bias if linear.bias_along == "n" else bias[:, None])
+        output.copy_(activate(total, linear.activation))
+
+    return algorithms.reduce_scatter(
+        communicator,
+        nodes,
+        product.view(-1),
+        total.view(-1),
+        lengths,
+        config,
+        average=average,
+        op="matmul_reduce_scatter",
+        produce=produce,
+        finish=None if exact else finish,
+    )
+
+
+def _exchanged(
+    communicator: Communicator,
+    nodes: Nodes,
+    product: torch.Tensor,
+    segments: Sequence[tuple[int, int]],
+    output: torch.Tensor,
+    fold_parts: Callable[[Sequence[torch.Tensor]], None],
+) -> Event:
+    """All contributions to the own rows come here and are folded in rank order."""
+    world_size, compute = communicator.world_size, communicator.compute
+    collected = [torch.empty_like(output) for _ in range(world_size)]
+    first, count = segments[communicator.rank]
+    collected[communicator.rank] = product[first : first + count]
+    row_bytes = product.shape[1] * product.element_size()
+    if product.numel():
+        algorithms.exchange(
+            communicator,
+            nodes,
+            "matmul_reduce_scatter",
+            bytes_of(product),
+            [bytes_of(part) for part in collected],
+            [[rows * row_bytes for _, rows in segments]] * world_size,
+            configurations.choose(communicator.place, torch.uint8, product.nbytes, 1, 1),
+        )
+    compute.call(lambda: fold_parts(collected), "sum")
+    return compute.record()
+
+
+def matmul_all_reduce(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    linear: Linear,
+    reduce_scatter: Callable[[Linear, Sequence[tuple[int, int]]], Event],
+) -> Event:
+    """Every rank sums a part of the rows, by ``reduce_scatter``; then all gather the parts."""
+    rank, output = communicator.rank, linear.output
+    segments = split_rows(output.shape[0], communicator.world_size)
+    parts = [output[first : first + count] for first, count in segments]
+    bias = linear.bias
+    if bias is not None and linear.bias_along == "m":
+        first, count = segments[rank]
+        bias = bias[first : first + count]
+    event = reduce_scatter(replace(linear, bias=bias, output=parts[rank]), segments)
+    whole = [bytes_of(part) for part in parts]
+    return algorithms.gather_parts(communicator, nodes, whole, whole[rank], event) or event

@@ -1,0 +1,175 @@
+"""The host half of the fused matmul + reduce-scatter between nodes: tables, workspace, launches.
+
+See ``kernels/nodes/matmul_reduce_scatter.py``, which has the two kernels::
+
+    copy stream     node_sums_kernel, a few programs; quiet_kernel
+    compute stream  matmul_node_reduce_scatter_kernel, all others
+    at the end      put_credits_kernel, then what ends every op
+
+The few come first, so that they are resident whatever the many do. Neither waits for a program of its
+own kind, and both fit the device together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.nodes import matmul_reduce_scatter as kernels
+from interlace.kernels.nodes import order
+from interlace.runtime.algorithms import node_moves as algorithms
+from interlace.runtime.algorithms.operands import Linear, launch_options, loop_operands
+from interlace.runtime.algorithms.plain import resident_programs
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the kernels of one rank are told of owners; see the legends of the kernels."""
+
+    segments: list[list[int]]
+    duties: list[list[int]]
+    sums: list[list[int]]
+
+
+def tables_of(
+    rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
+) -> Tables:
+    """``segments`` are (first row, rows) by owner."""
+    of = nodes.of
+
+    def place(by: int, owner: int) -> int:
+        return int(order.reduced_owners(by, of).index(owner))
+
+    def tiles(owner: int) -> int:
+        return formulas.ceil_div(segments[owner][1], block_m) * tiles_n
+
+    lines, start = [], 0
+    for owner in order.scatter_order(rank, of):
+        taker = order.reducer(rank, owner, of)
+        lines.append([taker, *segments[owner], start, place(taker, owner)])
+        start += tiles(owner)
+    duties, start = [], 0
+    for number, owner in enumerate(order.reduced_owners(rank, of)[1:], 1):
+        duties.append([owner, number, segments[owner][1], start])
+        start += tiles(owner)
+    sums = []
+    for node in nodes.names():
+        by = rank if node == of[rank] else order.counterpart(rank, node, of)
+        # the first that a rank reduces are its own rows, which are no duty
+        sums.append([by, max(0, place(by, rank) - 1)])
+    return Tables(lines, duties, sums)
+
+
+def matmul_reduce_scatter(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+    configuration: Configuration,
+    *,
+    average: bool,
+    row_scale: torch.Tensor | None = None,
+) -> Event:
+    """As ``reduce_algorithms.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
+    tiles_n = formulas.ceil_div(columns, block_n)
+    rows = [count for _, count in segments]
+    each = formulas.ceil_div(max(rows), block_m) * tiles_n
+    stride = max(rows) * columns
+    members, names, ranks = nodes.members(rank), nodes.names(), range(world_size)
+    owned = [len(order.reduced_owners(other, nodes.of)) for other in ranks]
+    regions = max(owned[other] * len(nodes.members(other)) for other in ranks)
+    tile_bytes = block_m * block_n * 4
+
+    layout = Layout()
+    slots = layout.add_slots(regions * each)
+    landing_slot = layout.add_slots(len(names) * each) - slots
+    landed_slot = layout.add_slots(len(names) * each) - slots
+    quiet_slot = layout.add_slots(world_size)
+    layout.add_data(regions * stride * linear.output.element_size())
+    partial = layout.add_data((max(owned) - 1) * each * tile_bytes)
+    landing = layout.add_data(len(names) * each * tile_bytes)
+
+    # before the streams wait for what the caller has issued
+    operands = loop_operands(communicator, configuration, input, linear, row_scale, published=True)
+    known = tables_of(rank, nodes, segments, block_m, tiles_n)
+    key = (tuple(segments), block_m, tiles_n)
+    table = communicator.table
+    far = algorithms.partners(communicator, nodes)
+    shared = {
+        "members_ptr": table("node members", lambda: [members]),
+        "num_members": len(members),
+        "sums_ptr": table(("node tile sums", key), lambda: known.sums),
+        "num_nodes": len(names),
+        "own_node": names.index(nodes.of[rank]),
+        "own_rows": rows[rank],
+        "stride": stride,
+        "tiles_each": each,
+        "N": columns,
+        "landed_slot": landed_slot,
+        **{name: operands[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M")},
+    }
+    segments_table = table(("node segments", key), lambda: known.segments)
+    duties_table = table(("node tile duties", key), lambda: known.duties)
+    moved = sum(formulas.ceil_div(count, block_m) * tiles_n for _, _, count, _ in known.duties)
+    moved += formulas.ceil_div(rows[rank], block_m) * tiles_n
+    limit = communicator.place.program_limit()
+    summing = max(1, min(max(1, configuration.copiers), moved, limit // 4))
+    resident = max(1, resident_programs(communicator, configuration, summing) - summing)
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+
+    def body(workspace: Workspace) -> None:
+        landing_offset = workspace.data_offset + landing
+        communicator.copying.launch(
+            KernelLaunch(
+                kernels.node_sums_kernel,
+                summing,
+                {
+                    **workspace.kernel_arguments(),
+                    **shared,
+                    "contribution_ptr": linear.output,
+                    "duties_ptr": duties_table,
+                    "num_duties": len(known.duties),
+                    "landing_slot": landing_slot,
+                    "partial_offset": workspace.data_offset + partial,
+                    "landing_offset": landing_offset,
+                    "PUT": nodes.put,
+                    "BLOCK": configuration.block_elements,
+                },
+                "matmul_reduce_scatter",
+                num_warps=configuration.num_warps,
+                options=nodes.options,
+            )
+        )
+        communicator.compute.launch(
+            KernelLaunch(
+                kernels.matmul_node_reduce_scatter_kernel,
+                formulas.persistent_grid(0, tiles, resident),
+                {
+                    **workspace.kernel_arguments(),
+                    **operands,
+                    **shared,
+                    "segments_ptr": segments_table,
+                    "own_member": members.index(rank),
+                    "landing_offset": landing_offset,
+                    "AVERAGE": average,
+                },
+                "matmul_reduce_scatter",
+                **launch_options(configuration),
+            )
+        )
+        algorithms.quiet(communicator.copying, far, workspace, quiet_slot)
+        algorithms.put_credits(communicator, far, workspace)
+
+    return communicator.enqueue("matmul_reduce_scatter", layout, body)

@@ -1,0 +1,458 @@
+"""The host half of the algorithms between nodes: workspace layout, tables, launch sequence.
+
+Every op is two kernels side by side, or one that sums::
+
+    copy stream     move_kernel: sends, stages, puts, lands, forwards (kernels/nodes/moves.py)
+    compute stream  whatever takes what has come: a kernel, copies, a fused matmul
+    at the end      put_credits_kernel, then what ends every op
+
+Puts have a kernel of their own because NVSHMEM's code comes with them: it needs registers and stack, which
+a matmul must not pay for. So the kernels that consume are the same as on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels import transfer
+from interlace.kernels.nodes import moves as hierarchical
+from interlace.kernels.nodes import order, reduction
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace, neighbours, overlap
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.stream import Event, Stream
+from interlace.runtime.tuning.configuration import Configuration, choose
+
+ALIGNMENT = 256  # of chunks of bytes
+LARGEST_PIECE = 1 << 16  # elements of a partial sum that is put at once
+PIECES = 32  # of the longest part, at least if it is long
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The table of one op's moves, how many there are, and the signal slots that they name.
+
+    An op leases :meth:`leased` of them: a slot per rank more, for ``quiet_kernel``.
+    """
+
+    table: torch.Tensor
+    count: int
+    slots: int
+
+    def leased(self, world_size: int) -> int:
+        return self.slots + world_size
+
+
+def gather_moves(communicator: Communicator, nodes: Nodes, rows: Sequence[int], size: int) -> Moves:
+    """Moves of an all-gather of ``rows`` by rank, in chunks of ``size`` rows."""
+    rank = communicator.rank
+    lines, slots = order.gather_moves(rank, nodes.of, rows, size)
+    table = communicator.table(("node moves", tuple(rows), size), lambda: lines)
+    return Moves(table, len(lines), slots)
+
+
+@dataclass(frozen=True)
+class Partners:
+    """The ranks of other nodes that this one exchanges puts with: as a table, and how many."""
+
+    nodes: Nodes
+    table: torch.Tensor
+    count: int
+
+
+def partners(communicator: Communicator, nodes: Nodes) -> Partners:
+    """To be called before the op begins on the streams, as everything that makes tables."""
+    ranks = nodes.partners(communicator.rank)
+    return Partners(nodes, communicator.table("node partners", lambda: [ranks]), len(ranks))
+
+
+def launch_moves(
+    communicator: Communicator,
+    far: Partners,
+    workspace: Workspace,
+    input: torch.Tensor,
+    moves: Moves,
+    programs: int,
+    configuration: Configuration,
+) -> None:
+    """Start the moves of ``input``, a matrix or flat, on the copy stream."""
+    stream = communicator.copying
+    if not moves.count:
+        quiet(stream, far, workspace, moves.slots)
+        return
+    flat = input.dim() == 1
+    stream.launch(
+        KernelLaunch(
+            hierarchical.move_kernel,
+            max(1, min(programs, moves.count)),
+            {
+                **workspace.kernel_arguments(),
+                "input_ptr": input,
+                "input_stride": input.stride(0),
+                "moves_ptr": moves.table,
+                "num_moves": moves.count,
+                "columns": 1 if flat else input.shape[1],
+                "PUT": far.nodes.put,
+                "BLOCK_ROWS": 0 if flat else configuration.copy_rows,
+                "BLOCK_COLUMNS": configuration.block_elements
+                if flat
+                else configuration.copy_columns,
+            },
+            workspace.op,
+            num_warps=configuration.num_warps,
+            options=far.nodes.options,
+        )
+    )
+    quiet(stream, far, workspace, moves.slots)
+
+
+def quiet(stream: Stream, far: Partners, workspace: Workspace, slot: int) -> None:
+    """Hold ``stream`` until what was put is out; ``slot`` is the first of a slot per rank."""
+    if far.count:
+        _between(stream, hierarchical.quiet_kernel, far, workspace, slot=slot)
+
+
+def put_credits(communicator: Communicator, far: Partners, workspace: Workspace) -> None:
+    """The last item of an op's body: ranks of other nodes may use this rank's workspace again."""
+    communicator.compute.wait_event(communicator.copying.record())
+    if far.count:
+        _between(communicator.compute, hierarchical.put_credits_kernel, far, workspace)
+
+
+def _between(
+    stream: Stream, kernel: Any, far: Partners, workspace: Workspace, **arguments: int
+) -> None:
+    """Launch a kernel of one warp that deals with ``far``."""
+    known = workspace.kernel_arguments()
+    names = ("peers_ptr", "rank", "world_size") + (("slot_offset",) if arguments else ())
+    stream.launch(
+        KernelLaunch(
+            kernel,
+            1,
+            {
+                **{name: known[name] for name in names},
+                **arguments,
+                "partners_ptr": far.table,
+                "num_partners": far.count,
+                "PUT": far.nodes.put,
+            },
+            workspace.op,
+            num_warps=1,
+            options=far.nodes.options,
+        )
+    )
+
+
+def shared_programs(
+    communicator: Communicator, configuration: Configuration, moves: int
+) -> tuple[int, int]:
+    """Programs for moves, and those that are left for the kernel that runs beside them."""
+    limit = communicator.place.program_limit()
+    moving = max(1, min(max(1, configuration.copiers), moves, limit // 2))
+    left = max(1, limit - moving)
+    return moving, min(left, configuration.programs) if configuration.programs else left
+
+
+# -- all-gather --------------------------------------------------------------------------------
+
+
+def all_gather(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+    after: Event | None = None,
+) -> Event:
+    """``output = concat(input of rank 0, 1, ...)``: flat uint8, ``lengths`` by rank, not all 0.
+
+    ``input`` may be its own part of ``output``, which is then not written. It is there ``after`` an op
+    for which the caller's stream does not wait.
+    """
+    rank = communicator.rank
+    block = configuration.block_elements
+    chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
+    chunk = formulas.ceil_div(chunk, ALIGNMENT) * ALIGNMENT
+    moves = gather_moves(communicator, nodes, lengths, chunk)
+    in_place = output[sum(lengths[:rank]) :].data_ptr() == input.data_ptr()
+    arrivals = arrival_lines(rank, nodes, lengths, chunk, own=not in_place)
+    table = communicator.table(("node arrivals", tuple(lengths), chunk, in_place), lambda: arrivals)
+    layout = Layout()
+    layout.add_slots(moves.leased(communicator.world_size))
+    layout.add_data(sum(lengths))
+    moving, collecting = shared_programs(communicator, configuration, moves.count)
+    far = partners(communicator, nodes)
+
+    def body(workspace: Workspace) -> None:
+        if after is not None:
+            communicator.copying.wait_event(after)
+        launch_moves(communicator, far, workspace, input, moves, moving, configuration)
+        if arrivals:
+            communicator.compute.launch(
+                KernelLaunch(
+                    transfer.all_gather_kernel,
+                    min(collecting, len(arrivals)),
+                    {
+                        **workspace.kernel_arguments(),
+                        "input_ptr": input,
+                        "output_ptr": output,
+                        "sends_ptr": table,
+                        "num_sends": 0,
+                        "arrivals_ptr": table,
+                        "num_arrivals": len(arrivals),
+                        "COPIERS": 0,
+                        "BLOCK": block,
+                    },
+                    "all_gather",
+                    num_warps=configuration.num_warps,
+                )
+            )
+        put_credits(communicator, far, workspace)
+
+    return communicator.enqueue("all_gather", layout, body)
+
+
+def arrival_lines(
+    rank: int, nodes: Nodes, rows: Sequence[int], chunk_rows: int, *, own: bool
+) -> list[list[int]]:
+    """As ``launch_formulas.arrival_lines``, in the order in which chunks come between nodes."""
+    counts = [formulas.ceil_div(count, chunk_rows) for count in rows]
+    return [
+        formulas.transfer_line(source, source, chunk, rows, chunk_rows)
+        for source, chunk in order.gather_order(rank, nodes.of, counts)
+        if own or source != rank
+    ]
+
+
+def gather_parts(
+    communicator: Communicator,
+    nodes: Nodes,
+    outputs: Sequence[torch.Tensor],
+    input: torch.Tensor,
+    after: Event | None = None,
+) -> Event | None:
+    """``outputs[r]`` = rank r's ``input``, all flat uint8 and anywhere; None if there is nothing."""
+    rank, lengths = communicator.rank, [output.numel() for output in outputs]
+    if not sum(lengths):
+        return None
+    whole, own = neighbours(outputs), outputs[rank]
+    target = whole
+    if target is None:
+        target = torch.empty(sum(lengths), dtype=torch.uint8, device=input.device)
+    elif own.data_ptr() != input.data_ptr() and overlap(input, target):
+        assert after is None
+        input = input.clone()  # it must not change before it has been sent
+    config = choose(communicator.place, torch.uint8, max(lengths), 1, 1)
+    event = all_gather(communicator, nodes, input, target, lengths, config, after)
+    if whole is not None:
+        return event
+    for source, piece in enumerate(torch.split(target, lengths)):
+        if source != rank or own.data_ptr() != input.data_ptr():
+            communicator.compute.copy(outputs[source], piece, "output")
+    return communicator.compute.record()
+
+
+# -- all-to-all --------------------------------------------------------------------------------
+
+
+def exchange(
+    communicator: Communicator,
+    nodes: Nodes,
+    op: str,
+    input: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    configuration: Configuration,
+) -> Event:
+    """``outputs[r]`` = part [own rank] of rank r's ``input``, but for r the own rank. Flat uint8.
+
+    ``sizes[source][destination]`` are the lengths of all parts, which lie one behind the other.
+    """
+    rank = communicator.rank
+    lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
+    key = ("node exchange", tuple(tuple(each) for each in sizes))
+    moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
+    layout = Layout()
+    layout.add_slots(moves.leased(communicator.world_size))
+    layout.add_data(total)
+    moving, _ = shared_programs(communicator, configuration, moves.count)
+    far = partners(communicator, nodes)
+
+    def body(workspace: Workspace) -> None:
+        launch_moves(communicator, far, workspace, input, moves, moving, configuration)
+        for source in (*order.node_peers(rank, nodes.of), *_far(rank, nodes)):
+            if count := sizes[source][rank]:
+                communicator.compute.wait(workspace, source, source)
+                theirs = workspace.data(rank, firsts[source], (count,), torch.uint8)
+                communicator.compute.copy(outputs[source], theirs, f"part of rank {source}")
+        put_credits(communicator, far, workspace)
+
+    return communicator.enqueue(op, layout, body)
+
+
+def _far(rank: int, nodes: Nodes) -> list[int]:
+    return [source for source, node in enumerate(nodes.of) if node != nodes.of[rank]]
+
+
+# -- reduce-scatter ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What ``node_reduce_scatter_kernel`` is told of lengths, in elements and pieces."""
+
+    piece: int
+    pieces: int
+    stride: int
+    regions: int  # contributions, on the rank that has most
+    duties: int  # partial sums, on the rank that has most
+
+
+def sums_of(nodes: Nodes, lengths: Sequence[int], block: int) -> Sums:
+    """Pieces and regions for parts of ``lengths``; the same on all ranks."""
+    longest = max(lengths)
+    piece = min(formulas.ceil_div(longest, PIECES), LARGEST_PIECE)
+    piece = formulas.ceil_div(piece, block) * block
+    ranks = range(len(nodes.of))
+    owned = [len(order.reduced_owners(rank, nodes.of)) for rank in ranks]
+    regions = max(owned[rank] * len(nodes.members(rank)) for rank in ranks)
+    pieces = formulas.ceil_div(longest, piece)
+    return Sums(piece, pieces, pieces * piece, regions, max(owned))
+
+
+def part_lines(
+    rank: int, nodes: Nodes, lengths: Sequence[int], piece: int
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """The tables ``parts``, ``duties`` and ``sums`` of ``node_reduce_scatter_kernel``."""
+    firsts = [sum(lengths[:owner]) for owner in range(len(lengths))]
+
+    def place(by: int, owner: int) -> int:
+        return int(order.reduced_owners(by, nodes.of).index(owner))
+
+    parts, start = [], 0
+    for owner in order.scatter_order(rank, nodes.of):
+        by = order.reducer(rank, owner, nodes.of)
+        parts.append([by, place(by, owner), firsts[owner], lengths[owner], start])
+        start += formulas.ceil_div(lengths[owner], piece)
+    duties, start = [], 0
+    for number, owner in enumerate(order.reduced_owners(rank, nodes.of)):
+        if owner != rank:
+            duties.append([owner, number, firsts[owner], lengths[owner], start])
+            start += formulas.ceil_div(lengths[owner], piece)
+    sums = []
+    for node in nodes.names():
+        by = order.counterpart(rank, node, nodes.of) if node != nodes.of[rank] else rank
+        sums.append([by, place(by, rank)])
+    return parts, duties, sums
+
+
+def reduce_scatter(
+    communicator: Communicator,
+    nodes: Nodes,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+    *,
+    average: bool,
+    op: str = "reduce_scatter",
+    produce: Callable[[int], None] | None = None,
+    finish: Callable[[], None] | None = None,
+) -> Event:
+    """``output`` = the sum over ranks of the own part of flat ``input``, cut into ``lengths``.
+
+    With ``produce``, torch code that makes one owner's part of ``input``, a part is handed over while the
+    next one is made. ``finish`` is torch code that works on ``output``.
+    """
+    rank, block = communicator.rank, configuration.block_elements
+    sums = sums_of(nodes, lengths, block)
+    layout = Layout()
+    slots = layout.add_slots(sums.regions * sums.pieces)
+    landing_slot = layout.add_slots(len(nodes.names()) * sums.pieces) - slots
+    quiet_slot = layout.add_slots(communicator.world_size)
+    layout.add_data(sums.regions * sums.stride * input.element_size())
+    partial = layout.add_data(sums.duties * sums.stride * 4)
+    landing = layout.add_data(len(nodes.names()) * sums.stride * 4)
+    tables, sums_count = _sum_tables(communicator, nodes, lengths, sums.piece)
+    limit = configuration.programs or communicator.place.program_limit()
+    members = nodes.members(rank)
+    far = partners(communicator, nodes)
+    constants = {
+        **tables,
+        "input_ptr": input,
+        "output_ptr": output,
+        "num_members": len(members),
+        "num_nodes": len(nodes.names()),
+        "own_node": nodes.names().index(nodes.of[rank]),
+        "own_member": members.index(rank),
+        "piece": sums.piece,
+        "pieces": sums.pieces,
+        "stride": sums.stride,
+        "landing_slot": landing_slot,
+        "PUT": nodes.put,
+        "BLOCK": block,
+        "AVERAGE": average,
+    }
+
+    def launch(stream: Stream, workspace: Workspace, parts: tuple[int, int], sum_up: bool) -> None:
+        pieces = sums.pieces * (len(nodes.names()) if sum_up else 1)
+        stream.launch(
+            KernelLaunch(
+                reduction.node_reduce_scatter_kernel,
+                formulas.persistent_grid(0, pieces, limit),
+                {
+                    **workspace.kernel_arguments(),
+                    **constants,
+                    "partial_offset": workspace.data_offset + partial,
+                    "landing_offset": workspace.data_offset + landing,
+                    "first_part": parts[0],
+                    "num_parts": parts[1],
+                    "num_duties": sums_count if sum_up else 0,
+                    "own_elements": lengths[rank] if sum_up else 0,
+                },
+                op,
+                num_warps=configuration.num_warps,
+                options=nodes.options,
+            )
+        )
+
+    def body(workspace: Workspace) -> None:
+        compute, copying = communicator.compute, communicator.copying
+        if produce is None:
+            launch(compute, workspace, (0, len(lengths)), True)
+        else:
+            for number, owner in enumerate(order.scatter_order(rank, nodes.of)):
+                compute.call(lambda owner=owner: produce(owner), f"part of rank {owner}")  # type: ignore[misc]
+                copying.wait_event(compute.record())
+                launch(copying, workspace, (number, 1), False)
+            launch(copying, workspace, (0, 0), True)
+            compute.wait_event(copying.record())
+        if finish is not None:
+            compute.call(finish, "bias")
+        quiet(compute, far, workspace, quiet_slot)
+        put_credits(communicator, far, workspace)
+
+    return communicator.enqueue(op, layout, body)
+
+
+def _sum_tables(
+    communicator: Communicator, nodes: Nodes, lengths: Sequence[int], piece: int
+) -> tuple[dict[str, Any], int]:
+    """Tables of ``node_reduce_scatter_kernel`` by argument; for how many other owners this rank sums."""
+    rank = communicator.rank
+    parts, duties, sums = part_lines(rank, nodes, lengths, piece)
+    key = (tuple(lengths), piece)
+    tables = {
+        "parts_ptr": communicator.table(("node parts", key), lambda: parts),
+        "duties_ptr": communicator.table(("node duties", key), lambda: duties),
+        "members_ptr": communicator.table("node members", lambda: [nodes.members(rank)]),
+        "sums_ptr": communicator.table(("node sums", key), lambda: sums),
+    }
+    return tables, len(duties)

@@ -1,0 +1,159 @@
+"""The operands of a matmul and what the fused kernels are told about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.tuning.configuration import Configuration
+
+DESCRIPTOR_ALIGNMENT = 16
+
+
+@dataclass
+class Linear:
+    """One weight of an op: ``output = activation(input @ weight + bias)``. ``bias_along``: "n" or "m".
+
+    ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
+    column of the weight; ``scale`` is the weight's, fp32. ``fast_accum``: fewer bits than fp32 has may be
+    kept while products of fp8 numbers are added up.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    output: torch.Tensor
+    bias_along: str = "n"
+    activation: str = ""
+    scales: str = ""
+    scale: torch.Tensor | None = None
+    fast_accum: bool = True
+
+
+def multiply(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str = "",
+) -> None:
+    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
+    if output.dtype != input.dtype:
+        wide = torch.float64 if output.dtype == torch.float64 else torch.float32
+        product = input.to(wide) @ weight.to(wide)
+        output.copy_(activate(product if bias is None else product + bias.to(wide), activation))
+        return
+    if bias is None:
+        torch.mm(input, weight, out=output)
+    else:
+        torch.addmm(bias, input, weight, out=output)
+    if activation:
+        output.copy_(activate(output, activation))
+
+
+def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
+    return (
+        tensor.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+        and row_stride * tensor.element_size() % DESCRIPTOR_ALIGNMENT == 0
+    )
+
+
+def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: torch.Tensor) -> str:
+    """Which path of ``kernels/matmul.py`` these operands allow: "", "kn" or "nk"."""
+    inner = input.shape[1]
+    usable = configuration.descriptors and inner > 0 and is_aligned(input, inner)
+    if not usable or input.stride(0) < inner or not is_aligned(input, input.stride(0)):
+        return ""
+    across, along = weight.stride(0), weight.stride(1)
+    # rows that overlap, as of an expanded tensor, are no matter for a pointer but for a descriptor
+    if along == 1 and across >= weight.shape[1] > 1 and is_aligned(weight, across):
+        return "kn"
+    if across == 1 and along >= inner > 1 and is_aligned(weight, along):
+        return "nk"
+    return ""
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How fp32 products are taken: as ``torch.set_float32_matmul_precision`` says."""
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def kernel_operands(
+    communicator: Communicator,
+    configuration: Configuration,
+    input: torch.Tensor,
+    linear: Linear,
+) -> dict[str, Any]:
+    """The arguments of the matmul loop that all fused kernels share."""
+    weight = linear.weight
+    descriptors = descriptor_path(configuration, input, weight)
+    return {
+        "input_ptr": input,
+        "input_stride": input.stride(0),
+        "weight_ptr": weight,
+        "weight_stride_k": weight.stride(0),
+        "weight_stride_n": weight.stride(1),
+        "bias_ptr": linear.output if linear.bias is None else linear.bias,
+        "output_ptr": linear.output,
+        "N": weight.shape[1],
+        "K": weight.shape[0],
+        "BLOCK_M": configuration.block_m,
+        "BLOCK_N": configuration.block_n,
+        "BLOCK_K": configuration.inner_block(descriptors),
+        "GROUP_M": configuration.group_m,
+        "DESCRIPTORS": descriptors,
+        "BIAS": "" if linear.bias is None else linear.bias_along,
+        "ACTIVATION": linear.activation,
+        "SUBTILE": configuration.stored_parts,
+        "INPUT_PRECISION": input_precision(input.dtype),
+    }
+
+
+def stores_by_descriptor(configuration: Configuration, linear: Linear, descriptors: str) -> bool:
+    """Whether tiles of the product may leave through a descriptor; ``descriptors`` is the loads' path."""
+    columns = linear.weight.shape[1]
+    return (
+        configuration.output_descriptors
+        and bool(descriptors)
+        and columns > 1
+        and columns * linear.output.element_size() % DESCRIPTOR_ALIGNMENT == 0
+        and linear.output.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+    )
+
+
+def loop_operands(
+    communicator: Communicator,
+    configuration: Configuration,
+    input: torch.Tensor,
+    linear: Linear,
+    row_scale: torch.Tensor | None = None,
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """As :func:`kernel_operands`, for the kernels whose tile loop the compiler may rearrange.
+
+    ``row_scale`` is that of the input; where there is none, scales are not looked at. ``published``: peers
+    wait for the tiles, so they do not leave through descriptors from warps of their own.
+    """
+    shared = kernel_operands(communicator, configuration, input, linear)
+    by_descriptor = bool(shared["DESCRIPTORS"])
+    return {
+        **shared,
+        "row_scale_ptr": linear.output if row_scale is None else row_scale,
+        "column_scale_ptr": linear.output if linear.scale is None else linear.scale,
+        "SCALES": linear.scales,
+        "FAST_ACCUM": linear.fast_accum,
+        "FLATTEN": configuration.flatten and by_descriptor,
+        "WARP_SPECIALIZE": configuration.warp_specialize and by_descriptor,
+        "OUT_DESCRIPTOR": stores_by_descriptor(configuration, linear, shared["DESCRIPTORS"])
+        and not (published and configuration.warp_specialize),
+        "COMPILED": not communicator.place.interpreted,
+    }
+
+
+def launch_options(configuration: Configuration) -> dict[str, int]:
+    return {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}

@@ -1,0 +1,403 @@
+"""The host half of the plain collectives: workspace layout, launches, order of signals.
+
+Two algorithms each, on the same interface in every place:
+
+``copy``    the copy engine and torch operators. A rank stages its tensor in its own workspace and
+            signals that it is ready; the others read it from there. Any dtype, any reduction.
+``kernel``  one Triton kernel that pushes, signals and sums. float32, float16, bfloat16.
+
+All tensors here are flat and contiguous. Reductions are ``reductions.fold``'s, in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels import transfer
+from interlace.kernels.collectives import reduction
+from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
+from interlace.runtime.algorithms.node_moves import gather_parts
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, Workspace, bytes_of
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.tuning.configuration import Configuration
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# -- staging and pulling -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staged:
+    """``tensor`` goes to byte ``offset`` of the own workspace, where ``readers`` take it from."""
+
+    offset: int
+    tensor: torch.Tensor
+    readers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """``destination`` is filled with what ``source`` has staged at byte ``offset``."""
+
+    source: int
+    offset: int
+    destination: torch.Tensor
+
+
+def others(communicator: Communicator) -> list[int]:
+    """All ranks but this one, the next one first."""
+    rank, world_size = communicator.rank, communicator.world_size
+    return [(rank + step) % world_size for step in range(1, world_size)]
+
+
+def stage(communicator: Communicator, workspace: Workspace, part: Staged, slot: int) -> None:
+    """Put ``part`` where all peers can read it, then tell its readers: ``slot`` is ready."""
+    stream = communicator.compute
+    mine = workspace.data(communicator.rank, part.offset, part.tensor.shape, part.tensor.dtype)
+    stream.copy(mine, part.tensor, "stage")
+    for reader in part.readers:
+        stream.publish(workspace, reader, slot)
+
+
+def pull(
+    communicator: Communicator,
+    op: str,
+    nbytes: int,
+    staged: Sequence[Staged],
+    taken: Sequence[Taken],
+) -> Event:
+    """Stage parts in the own workspace, then take what others have staged in theirs.
+
+    ``nbytes`` is the same on all ranks and what the one that stages most needs. Every rank that takes
+    from another is a reader of exactly one of its parts. A rank may take from itself. All is staged
+    before anything is taken, so destinations may lie in the memory of staged tensors.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    layout.add_data(nbytes)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        for part in staged:
+            stage(communicator, workspace, part, slots + rank)
+        for take in taken:
+            if take.source != rank:
+                stream.wait(workspace, take.source, slots + take.source)
+            to = take.destination
+            theirs = workspace.data(take.source, take.offset, to.shape, to.dtype)
+            stream.copy(to, theirs, f"part of rank {take.source}")
+
+    return communicator.enqueue(op, layout, body)
+
+
+# -- all-gather --------------------------------------------------------------------------------
+
+
+def all_gather_copy(
+    communicator: Communicator, input: torch.Tensor, outputs: Sequence[torch.Tensor]
+) -> Event:
+    """``outputs[r] = input of rank r``; flat tensors, lengths may differ."""
+    rank, world_size = communicator.rank, communicator.world_size
+    if communicator.place.nodes is not None:
+        parts, before = [bytes_of(output) for output in outputs], communicator.compute.record()
+        nodes = communicator.place.nodes
+        return gather_parts(communicator, nodes, parts, bytes_of(input), before) or before
+    nbytes = max(output.numel() for output in outputs) * input.dtype.itemsize
+    taken = [
+        Taken(source, 0, outputs[source])
+        for source, _ in arrival_order(rank, world_size, [1] * world_size)
+        if source != rank or outputs[rank].data_ptr() != input.data_ptr()
+    ]
+    staged = [Staged(0, input, others(communicator))]
+    return pull(communicator, "all_gather", nbytes, staged, taken)
+
+
+def transfer_tables(
+    communicator: Communicator, rows: Sequence[int], chunk_size: int, *, own: bool = True
+) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
+    """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots).
+
+    ``own`` says that the own chunks are arrivals too, which they are not where they are in place.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    slots = formulas.chunk_slots(rows, chunk_size)
+    in_place = 0 if own else formulas.ceil_div(rows[rank], chunk_size)
+    key = (tuple(rows), chunk_size, own)
+    return (
+        communicator.table(
+            ("sends", key), lambda: formulas.send_lines(rank, world_size, rows, chunk_size)
+        ),
+        formulas.sends_of(rank, world_size, rows, chunk_size),
+        communicator.table(
+            ("arrivals", key),
+            lambda: formulas.arrival_lines(rank, world_size, rows, chunk_size, own),
+        ),
+        slots - in_place,
+        slots,
+    )
+
+
+def resident_programs(
+    communicator: Communicator, configuration: Configuration, reserved: int = 0
+) -> int:
+    """How many programs of a persistent grid the place keeps resident, or fewer if so configured.
+
+    ``reserved`` programs of the grid do something else, and are not what was configured.
+    """
+    limit = communicator.place.program_limit()
+    return min(limit, reserved + configuration.programs) if configuration.programs else limit
+
+
+def all_gather_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+) -> Event:
+    """``output = concat(input of rank 0, 1, ...)``, flat; ``lengths`` by rank.
+
+    ``input`` may be its own part of ``output``, which is then not written.
+    """
+    block = configuration.block_elements
+    chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
+    first = prefix_sums(lengths)[communicator.rank]
+    in_place = output[first:].data_ptr() == input.data_ptr()
+    sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(
+        communicator, lengths, chunk, own=not in_place
+    )
+    layout = Layout()
+    layout.add_slots(slots)
+    layout.add_data(formulas.gathered_bytes(lengths, output.dtype.itemsize))
+    copiers = max(1, min(configuration.copiers, num_sends))
+    limit = configuration.programs or communicator.place.program_limit()
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                transfer.all_gather_kernel,
+                formulas.persistent_grid(copiers, num_arrivals, limit),
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "sends_ptr": sends,
+                    "num_sends": num_sends,
+                    "arrivals_ptr": arrivals,
+                    "num_arrivals": num_arrivals,
+                    "COPIERS": copiers,
+                    "BLOCK": block,
+                },
+                "all_gather",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("all_gather", layout, body)
+
+
+# -- reduce-scatter ----------------------------------------------------------------------------
+
+
+def reduce_scatter_copy(
+    communicator: Communicator,
+    inputs: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    *,
+    reduction: str,
+) -> Event:
+    """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
+    rank, world_size = communicator.rank, communicator.world_size
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(world_size)
+    offsets = [layout.add_data(part.numel() * output.dtype.itemsize) for part in inputs]
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.wait_credits(workspace)
+        for owner in owner_order(rank, world_size):
+            readers = [owner] if owner != rank else []
+            part = Staged(offsets[owner], inputs[owner], readers)
+            stage(communicator, workspace, part, slots + rank)
+        reduce_staged(communicator, workspace, slots, offsets[rank], output, reduction=reduction)
+
+    return communicator.enqueue("reduce_scatter", layout, body)
+
+
+def reduce_staged(
+    communicator: Communicator,
+    workspace: Workspace,
+    slots: int,
+    offset: int,
+    output: torch.Tensor,
+    *,
+    reduction: str,
+) -> None:
+    """Reduce what each rank has staged for this one at ``offset`` of its workspace."""
+    stream = communicator.compute
+    for source in range(communicator.world_size):
+        if source != communicator.rank:
+            stream.wait(workspace, source, slots + source)
+    parts = [
+        workspace.data(source, offset, output.shape, output.dtype)
+        for source in range(communicator.world_size)
+    ]
+    stream.call(lambda: fold(reduction, parts, output), reduction)
+
+
+def reduce_copy(
+    communicator: Communicator, tensor: torch.Tensor, root: int, *, reduction: str
+) -> Event:
+    """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it is only read."""
+    is_root = communicator.rank == root
+    layout = Layout(pulled=True)
+    slots = layout.add_slots(communicator.world_size)
+    offset = layout.add_data(tensor.numel() * tensor.dtype.itemsize)
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.wait_credits(workspace)
+        part = Staged(offset, tensor, [] if is_root else [root])
+        stage(communicator, workspace, part, slots + communicator.rank)
+        if is_root:
+            reduce_staged(communicator, workspace, slots, offset, tensor, reduction=reduction)
+
+    return communicator.enqueue("reduce", layout, body)
+
+
+def segment_table(
+    communicator: Communicator, segments: Sequence[tuple[int, int]], per_tile: int, columns: int
+) -> torch.Tensor:
+    """Lines (owner, first row, rows, number of the first tile) in the order of production."""
+
+    rank, world_size = communicator.rank, communicator.world_size
+    return communicator.table(
+        ("segments", tuple(segments), per_tile, columns),
+        lambda: formulas.segment_lines(rank, world_size, segments, per_tile, columns),
+    )
+
+
+def reduce_scatter_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    lengths: Sequence[int],
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
+    block, world_size = configuration.block_elements, communicator.world_size
+    segments = formulas.segments_of(lengths)
+    layout = Layout()
+    layout.add_slots(formulas.reduce_slots(world_size, lengths, block, 1))
+    layout.add_data(formulas.contributed_bytes(world_size, lengths, output.dtype.itemsize))
+    limit = configuration.programs or communicator.place.program_limit()
+    table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                reduction.reduce_scatter_kernel,
+                formulas.persistent_grid(0, formulas.ceil_div(max(lengths), block), limit),
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "segments_ptr": table,
+                    "own_elements": lengths[communicator.rank],
+                    "BLOCK": block,
+                    "AVERAGE": average,
+                },
+                "reduce_scatter",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("reduce_scatter", layout, body)
+
+
+# -- all-reduce --------------------------------------------------------------------------------
+
+
+def all_reduce_copy(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    segments: Sequence[tuple[int, int]],
+    *,
+    reduction: str,
+) -> Event:
+    """Two-shot: each rank reduces its segment of all inputs, then everyone reads all segments."""
+    rank, world_size = communicator.rank, communicator.world_size
+    itemsize = input.dtype.itemsize
+    layout = Layout(pulled=True)
+    staged = layout.add_slots(world_size)
+    summed = layout.add_slots(world_size)
+    offset = layout.add_data(input.numel() * itemsize)
+    sums_offset = layout.add_data(max(count for _, count in segments) * itemsize)
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        stage(communicator, workspace, Staged(offset, input, others(communicator)), staged + rank)
+        first, count = segments[rank]
+        mine = workspace.data(rank, sums_offset, (count,), input.dtype)
+        reduce_staged(
+            communicator, workspace, staged, offset + first * itemsize, mine, reduction=reduction
+        )
+        for peer in others(communicator):
+            stream.publish(workspace, peer, summed + rank)
+        for source, _ in arrival_order(rank, world_size, [1] * world_size):
+            if source != rank:
+                stream.wait(workspace, source, summed + source)
+            first, count = segments[source]
+            theirs = workspace.data(source, sums_offset, (count,), input.dtype)
+            stream.copy(output[first : first + count], theirs, f"sums of rank {source}")
+
+    return communicator.enqueue("all_reduce", layout, body)
+
+
+def all_reduce_kernel(
+    communicator: Communicator,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    configuration: Configuration,
+    *,
+    average: bool,
+) -> Event:
+    """One-shot all-reduce by kernel; ``input`` and ``output`` may be the same tensor."""
+    block, world_size = configuration.block_elements, communicator.world_size
+    elements = input.numel()
+    layout = Layout()
+    layout.add_slots(formulas.reduce_slots(world_size, [elements], block, 1))
+    layout.add_data(formulas.contributed_bytes(world_size, [elements], input.dtype.itemsize))
+    limit = configuration.programs or communicator.place.program_limit()
+
+    def body(workspace: Workspace) -> None:
+        communicator.compute.launch(
+            KernelLaunch(
+                reduction.all_reduce_kernel,
+                formulas.persistent_grid(0, formulas.ceil_div(elements, block), limit),
+                {
+                    **workspace.kernel_arguments(),
+                    "input_ptr": input,
+                    "output_ptr": output,
+                    "elements": elements,
+                    "BLOCK": block,
+                    "AVERAGE": average,
+                },
+                "all_reduce",
+                num_warps=configuration.num_warps,
+            )
+        )
+
+    return communicator.enqueue("all_reduce", layout, body)

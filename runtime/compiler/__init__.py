@@ -1,0 +1,1 @@
+"""Kernels compiled for a GPU that need not be here: catalogue, worker processes, artifacts, reports."""

@@ -1,0 +1,108 @@
+"""Build the catalogue: every kernel of interlace, for a GPU that need not be here, with a verdict.
+
+``pool.py`` compiles and measures; what is judged here is what only the catalogue knows: which
+variants are defaults, and which kernels load by descriptor what peers have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from interlace.runtime.compiler.catalogue import Entry
+from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.sass import STRICT_ARCHES as STRICT_ARCHES
+from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
+from interlace.runtime.compiler.pool import compile_all
+from interlace.runtime.compiler.request import Measurement, Request
+
+# The only kernels that load data of peers by descriptor. The others wait for room or for sums, and
+# their descriptors are of the caller's own operands.
+_DESCRIPTORS_OF_PEERS = ("all_gather_matmul_kernel", "grouped_matmul_kernel")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one entry compiled to. ``tensor_cores`` is None where the kernel has no use for them.
+
+    ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` counts instructions.
+    ``faults`` are broken rules; ``error`` is set, and nothing else, if it did not compile.
+    """
+
+    name: str
+    arch: int
+    default: bool
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    tensor_cores: int | None = None
+    faults: tuple[Fault, ...] = ()
+    error: str | None = None
+    seconds: float = 0.0
+
+    def problems(self) -> list[str]:
+        """Why this fails a build; empty if it does not."""
+        if self.error is not None:
+            return [f"does not compile: {self.error}"]
+        found = [str(fault) for fault in self.faults]
+        found += [fault.short() for fault in too_much_shared(self.arch, self.shared)]
+        if self.default:
+            found += [fault.short() for fault in spilled(self.arch, self.stack, self.spills)]
+        return found
+
+
+def build(
+    entries: Sequence[Entry],
+    *,
+    artifacts: Sequence[str] = (),
+    workers: int | None = None,
+    on_report: Callable[[Report], None] = lambda report: None,
+) -> list[Report]:
+    """Compile and measure ``entries`` in worker processes; reports in the same order.
+
+    ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
+    ``artifacts``, one path per entry, what is compiled is kept there (``artifacts.py``).
+    """
+    stems = artifacts or [""] * len(entries)
+    measured = compile_all(
+        [replace(request(e), artifacts=stem) for e, stem in zip(entries, stems, strict=True)],
+        workers=workers,
+        on_result=lambda index, result: on_report(_report(entries[index], result)),
+    )
+    return [_report(entry, result) for entry, result in zip(entries, measured, strict=True)]
+
+
+def request(entry: Entry) -> Request:
+    """``entry`` as a compilation."""
+    own = entry.kernel not in _DESCRIPTORS_OF_PEERS
+    return Request(
+        entry.module,
+        entry.kernel,
+        "",
+        entry.arch,
+        entry.types,
+        entry.constants,
+        entry.divisible,
+        entry.num_warps,
+        entry.num_stages,
+        (*entry.ignore, *(("unfenced descriptor load",) if own else ())),
+        libraries=dict(entry.libraries),
+        max_registers=entry.max_registers,
+    )
+
+
+def _report(entry: Entry, measured: Measurement) -> Report:
+    return Report(
+        entry.name,
+        entry.arch,
+        entry.default,
+        registers=measured.registers,
+        stack=measured.stack,
+        spills=measured.spills,
+        shared=measured.shared,
+        tensor_cores=measured.tensor_cores,
+        faults=measured.faults,
+        error=measured.error,
+        seconds=measured.seconds,
+    )

@@ -1,0 +1,1 @@
+"""One op ahead of time: kernels, formulas and contracts in a manifest."""

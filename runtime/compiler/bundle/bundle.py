@@ -1,0 +1,210 @@
+"""Build an op ahead of time: a directory with machine code, PTX and a manifest that says how to launch it.
+
+::
+
+    manifest.json                          see docs/aot.md; written last
+    <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
+
+Nothing in the manifest is written by hand where it could drift: arguments, sizes and resources are those
+of this compilation (``compiler/artifacts.py``), formulas are what the host evaluates
+(``launch_formulas.py``), contracts are the kernels' docstrings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import triton
+
+from interlace.kernels import signal
+from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.bundle.formula_text import functions, names
+from interlace.runtime.compiler.bundle.kernel_contract import contracts
+from interlace.runtime.compiler.bundle.ops import (
+    OPS,
+    RANKS,
+    VALUES,
+    WORKSPACE,
+    Options,
+    descriptor_conditions,
+    finish,
+)
+from interlace.runtime.compiler.catalogue import Entry, entries
+from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
+
+FORMAT = "interlace bundle"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+_WHOLE_GRID = (
+    "All programs of the grid at once, on all ranks at the same time: programs wait for each other. A "
+    "cooperative launch is refused where they cannot be. If a wait is for a program that is not there, it "
+    "is given up after the polls that the header allows: the abort word is set, the results are wrong."
+)
+_ALONE = "One program, which waits for nothing."
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bundle to build: ``op`` for every one of ``arches``, into directory ``out``."""
+
+    op: str
+    options: Options
+    arches: Sequence[int]
+    out: pathlib.Path
+
+    def entries(self) -> list[Entry]:
+        """Everything to compile. Raises ValueError naming the op, or an option."""
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
+        OPS[self.op].checked(self.op, self.options)
+        return [entry for arch in self.arches for entry in _sequence(self, arch)]
+
+
+def build_bundles(
+    targets: Sequence[Target],
+    *,
+    built_with: str,
+    files: Mapping[str, str],
+    workers: int | None = None,
+    on_report: Callable[[Report], None] = lambda report: None,
+) -> list[Report]:
+    """Compile ``targets`` together and write their bundles; a report per kernel.
+
+    ``files`` are texts to put beside the kernels. If a report has problems, nothing but directories is
+    made. Raises ValueError naming an option, OSError if a directory cannot be written.
+    """
+    entries = [target.entries() for target in targets]
+    with contextlib.ExitStack() as stack:
+        folders, stems = [], []
+        for target, kernels in zip(targets, entries, strict=True):
+            target.out.mkdir(parents=True, exist_ok=True)
+            staging = tempfile.TemporaryDirectory(prefix=".building-", dir=target.out)
+            folders.append(pathlib.Path(stack.enter_context(staging)))
+            stems += [str(folders[-1] / _stem(entry)) for entry in kernels]
+        reports = build(
+            [entry for kernels in entries for entry in kernels],
+            artifacts=stems,
+            workers=workers,
+            on_report=on_report,
+        )
+        if not any(report.problems() for report in reports):
+            for target, folder in zip(targets, folders, strict=True):
+                manifest = _manifest(target, folder, built_with)
+                _place(
+                    target.out, folder, {**files, MANIFEST: json.dumps(manifest, indent=2) + "\n"}
+                )
+    return reports
+
+
+def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Move what was compiled into ``out``, and write ``texts``; the manifest, last, is replaced whole."""
+    for path in sorted(staging.iterdir()):
+        if path.suffix != ".json":
+            os.replace(path, out / path.name)
+    for name, text in texts.items():
+        (staging / name).write_text(text)
+        os.replace(staging / name, out / name)
+
+
+def _sequence(target: Target, arch: int) -> list[Entry]:
+    """The kernels of one launch of the op, in order."""
+    main = OPS[target.op].entry(arch, target.options)
+    if main.constants.get("COPIERS") == 0:
+        raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
+    # chosen by hand, it may spill
+    main = replace(main, default=main.default and not target.options.overrides)
+    return [main, finish(arch)]
+
+
+def _stem(entry: Entry) -> str:
+    return f"{entry.kernel}.sm_{entry.arch}"
+
+
+def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
+    op, options = OPS[target.op], target.options
+    sequence = _sequence(target, target.arches[0])
+    per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
+    every = [op.grid, *op.conditions, *op.quantities.values(), *WORKSPACE.values()]
+    needed = {value for text in every for value in names(text)} & VALUES.keys()
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "built_with": {"interlace": built_with, "triton": triton.__version__},
+        "op": target.op,
+        "options": {**asdict(options), "dtype": str(options.torch_dtype).removeprefix("torch.")},
+        "sequence": [entry.kernel for entry in sequence],
+        "values": {value: VALUES[value] for value in VALUES if value in needed},
+        "quantities": op.quantities,
+        "tables": op.tables,
+        "workspace": {
+            "formulas": WORKSPACE,
+            "alignment": DATA_ALIGNMENT,
+            "slot_bytes": WORD,
+            "header_words": _header(),
+            "protocol": (signal.__doc__ or "").partition("\nFlags:")[0].strip(),
+        },
+        "functions": functions(every),
+        "contracts": contracts(sequence, entries(target.arches[0])),
+        "arches": per_arch,
+    }
+
+
+def _header() -> dict[str, int]:
+    """Index of every int64 word of the header that a host has to do with; credits: of rank 0's."""
+    return {
+        "epoch": signal.EPOCH_WORD,
+        "abort": signal.ABORT_WORD,
+        "spin_limit": signal.SPIN_LIMIT_WORD,
+        "claimed": signal.CLAIMED_WORD,
+        "credits": signal.CREDIT_WORDS,
+    }
+
+
+def _arch(target: Target, arch: int, staging: pathlib.Path) -> dict[str, Any]:
+    op, options = OPS[target.op], target.options
+    main, last = _sequence(target, arch)
+    baked: dict[str, Any] = {
+        **main.constants,
+        "CHUNKS": options.configuration(arch).chunks,
+        "ITEMSIZE": options.torch_dtype.itemsize,
+    }
+    conditions = (*op.conditions, *descriptor_conditions(main))
+    formulas = (op.grid, *op.quantities.values(), *conditions)
+    used = {value for text in formulas for value in names(text)}
+    return {
+        "constants": {value: baked[value] for value in sorted(used & baked.keys())},
+        "kernels": {
+            main.kernel: _kernel(main, staging, op.grid, conditions, _WHOLE_GRID),
+            last.kernel: _kernel(last, staging, "1", RANKS, _ALONE),
+        },
+    }
+
+
+def _kernel(
+    entry: Entry, staging: pathlib.Path, grid: str, conditions: Sequence[str], residency: str
+) -> dict[str, Any]:
+    """``staging`` has the artifacts of ``entry``."""
+    stem = _stem(entry)
+    facts: dict[str, Any] = json.loads((staging / f"{stem}.json").read_text())
+    return {
+        "cubin": _file(staging / f"{stem}.cubin"),
+        "ptx": _file(staging / f"{stem}.ptx"),
+        "grid": grid,
+        "conditions": list(conditions),
+        "residency": {"programs": grid, "contract": residency},
+        "cooperative": grid != "1",
+        **facts,
+    }
+
+
+def _file(path: pathlib.Path) -> dict[str, Any]:
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

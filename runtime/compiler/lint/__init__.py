@@ -1,0 +1,1 @@
+"""Rules over the text of compiled kernels: parsers of Triton IR, PTX and SASS."""

@@ -1,0 +1,181 @@
+"""PTX as a list of instructions with source lines and control flow.
+
+Takes what Triton emits and what kernels write as inline assembly: several statements in a line, scopes
+with labels of their own, predicates on anything. Line information is in ``.loc`` directives; Triton
+writes the chain of inlined calls only as a comment behind them::
+
+    .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/fused/all_gather_matmul.py:105:12 ]
+    ]
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from interlace.runtime.compiler.lint.control_flow import Flow
+from interlace.runtime.compiler.lint.lines import Chain, Frame
+
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^/]*(?://(.*))?")
+_LABEL = re.compile(r"([$%\w]+):(?!:)\s*")
+_PREDICATE = re.compile(r"@(!?[%$\w]+)\s+")
+_TARGETS = re.compile(r"\.branchtargets\b(.*)")
+_NAME = re.compile(r"[%$]?\w+")
+_REGISTER = re.compile(r"%?[A-Za-z_$][\w$]*")  # inline assembly need not use the "%"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. ``operation`` is "atom.global.sys.release.exch.b64", ``operands`` the rest."""
+
+    operation: str
+    operands: str
+    predicate: str
+    chain: Chain
+    line: int
+
+    @functools.cached_property
+    def parts(self) -> frozenset[str]:
+        """The words of the operation: a scope, a state space, an ordering."""
+        return frozenset(self.operation.split("."))
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """The first word of the operation."""
+        return self.operation.partition(".")[0]
+
+    @functools.cached_property
+    def registers(self) -> tuple[str, ...]:
+        """All registers of the operands; of a load or an arithmetic operation the results first."""
+        return tuple(_REGISTER.findall(self.operands))
+
+    @functools.cached_property
+    def results(self) -> tuple[str, ...]:
+        """What a load, an atomic or an arithmetic operation writes: its first operand."""
+        first = self.operands.lstrip()
+        if first.startswith("["):
+            return ()
+        end = first.find("}") if first.startswith("{") else first.find(",")
+        return tuple(_REGISTER.findall(first[:end] if end >= 0 else first))
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The registers that it reads, as far as the results are known."""
+        read = self.registers[len(self.results) :]
+        return (*read, self.predicate.lstrip("!")) if self.predicate else read
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.operands}".strip()
+
+
+class Program:
+    """All functions of a PTX module."""
+
+    def __init__(self, ptx: str) -> None:
+        self._paths = {int(number): path for number, path in _FILE.findall(ptx)}
+        self._by_name: dict[str, str] = {}
+        for path in self._paths.values():
+            self._by_name.setdefault(os.path.basename(path), path)
+        self.instructions: list[Instruction] = []
+        self._labels: dict[str, list[int]] = {}
+        self._tables: dict[str, list[str]] = {}
+        self._starts: set[int] = set()
+        self._read(ptx)
+        self.flow = Flow([self._successors(i) for i in range(len(self.instructions))])
+
+    def where(self, condition: Callable[[Instruction], bool]) -> list[int]:
+        """Indices of the instructions for which ``condition`` holds."""
+        return [i for i, instruction in enumerate(self.instructions) if condition(instruction)]
+
+    @functools.cached_property
+    def read_registers(self) -> frozenset[str]:
+        """Registers whose value something uses."""
+        return frozenset(name for one in self.instructions for name in one.inputs)
+
+    def _read(self, ptx: str) -> None:
+        chain: Chain = ()
+        label = pending = ""
+        for number, raw in enumerate(ptx.splitlines(), 1):
+            text = raw.strip()
+            if text.startswith(".loc"):
+                chain = self._chain(text)
+                continue
+            text = text.split("//")[0].strip()
+            if targets := _TARGETS.match(text):
+                self._tables[label] = _NAME.findall(targets.group(1))
+                continue
+            if re.match(r"(\.\w+\s+)*\.(entry|func)\b", text):
+                self._starts.add(len(self.instructions))
+            for statement in _statements(f"{pending} {text}" if pending else text):
+                pending = ""
+                while found := _LABEL.match(statement):
+                    label = found.group(1)
+                    self._labels.setdefault(label, []).append(len(self.instructions))
+                    statement = statement[found.end() :]
+                if targets := _TARGETS.match(statement):
+                    self._tables[label] = _NAME.findall(targets.group(1))
+                elif not statement.endswith(";"):
+                    pending = statement if re.match(r"[a-z@]", statement) else ""
+                elif re.match(r"[a-z@]", statement):
+                    self.instructions.append(_instruction(statement[:-1].strip(), chain, number))
+
+    def _chain(self, directive: str) -> Chain:
+        found = _LOC.match(directive)
+        if not found:
+            return ()
+        number, line, column, comment = found.groups()
+        innermost = Frame(self._paths.get(int(number), ""), int(line), int(column))
+        frames = [innermost]
+        for called_at in (comment or "").replace("]", "").split("@[")[1:]:
+            name, _, rest = called_at.strip().partition(":")
+            numbers = [int(word) for word in rest.split(":") if word.strip().isdigit()]
+            frames.append(Frame(self._by_name.get(name, name), *numbers[:2]))
+        return tuple(frames)
+
+    def _successors(self, index: int) -> list[int]:
+        one = self.instructions[index]
+        following = [index + 1] if index + 1 < len(self.instructions) else []
+        if index + 1 in self._starts:
+            following = []
+        kind = one.operation.split(".")[0]
+        if kind in ("ret", "exit", "trap"):
+            return following if one.predicate else []
+        names = _NAME.findall(one.operands)[-1:] if kind in ("bra", "brx") else []
+        if kind == "brx":
+            names = [name for table in names for name in self._tables.get(table, [])]
+        targets = {at for name in names for at in self._near(name, index)}
+        if targets and not one.predicate:
+            following = []
+        return sorted({*targets, *following})
+
+    def _near(self, label: str, index: int) -> Iterator[int]:
+        """The instruction at ``label``; of several scopes that use the name, the nearest."""
+        places = [at for at in self._labels.get(label, []) if at < len(self.instructions)]
+        if places:
+            yield min(places, key=lambda at: abs(at - index))
+
+
+def _statements(text: str) -> Iterator[str]:
+    """The statements of a line, scopes' braces removed; what is not finished comes last."""
+    *whole, rest = text.split(";")
+    for statement in whole:
+        yield _open(statement) + ";"
+    if rest := _open(rest):
+        yield rest
+
+
+def _open(statement: str) -> str:
+    """Without the braces that open or close scopes in front."""
+    return statement.strip().lstrip("{} \t").strip()
+
+
+def _instruction(statement: str, chain: Chain, line: int) -> Instruction:
+    predicate = ""
+    if found := _PREDICATE.match(statement):
+        predicate, statement = found.group(1), statement[found.end() :]
+    operation, *operands = statement.split(None, 1)
+    return Instruction(operation, "".join(operands), predicate, chain, line)

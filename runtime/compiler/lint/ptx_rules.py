@@ -1,0 +1,247 @@
+"""The ordering rules, each a function from a PTX program to faults. Empty is good.
+
+They follow the branches of the PTX and know nothing of the kernel: not which memory is remote, nor
+which wait belongs to which data. What a rule cannot know it assumes to be remote; ``RULES`` says
+when to ignore it. Instructions are recognised by the words of their operation, because Triton writes
+``ld.global.sys.acquire.b64`` where a person writes ``ld.acquire.sys.global.b64``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.lines import Chain, describe, later
+from interlace.runtime.compiler.lint.ptx import Instruction, Program
+
+Rule = Callable[[Program], list[Fault]]
+
+_NARROW = {"gpu", "cta", "cluster", "gl"}
+_ORDERED = {"acquire", "release", "acq_rel", "sc"}
+
+
+def is_global(one: Instruction) -> bool:
+    """Whether memory is accessed that other programs can see, as opposed to shared or local."""
+    return _without_space(one.parts)
+
+
+@functools.cache
+def _without_space(parts: frozenset[str]) -> bool:
+    return not any(part.split("::")[0] in ("shared", "local", "param", "const") for part in parts)
+
+
+def is_release(one: Instruction) -> bool:
+    """An atomic or a store that publishes."""
+    ordered = not one.parts.isdisjoint({"release", "acq_rel"})
+    return ordered and one.kind in ("atom", "red", "st", "multimem") and is_global(one)
+
+
+def is_acquire(one: Instruction) -> bool:
+    """A load or an atomic that waits. ``acq_rel`` too: a counter may elect who goes on."""
+    ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
+    return ordered and one.kind in ("ld", "atom", "multimem") and is_global(one)
+
+
+def _is_bulk(one: Instruction, to_global: bool) -> bool:
+    if not one.operation.startswith(("cp.async.bulk.", "cp.reduce.async.bulk.")):
+        return False
+    spaces = [part.split("::")[0] for part in one.operation.split(".")]
+    moves = [space for space in spaces if space in ("global", "shared")]
+    return moves == (["global", "shared"] if to_global else ["shared", "global"])
+
+
+def is_descriptor_load(one: Instruction) -> bool:
+    """A TMA copy into shared memory."""
+    return _is_bulk(one, to_global=False)
+
+
+def is_descriptor_store(one: Instruction) -> bool:
+    """A TMA copy, or reduction, out of shared memory."""
+    return _is_bulk(one, to_global=True)
+
+
+def _is_plain_load(one: Instruction) -> bool:
+    return one.kind == "ld" and is_global(one) and one.parts.isdisjoint(_ORDERED)
+
+
+def _is_data_load(one: Instruction) -> bool:
+    copies = one.operation.startswith(("cp.async.ca.", "cp.async.cg.", "multimem.ld_reduce."))
+    return copies or _is_plain_load(one) or is_descriptor_load(one)
+
+
+def _is_data_store(one: Instruction) -> bool:
+    if is_descriptor_store(one):
+        return True
+    writes = one.kind in ("st", "atom", "red") or one.operation.startswith(
+        ("multimem.st", "multimem.red")
+    )
+    return writes and is_global(one) and one.parts.isdisjoint({*_ORDERED, "async"})
+
+
+def _is_barrier(one: Instruction) -> bool:
+    return one.operation.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync"))
+
+
+def _is_fence(one: Instruction) -> bool:
+    """A fence between generic accesses, which threads do for themselves."""
+    kind, _, rest = one.operation.partition(".")
+    return kind == "membar" or (kind == "fence" and rest.split(".")[0] in _ORDERED)
+
+
+def _waits(program: Program) -> list[int]:
+    """Acquires; those that release as well only if something uses the value."""
+    return program.where(
+        lambda one: (
+            is_acquire(one)
+            and ("acquire" in one.parts or not program.read_registers.isdisjoint(one.results))
+        )
+    )
+
+
+def release_without_barrier(program: Program) -> list[Fault]:
+    """Releases that a data store reaches without a barrier."""
+    code = program.instructions
+    stores = program.where(_is_data_store)
+    reached = program.flow.reach(stores, lambda i: _is_barrier(code[i]))
+    return [
+        Fault(
+            "release without barrier",
+            f"no bar.sync between the data stores and {code[i].operation}",
+            describe(code[i].chain),
+        )
+        for i in sorted(reached)
+        if is_release(code[i])
+    ]
+
+
+def narrow_scope(program: Program) -> list[Fault]:
+    """Acquires, releases and fences that other ranks need not see."""
+
+    def narrow(one: Instruction) -> bool:
+        if _is_fence(one):
+            return not one.parts.isdisjoint(_NARROW)
+        return (is_acquire(one) or is_release(one)) and "sys" not in one.parts
+
+    return [
+        Fault("narrow scope", f"{one.operation} is not of scope sys", describe(one.chain))
+        for one in program.instructions
+        if narrow(one)
+    ]
+
+
+def published_descriptor_store(program: Program) -> list[Fault]:
+    """Releases that a descriptor store reaches without ``cp.async.bulk.wait_group 0``."""
+    code = program.instructions
+    stores = program.where(is_descriptor_store)
+    reached = program.flow.reach(stores, lambda i: str(code[i]) == "cp.async.bulk.wait_group 0")
+    return [
+        Fault(
+            "published descriptor store",
+            f"{code[i].operation} publishes a descriptor store that may not be complete",
+            describe(code[i].chain),
+        )
+        for i in sorted(reached)
+        if is_release(code[i])
+    ]
+
+
+def unfenced_descriptor_load(program: Program) -> list[Fault]:
+    """Descriptor loads that a wait reaches without ``fence.proxy.async``."""
+    code = program.instructions
+    fences = ("fence.proxy.async", "fence.proxy.async.global")
+    reached = program.flow.reach(_waits(program), lambda i: code[i].operation in fences)
+    return [
+        Fault(
+            "unfenced descriptor load",
+            "no fence.proxy.async between a wait and this load",
+            describe(code[i].chain),
+        )
+        for i in sorted(reached)
+        if is_descriptor_load(code[i])
+    ]
+
+
+def early_load(program: Program) -> list[Fault]:
+    """Loads that follow a wait in the source and precede its first instruction in the PTX.
+
+    The first: in an unrolled or pipelined loop the load of one round may well come before the wait of
+    the next.
+    """
+    waits: dict[Chain, list[int]] = {}
+    for i in _waits(program):
+        waits.setdefault(program.instructions[i].chain, []).append(i)
+    before = program.flow.before
+    found = []
+    for load in program.where(_is_data_load):
+        one = program.instructions[load]
+        for chain, places in waits.items():
+            if (
+                later(one.chain, chain)
+                and any(before(load, wait) for wait in places)
+                and not any(before(wait, load) for wait in places)
+            ):
+                message = f"{one.operation} comes before the wait at {describe(chain)}"
+                found.append(Fault("early load", message, describe(one.chain)))
+    return found
+
+
+def weak_poll(program: Program) -> list[Fault]:
+    """Loads without acquire that decide whether their loop ends, with nothing that acquires after."""
+    polls = [i for i in program.where(_may_poll) if _decides(program, i)]
+    code = program.instructions
+
+    def orders(i: int) -> bool:
+        return ("sys" in code[i].parts and _is_fence(code[i])) or is_acquire(code[i])
+
+    def unordered(poll: int) -> bool:
+        reached = program.flow.reach([poll], orders) - set(polls)
+        return any(_is_data_load(code[i]) or code[i].operation in ("ret", "exit") for i in reached)
+
+    return [
+        Fault("weak poll", f"{code[i].operation} acquires nothing", describe(code[i].chain))
+        for i in polls
+        if unordered(i)
+    ]
+
+
+def _may_poll(one: Instruction) -> bool:
+    relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and is_global(one)
+    return _is_plain_load(one) or relaxed
+
+
+def _decides(program: Program, poll: int) -> bool:
+    """Whether the loop around a load of one address is left depending on what it loads.
+
+    The value may pass through shared memory, by which one thread tells the others. A plain load may
+    also be a bound that a counter is compared with; nobody waits for that.
+    """
+    loop = program.flow.loop(poll)
+    code = program.instructions
+    written = {name for i in loop for name in code[i].results}
+    if not loop or not written.isdisjoint(set(code[poll].inputs) - {code[poll].predicate}):
+        return False
+    plain = _is_plain_load(code[poll]) and "volatile" not in code[poll].parts
+    known, told = set(code[poll].results), False
+    while True:
+        before = (len(known), told)
+        for i in loop:
+            one, shared = code[i], not is_global(code[i])
+            counts = plain and one.kind == "setp" and not (written - known).isdisjoint(one.inputs)
+            reads = not known.isdisjoint(one.inputs) and not counts
+            if reads or (told and shared and one.kind == "ld"):
+                known.update(one.results)
+                told = told or (shared and one.kind == "st")
+        if (len(known), told) == before:
+            break
+    return any(code[i].predicate.lstrip("!") in known for i in program.flow.exits(loop))
+
+
+PTX_RULES: tuple[Rule, ...] = (
+    release_without_barrier,
+    narrow_scope,
+    weak_poll,
+    published_descriptor_store,
+    unfenced_descriptor_load,
+    early_load,
+)

@@ -1,0 +1,147 @@
+"""What a kernel's IR, PTX and SASS say about it: faults, and instruction counts.
+
+Pure functions over text, so that each rule is tested on text that it must flag. The rules of memory
+ordering are in ``ptx_rules.py`` and ``triton_ir.py``; here are those over SASS, and :func:`faults`, which
+asks all of them.
+
+Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas keeps loads behind an
+acquire, and the control flow of SASS cannot be had from its text for every architecture (on sm_80 a
+jump may be a CALL that never returns, and inlined calls leave no trace).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from interlace.runtime.compiler.lint.faults import Fault, selected
+from interlace.runtime.compiler.lint.lines import describe
+from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
+from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
+from interlace.runtime.tuning.chips import shared_bytes
+
+# On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
+STRICT_ARCHES = (90, 100)
+
+_FP8 = {9: "QGMMA", 10: "UTCQMMA"}
+
+_SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)([.\w]*)", re.MULTILINE)
+_SASS_LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
+
+
+def instruction_counts(sass: str) -> Counter[str]:
+    """How often each instruction stands in the disassembly, modifiers left out: {"HGMMA": 4}."""
+    return Counter(match.group(1) for match in _SASS.finditer(sass))
+
+
+def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool = False) -> int:
+    """Matrix instructions of the kind that ``arch`` is fast with: HGMMA on 9.0, UTC*MMA on 10.x.
+
+    ``any_kind`` counts those of older architectures too, which small tiles are compiled to.
+    """
+    older = r"[HIQD]?MMA"
+    kinds = {9: r"[HIQ]GMMA", 10: r"UTC\w*MMA"}
+    kind = kinds.get(arch // 10, older)
+    wanted = re.compile(f"{kind}|{older}" if any_kind else kind)
+    return sum(count for name, count in counts.items() if wanted.fullmatch(name))
+
+
+def spills(counts: Counter[str]) -> int:
+    """Accesses to local memory: registers that did not fit, or arrays that were indexed."""
+    return counts["LDL"] + counts["STL"]
+
+
+def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
+    """A fault where an architecture that should need no stack uses it."""
+    if arch not in STRICT_ARCHES or not (stack or spill_instructions):
+        return []
+    message = f"{stack} bytes of stack, {spill_instructions} spill instructions"
+    return [Fault("spills", message)]
+
+
+def too_much_shared(arch: int, shared: int) -> list[Fault]:
+    """A fault where a program wants more shared memory than there is: the launch would be refused."""
+    most = shared_bytes(arch)
+    if shared <= most:
+        return []
+    return [Fault("shared memory", f"{shared} bytes, of {most} on sm_{arch}")]
+
+
+def wants_tensor_cores(dots: Sequence[Dot]) -> bool:
+    """Whether a kernel with these matmuls has a use for tensor cores."""
+    return any(not dot.exact for dot in dots)
+
+
+def without_tensor_cores(
+    dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
+) -> list[Fault]:
+    """Matmuls that became ordinary instructions, or large ones of 16 and 8 bits those of older chips.
+
+    Also large ones of fp8 whose operands were made 16 bits wide first.
+    """
+    wanted = [dot for dot in dots if not dot.exact]
+    large = [dot for dot in wanted if _fits(dot, num_warps)]
+    narrow = [dot for dot in large if dot.dtype.startswith("f8")]
+    if wanted and not tensor_core_instructions(counts, arch, any_kind=True):
+        missed, what = wanted, "no matrix instruction"
+    elif large and not tensor_core_instructions(counts, arch):
+        missed, what = large, f"no matrix instruction of sm_{arch}"
+    elif narrow and arch // 10 in _FP8 and not counts[_FP8[arch // 10]]:
+        missed, what = narrow, f"no matrix instruction of sm_{arch} for fp8"
+    else:
+        return []
+    return [Fault("no tensor cores", f"{what} for a {dot}", describe(dot.chain)) for dot in missed]
+
+
+def _fits(dot: Dot, num_warps: int) -> bool:
+    """Whether the instructions of 9.0 and 10.x, by groups of 4 warps and 64 rows, are certainly for it."""
+    whole = len(dot.shape) == 2 and dot.shape[0] % 64 == 0 and dot.shape[1] % 16 == 0
+    return whole and dot.dtype in ("bf16", "f16", "f8E4M3FN", "f8E5M2") and num_warps in (4, 8)
+
+
+def weakened(program: Program, sass: str) -> list[Fault]:
+    """System-scope acquires and releases of the PTX whose line has no such instruction in SASS.
+
+    ``sass`` with line information (``nvdisasm -g``). A line that SASS does not mention is not judged.
+    """
+    strength: dict[tuple[str, int], set[str]] = {}
+    place = ("", 0)
+    for text in sass.splitlines():
+        if found := _SASS_LINE.match(text):
+            place = (found.group(1), int(found.group(2)))
+        elif found := _SASS.match(text):
+            name, modifiers = found.groups()
+            words = strength.setdefault(place, set())
+            if "SYS" in modifiers.split("."):
+                words.add("release" if name in ("MEMBAR", "FENCE") else "acquire")
+    found_faults = []
+    for one in program.instructions:
+        if "sys" not in one.parts or not one.chain:
+            continue
+        kept = strength.get((one.chain[0].path, one.chain[0].line))
+        lost = [
+            kind
+            for kind, test in (("acquire", is_acquire), ("release", is_release))
+            if kept is not None and test(one) and kind not in kept
+        ]
+        if lost:
+            message = f"{one.operation} has no {' and no '.join(lost)} of scope SYS in SASS"
+            found_faults.append(Fault("weakened by ptxas", message, describe(one.chain)))
+    return found_faults
+
+
+def faults(
+    ir: TritonIR, ptx: str, sass: str, *, arch: int, num_warps: int, ignore: Collection[str] = ()
+) -> tuple[Fault, ...]:
+    """Everything that the rules have to say, except of registers.
+
+    ``ir`` is the first IR of the kernel, before any pass; ``sass`` has line information.
+    """
+    program = Program(ptx)
+    found = [fault for rule in PTX_RULES for fault in rule(program)]
+    found += ir.dropped_waits(program)
+    found += weakened(program, sass)
+    found += without_tensor_cores(ir.dots(), instruction_counts(sass), arch, num_warps)
+    return selected(found, ignore)

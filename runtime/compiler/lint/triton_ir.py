@@ -1,0 +1,176 @@
+"""What Triton's IR says of a kernel before the compiler has removed anything from it.
+
+Two things are lost further down: which matmuls there were, and waits that the compiler thinks nobody
+needs. So the dots are read from the first IR, and every acquire in it must be found in the PTX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.lines import Chain, Frame, describe
+from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx_rules import is_acquire, is_global
+
+_ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
+_POSITION = re.compile(r'"([^"]*)":(\d+):(\d+)')
+_CALL = re.compile(r"callsite\((#loc\d*) at (#loc\d*)\)")
+_NAMED = re.compile(r'"[^"]*"\((#loc\d*)\)')
+_FUSED = re.compile(r"fused(?:<.*>)?\[(#loc\d*)")
+_AT = re.compile(r"loc\((#loc\d*)\)\s*$")
+_DOT = re.compile(r"tt\.dot(_scaled)?\b.*")
+_TENSOR = re.compile(r"tensor<((?:\d+x)+)([a-zA-Z]\w*)")
+_ACQUIRE = re.compile(r"tt\.atomic_(?:rmw|cas)\b.*\b(?:acquire|acq_rel)\b")
+_VALUE = re.compile(r"%[\w$.-]+")
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One matmul of tiles, or of a batch of them: extents of the result, type of the first operand.
+
+    ``exact`` if no tensor core computes it as exactly as it was asked for.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    exact: bool
+    chain: Chain
+
+    def __str__(self) -> str:
+        return f"{self.dtype} dot of {' x '.join(str(extent) for extent in self.shape)}"
+
+
+class TritonIR:
+    """One module of Triton IR as text."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self._aliases = dict(_ALIAS.findall(text))
+
+    def chain(self, name: str) -> Chain:
+        """The source lines of a location such as "#loc12", innermost first."""
+        text = self._aliases.get(name, "")
+        if found := _CALL.match(text):
+            return self.chain(found.group(1)) + self.chain(found.group(2))
+        if found := _NAMED.match(text) or _FUSED.match(text):
+            return self.chain(found.group(1))
+        if found := _POSITION.match(text):
+            return (Frame(found.group(1), int(found.group(2)), int(found.group(3))),)
+        return ()
+
+    def _located(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], Chain]]:
+        for line in self._lines:
+            found = pattern.search(line)
+            if found and (at := _AT.search(line)):
+                yield found, self.chain(at.group(1))
+
+    def dots(self) -> list[Dot]:
+        """All matmuls of tiles."""
+        dots = []
+        for found, chain in self._located(_DOT):
+            operand, *_, result = _TENSOR.findall(found.group(0))
+            shape = tuple(int(extent) for extent in result[0].split("x") if extent)
+            # Dots of fp32 that may round their operands, to TF32 or in parts, say so.
+            rounds = "inputPrecision" in found.group(0)
+            exact = operand[1] == "f64" or (operand[1] == "f32" and not rounds)
+            dots.append(Dot(shape, operand[1], exact, chain))
+        return dots
+
+    def dropped_waits(self, program: Program) -> list[Fault]:
+        """Waits that are not in ``program``, the PTX of this module."""
+        kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
+        lines = {(frame.path, frame.line) for frame in kept}
+        unplaced = any(frame.line == 0 for frame in kept)
+        found = [
+            Fault(
+                "dropped wait", "nothing uses the acquired value, so it is not read", describe(at)
+            )
+            for _, at in self._located(_ACQUIRE)
+            if at and not unplaced and (at[0].path, at[0].line) not in lines
+        ]
+        for start, line in enumerate(self._lines):
+            if "scf.while" in line:
+                found += self._plain_polls(start, _loaded_in_loops(program))
+        return found
+
+    def _plain_polls(self, start: int, kept: set[tuple[str, int]]) -> Iterator[Fault]:
+        """Plain loads of one address on which it depends whether the loop at ``start`` goes on.
+
+        Unless they are still in a loop, at one of the lines ``kept``: such a poll is merely weak.
+        """
+        body = self._body(start)
+        carried = re.findall(r"(%[\w$.-]+) = %", body[0].partition("scf.while")[2])
+        inside = {*carried, *(name for line in body for name in _results(line))}
+        inside.update(_VALUE.findall("".join(line for line in body if "^bb" in line)))
+        for line in body:
+            from_outside = inside.isdisjoint(_VALUE.findall(line.partition(" = ")[2]))
+            at = _AT.search(line)
+            if at and from_outside and self._loads(line) and self._decides(body, line, carried):
+                chain = self.chain(at.group(1))
+                if chain and (chain[0].path, chain[0].line) not in kept:
+                    message = "a plain load that only ends its loop is read once, or not at all"
+                    yield Fault("dropped wait", message, describe(chain))
+
+    def _loads(self, line: str) -> bool:
+        """Whether ``line`` is a plain load, or calls a function that does nothing stronger."""
+        if call := re.search(r"= tt\.call @([^(]+)\(", line):
+            called = f"@{call.group(1)}("
+            starts = (
+                i for i, text in enumerate(self._lines) if "tt.func" in text and called in text
+            )
+            body = "".join(self._body(next(starts, len(self._lines))))
+            return " = tt.load " in body and not re.search(r"isVolatile|atomic|inline_asm", body)
+        return " = tt.load " in line and "isVolatile" not in line
+
+    def _body(self, start: int) -> list[str]:
+        """The lines of the loop or function that begins at ``start``."""
+        if start >= len(self._lines):
+            return []
+        indent = len(self._lines[start]) - len(self._lines[start].lstrip())
+        for end in range(start + 1, len(self._lines)):
+            line = self._lines[end]
+            if line.startswith(" " * indent + "}") and not line.lstrip().startswith("} do {"):
+                return self._lines[start : end + 1]
+        return self._lines[start:]
+
+    @staticmethod
+    def _decides(body: list[str], load: str, carried: list[str]) -> bool:
+        """Whether the loop's condition depends on what ``load`` gives, at once or a round later.
+
+        A bound that a counter is compared with is not waited for.
+        """
+        known, counters = _results(load), set(carried)
+        while True:
+            size = len(known) - len(counters)
+            for line in body[1:]:
+                read = _VALUE.findall(line.partition("=")[2] or line)
+                if "scf.condition" in line and read[:1] and read[0] in known:
+                    return True
+                if "scf.yield" in line:
+                    told = {to for to, value in zip(carried, read, strict=False) if value in known}
+                    known |= told
+                    counters -= told
+                elif not known.isdisjoint(read) and not (
+                    " arith.cmp" in line and not counters.isdisjoint(read)
+                ):
+                    known |= _results(line)
+                    counters -= _results(line)
+                elif not counters.isdisjoint(read):
+                    counters |= _results(line)
+            if len(known) - len(counters) == size:
+                return False
+
+
+def _loaded_in_loops(program: Program) -> set[tuple[str, int]]:
+    """The lines of all loads in loops, and of the calls that led there."""
+    loads = program.where(lambda one: one.operation.startswith("ld.") and is_global(one))
+    looping = [program.instructions[i] for i in loads if program.flow.loop(i)]
+    return {(frame.path, frame.line) for one in looping for frame in one.chain}
+
+
+def _results(line: str) -> set[str]:
+    left, equals, _ = line.partition(" = ")
+    return {name.split(":")[0] for name in _VALUE.findall(left)} if equals else set()

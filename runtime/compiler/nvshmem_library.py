@@ -1,0 +1,59 @@
+"""Where NVSHMEM's device code is: the bitcode that kernels which put are linked with.
+
+It must be of the version whose host library the process loads, which is torch's: torch's wheels for CUDA
+bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, and that is looked for first. Releases up to 3.5
+have one file for all architectures, later ones a file each; Triton 3.6 cannot read the later ones.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+from collections.abc import Iterator
+
+import torch
+
+from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.core.errors import PlaceUnavailableError
+
+PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+FOLDER = "nvidia/nvshmem/lib"
+VARIABLE = "NVSHMEM_LIB_DIR"  # torch looks at it too
+SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
+
+
+def device_library(arch: int, folder: str | None = None) -> str:
+    """The path of the bitcode for ``arch`` (90 is 9.0): in ``folder``, or where NVSHMEM is installed.
+
+    Raises PlaceUnavailableError that says where it was looked for.
+    """
+    looked = []
+    for place in [pathlib.Path(folder)] if folder else _places():
+        for name in (f"{LIBRARY}.bc", f"{LIBRARY}_sm_{arch}.bc"):
+            path = place / name
+            if path.is_file():
+                return str(path)
+        looked.append(str(place))
+    raise PlaceUnavailableError(
+        f"NVSHMEM's device library for sm_{arch} ({LIBRARY}.bc) is not in {', '.join(looked)}; "
+        f"install {_package()}, or name its folder"
+    )
+
+
+def _places() -> Iterator[pathlib.Path]:
+    if os.environ.get(VARIABLE):
+        yield pathlib.Path(os.environ[VARIABLE])
+        return
+    for package in sorted(PACKAGES, key=lambda name: name != _package()):
+        try:
+            found = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        yield pathlib.Path(str(found.locate_file(FOLDER)))
+    yield from map(pathlib.Path, SYSTEM)
+
+
+def _package() -> str:
+    """The package that goes with this torch."""
+    return PACKAGES[1] if str(torch.version.cuda or "13").startswith("12") else PACKAGES[0]

@@ -1,0 +1,170 @@
+"""What is compiled, what came out, and how both travel to a worker process and back.
+
+A :class:`Request` names its kernel by module and file, because a function cannot be sent: here it may be an
+interpreted one. The checks of a user's arguments are here too, so that a mistake is said before
+anything is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from interlace.runtime.compiler.lint.faults import Fault
+
+_TYPE = re.compile(
+    r"(\*+k?)?([iu](1|8|16|32|64)|bf16|fp(16|32|64)|fp8[a-z0-9]+)|"
+    r"tensordesc<(bf16|fp\d+|fp8[a-z0-9]+|[iu]\d+)\[\d+(, *\d+)*\]>"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One compilation, as a launch would specialise it.
+
+    ``module`` and ``kernel`` name the function, ``path`` its file: the file is loaded where the module
+    cannot be imported in a new process, or is another one there. ``types`` are Triton's names by
+    argument ("*bf16", "i32") and ``constants`` the arguments fixed at compile time: together all
+    arguments. ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
+    ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
+    left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
+    is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
+    thread; 0 leaves it to ptxas.
+    """
+
+    module: str
+    kernel: str
+    path: str
+    arch: int
+    types: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    ignore: tuple[str, ...] = ()
+    artifacts: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)
+    max_registers: int = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a request compiled to. ``tensor_cores`` is None where the kernel has no use for them.
+
+    ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` and ``tensor_cores`` count
+    instructions. ``error`` is set if it did not compile, and then only ``where`` and ``seconds`` with it.
+    """
+
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    tensor_cores: int | None = None
+    faults: tuple[Fault, ...] = ()
+    error: str | None = None
+    where: str = ""
+    seconds: float = 0.0
+
+
+def encode(message: Request | Measurement) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(message), default=_encode_constant)
+
+
+def _encode_constant(value: object) -> object:
+    import triton.language as tl
+
+    assert isinstance(value, tl.dtype), value
+    return {"dtype": value.name}
+
+
+def decode_request(line: str) -> Request:
+    """The request of a line of JSON."""
+    fields = json.loads(line, object_hook=_decode_constant)
+    lists = {name: tuple(fields[name]) for name in ("divisible", "ignore")}
+    return Request(**{**fields, **lists})
+
+
+def _decode_constant(value: dict[str, Any]) -> Any:
+    import triton.language as tl
+
+    return tl.dtype(value["dtype"]) if list(value) == ["dtype"] else value
+
+
+def decode_measurement(line: str) -> Measurement:
+    """The measurement of a line of JSON."""
+    fields = json.loads(line)
+    return Measurement(**{**fields, "faults": tuple(Fault(**one) for one in fields["faults"])})
+
+
+def jitted_function(kernel: Any) -> Any:
+    """The Python function under ``@triton.jit``, and under what may be around that."""
+    function = kernel
+    while hasattr(function, "fn"):
+        function = function.fn
+    if function is kernel or not inspect.isfunction(function):
+        raise TypeError(f"kernel is {kernel!r}, not a function under @triton.jit")
+    name, path = function.__qualname__, function.__code__.co_filename
+    if name != function.__name__:
+        raise ValueError(
+            f"kernel {name} is not at the top level of a file, where it could be found"
+        )
+    if not os.path.exists(path):
+        raise ValueError(f"kernel {name} comes from {path}, which is no file; put it into one")
+    return function
+
+
+def specialised_arguments(
+    function: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants: each argument of the kernel is in one of them."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    for argument in (*signature, *constexprs):
+        if argument not in parameters:
+            raise ValueError(f"{name} has no argument {argument!r}; it has {', '.join(parameters)}")
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for argument, parameter in parameters.items():
+        must = "constexpr" in str(parameter.annotation)
+        kind = signature.get(argument)
+        if argument in constexprs:
+            if kind not in (None, "constexpr"):
+                raise ValueError(f"{argument} of {name} has type {kind!r} and is in constexprs too")
+            constants[argument] = _constant(name, argument, constexprs[argument])
+        elif must and kind not in (None, "constexpr"):
+            raise ValueError(f"{argument} of {name} is a tl.constexpr; give it in constexprs")
+        elif must and parameter.default is not parameter.empty:
+            constants[argument] = _constant(name, argument, parameter.default)
+        elif must or kind == "constexpr":
+            raise ValueError(f"constexprs has no value for {argument} of {name}")
+        elif kind is None:
+            raise ValueError(f"signature has no type for {argument} of {name}")
+        else:
+            types[argument] = _type(name, argument, kind)
+    return types, constants
+
+
+def _type(name: str, argument: str, kind: object) -> str:
+    if not isinstance(kind, str):
+        raise TypeError(f"the type of {argument} of {name} is {kind!r}, not a name such as '*fp32'")
+    if not _TYPE.fullmatch(kind):
+        raise ValueError(f"the type of {argument} of {name} is {kind!r}; types are '*fp32', 'i32'")
+    return kind
+
+
+def _constant(name: str, argument: str, value: Any) -> Any:
+    """``value`` as it can be sent to another process."""
+    import triton.language as tl
+
+    if isinstance(value, tl.constexpr):
+        value = value.value
+    if value is None or isinstance(value, (bool, int, float, str, tl.dtype)):
+        return value
+    raise TypeError(
+        f"{argument} of {name} is {value!r}; a constexpr is a number, a string, None or a tl.dtype"
+    )

@@ -1,0 +1,48 @@
+"""How a compiling process starts, as a program: without what only a process that communicates needs.
+
+Compiling needs Triton and some files of this package. ``import interlace`` brings torch along and takes ten
+times as long, so here the package is there at once and is filled when something asks for more of it than
+its folders, which a file of kernels may well do.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+
+class Unfilled(ModuleType):
+    """A package whose own code has not run."""
+
+    def __getattr__(self, name: str) -> Any:
+        fill(self)
+        return getattr(self, name)
+
+
+def fill(package: ModuleType) -> None:
+    """Run the package's own code."""
+    package.__class__ = ModuleType
+    spec = package.__spec__
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(package)
+
+
+def unfilled(name: str) -> ModuleType:
+    """Put the package ``name`` into ``sys.modules``; its modules can be imported."""
+    spec = find_spec(name)
+    assert spec is not None
+    package = module_from_spec(spec)
+    package.__class__ = Unfilled
+    sys.modules[name] = package
+    return package
+
+
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # else PYTHONSAFEPATH has left it out
+        del sys.path[0]  # this folder, whose files are not to be found by their bare names
+    unfilled("interlace")
+    from interlace.runtime.compiler.worker import main
+
+    main()

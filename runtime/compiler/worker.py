@@ -1,0 +1,237 @@
+"""Compile one kernel for a GPU that need not be here, and measure what came out.
+
+This is what the processes of ``pool.py`` do: they run without ``TRITON_INTERPRET``, whatever
+the parent does, and answer a :class:`Request` per line of JSON with a :class:`Measurement`. Triton's
+cache, which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from types import ModuleType
+from typing import IO, Any
+
+from interlace.runtime.compiler import artifacts
+from interlace.runtime.compiler.lint import sass as machine_code
+from interlace.runtime.compiler.lint.lines import Frame, describe
+from interlace.runtime.compiler.lint.triton_ir import TritonIR
+from interlace.runtime.compiler.request import Measurement, Request, decode_request, encode
+
+# Set in compiling processes. A script that compiles at its top level would otherwise start another.
+COMPILING = "INTERLACE_COMPILING"
+
+
+class ReenteredError(BaseException):
+    """A file that is being loaded for its kernel wants to compile; the kernel may be there already."""
+
+
+def load(request: Request) -> Any:
+    """The kernel of ``request``, compiled where ``@triton.jit`` compiles."""
+    module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
+    kernel = getattr(module, request.kernel)
+    while not hasattr(kernel, "raw_src") and hasattr(kernel, "fn"):
+        kernel = kernel.fn  # under an autotuner or heuristics
+    return kernel
+
+
+def _imported(name: str, path: str) -> ModuleType | None:
+    if name == "__main__":
+        return None
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        if not path:
+            raise
+        return None
+    file = getattr(module, "__file__", None)
+    same = not path or (file is not None and os.path.realpath(file) == os.path.realpath(path))
+    return module if same else None
+
+
+def _loaded(path: str, kernel: str) -> ModuleType:
+    name = "_interlace_kernels_" + re.sub(r"\W", "_", os.path.realpath(path))
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = importlib.machinery.SourceFileLoader(name, path)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except ReenteredError:
+        if not hasattr(module, kernel):
+            raise
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def use_cache_of(path: str) -> None:
+    """Keep the kernels of each file apart: Triton's cache does not look at paths.
+
+    The same text in another file would give the lines of that file.
+    """
+    import triton
+
+    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    name = hashlib.blake2b(os.path.realpath(path).encode(), digest_size=8).hexdigest()
+    triton.knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
+
+
+def compile_kernel(request: Request) -> Any:
+    """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
+    use_cache_of(request.path)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = load(request)
+    names = list(kernel.arg_names)
+    given = sorted({*request.types, *request.constants})
+    if given != sorted(names):
+        differing = sorted(set(given) ^ set(names))
+        raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
+    constants = request.constants
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else request.types[n] for n in names},
+        constexprs=dict(constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in request.divisible},
+    )
+    options: dict[str, Any] = {
+        "num_warps": request.num_warps,
+        "num_stages": request.num_stages,
+        **({"maxnreg": request.max_registers} if request.max_registers else {}),
+    }
+    if request.libraries:
+        options["extern_libs"] = request.libraries
+    return triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+
+
+def measure(request: Request) -> Measurement:
+    """Compile and look at what came out."""
+    compiled = compile_kernel(request)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        sass = _disassembly(compiled.asm["cubin"], file.name)
+    arch = request.arch
+    ir = TritonIR(compiled.asm["source"])
+    counts = machine_code.instruction_counts(sass)
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    if request.artifacts:
+        artifacts.write(compiled, request.artifacts, usage=used, spills=machine_code.spills(counts))
+    return Measurement(
+        registers=used["REG"],
+        stack=used["STACK"],
+        spills=machine_code.spills(counts),
+        shared=int(compiled.metadata.shared),
+        tensor_cores=machine_code.tensor_core_instructions(counts, arch, any_kind=True)
+        if machine_code.wants_tensor_cores(ir.dots())
+        else None,
+        faults=machine_code.faults(
+            ir,
+            compiled.asm["ptx"],
+            sass,
+            arch=arch,
+            num_warps=request.num_warps,
+            ignore=request.ignore,
+        )
+        if not request.libraries
+        else (),
+    )
+
+
+def _disassembly(cubin: bytes, file_name: str) -> str:
+    """SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s for the smallest kernel."""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    version = triton.knobs.nvidia.nvdisasm.version
+    digest = hashlib.blake2b(cubin, key=f"nvdisasm -g {version}".encode(), digest_size=32)
+    kept, name = get_cache_manager(digest.hexdigest()), "disassembly.sass.gz"
+    found = kept.get_file(name)
+    if found:
+        return gzip.decompress(pathlib.Path(found).read_bytes()).decode()
+    sass = _tool("nvdisasm", "-g", file_name)
+    kept.put(gzip.compress(sass.encode(), compresslevel=1), name)
+    return sass
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """Output of a CUDA binary utility that ships inside Triton."""
+    import triton
+
+    command = [getattr(triton.knobs.nvidia, name).path, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _failed(request: Request, error: BaseException) -> Measurement:
+    return Measurement(error=_describe(error), where=_refused(request, error))
+
+
+def _describe(error: BaseException) -> str:
+    """One line for a compiler's error, which may be thousands long."""
+    causes: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines = [line.strip() for line in str(cause).splitlines()]
+        # ptxas' own words come before the command to run it again
+        last = [line for line in lines if line and not line.startswith("Repro command")]
+        causes.append(f"{type(cause).__name__}: {last[-1] if last else ''}")
+        cause = cause.__cause__
+    return "; ".join(causes)[:1000]
+
+
+def _refused(request: Request, error: BaseException) -> str:
+    """The line of the kernel that Triton's front end refused, if that is where it failed."""
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    if line is None:
+        return ""
+    kernel = load(request)
+    decorators = next(
+        i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")
+    )
+    first: int = kernel.starting_line_number + decorators  # lines count from the "def"
+    return describe((Frame(kernel.fn.__code__.co_filename, first + line - 1),))
+
+
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Answer requests with measurements, line by line, until there are no more."""
+    for line in requests:
+        begin = time.monotonic()
+        request = decode_request(line)
+        try:
+            measurement = measure(request)
+        except (Exception, ReenteredError) as error:
+            measurement = _failed(request, error)
+        measurement = replace(measurement, seconds=time.monotonic() - begin)
+        answers.write(encode(measurement) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serve stdin and stdout. Whatever the compiler prints must not get between the answers."""
+    import triton
+
+    # A file of kernels may well set TRITON_INTERPRET itself; what is set here goes before that.
+    triton.knobs.runtime.interpret = False
+    answers_fd = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(answers_fd, "w") as out:
+        serve(sys.stdin, out)

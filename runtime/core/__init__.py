@@ -1,0 +1,4 @@
+"""The vocabulary of the runtime: group, place, stream, workspace, launch, agreement, result.
+
+Everything speaks of these; they know of nothing else.
+"""

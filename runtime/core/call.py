@@ -1,0 +1,109 @@
+"""What the ranks of a group must agree on before a collective touches a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from interlace.runtime.core.errors import DifferentOpsError
+
+LONGEST = 32 << 10  # bytes of a message; places take twice as much
+
+Terms = tuple[tuple[str, Any], ...]
+Match = Callable[[Sequence[Any]], None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a rank sends in place of its terms: why it cannot take part in the op."""
+
+    kind: type[Exception]
+    text: str
+
+    def message(self, op: str) -> bytes:
+        return pickle.dumps((op, self, None), protocol=5)
+
+
+class Call:
+    """What one rank asks for: what must be equal on all ranks, and what every rank adds of its own.
+
+    Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own.
+
+    Attributes
+    ----------
+    op : the collective's name.
+    terms : pairs (name as error messages put it, value), equal on all ranks. Plain data.
+    part : what may differ between ranks, for instance the lengths a rank sends. Plain data.
+    match : called with every rank's ``part``, by rank, when all terms are equal. Raises ValueError or
+        TypeError if they do not fit together, and the same on every rank.
+    equal_fits : whether parts that are all equal to this one fit together; ``match`` is not called then.
+    message : terms and part as bytes; of very many terms a digest.
+    """
+
+    __slots__ = ("equal_fits", "match", "message", "op", "part", "prepared", "terms")
+
+    def __init__(
+        self,
+        op: str,
+        terms: Terms = (),
+        *,
+        part: Any = None,
+        match: Match | None = None,
+        equal_fits: bool = False,
+    ) -> None:
+        self.op, self.terms, self.part, self.match = op, terms, part, match
+        self.equal_fits = equal_fits or match is None
+        self.message = pickle.dumps((op, terms, part), protocol=5)
+        if len(self.message) > LONGEST and part is None:
+            digest = hashlib.sha256(self.message).hexdigest()
+            self.message = pickle.dumps(
+                (op, (("arguments, by digest,", digest),), None), protocol=5
+            )
+        self.prepared: Any = None
+
+    def verify(self, messages: Sequence[bytes]) -> None:
+        """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
+        if self.equal_fits and all(message == self.message for message in messages):
+            return
+        parts = compare(messages)
+        if self.match is not None:
+            self.match(parts)
+
+    def with_term(self, name: str, value: Any) -> Call:
+        """The same call with one term more."""
+        terms = (*self.terms, (name, value))
+        return Call(self.op, terms, part=self.part, match=self.match, equal_fits=self.equal_fits)
+
+    def compared(self, messages: Sequence[bytes]) -> list[Any]:
+        """Every rank's part, by rank; raises as :meth:`verify` does."""
+        parts = compare(messages)
+        if self.match is not None:
+            self.match(parts)
+        return parts
+
+
+def compare(messages: Sequence[bytes]) -> list[Any]:
+    """Every rank's part; raises if a rank refused, or if ops or terms differ."""
+    answers = [pickle.loads(message) for message in messages]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer[1], Refusal):
+            raise answer[1].kind(f"{answer[0]}: rank {rank} cannot take part: {answer[1].text}")
+    op, terms, _ = answers[0]
+    for rank, (other_op, other_terms, _) in enumerate(answers):
+        if other_op != op:
+            raise DifferentOpsError(
+                f"ranks call different ops at the same time: rank 0 calls {op}, "
+                f"rank {rank} calls {other_op}"
+            )
+        said, others = dict(terms), dict(other_terms)
+        for name in {**said, **others}:  # a term that a rank has not is None there
+            value, other = said.get(name), others.get(name)
+            if value != other:
+                kind = TypeError if name.startswith("dtype") else ValueError
+                raise kind(
+                    f"{op}: {name} differs between ranks: {value} on rank 0, {other} on rank {rank}"
+                )
+    return [answer[2] for answer in answers]

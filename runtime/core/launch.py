@@ -1,0 +1,52 @@
+"""One launch of a kernel: what to run, over which grid, with which arguments, in which place.
+
+The same :class:`KernelLaunch` is compiled by Triton on a GPU (``cuda/launch.py``) and interpreted, by
+``scheduler/scheduler.py``, on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class KernelLaunch:
+    """``kernel[grid](**arguments)`` with compile options; ``op`` names the user's call.
+
+    ``grid``: a number of programs, or up to three extents. ``options``: a dict with more of Triton's, for
+    a GPU only, such as ``launch_cooperative_grid``.
+    """
+
+    kernel: Any
+    grid: int | tuple[int, ...]
+    arguments: dict[str, Any]
+    op: str
+    num_warps: int = 4
+    num_stages: int = 3
+    options: Any = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """The grid in all three dimensions."""
+        given = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
+        x, y, z = (*given, 1, 1)[:3]
+        return int(x), int(y), int(z)
+
+    def compiled(self) -> Any:
+        """The kernel for a GPU, compiled and loaded, not run: Triton's ``CompiledKernel``."""
+        made = self.kernel.warmup(
+            **self.arguments,
+            grid=self.extents,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            **self.options,
+        )
+        if hasattr(made, "result"):  # compiled in the background
+            made = made.result()
+        made._init_handles()
+        return made

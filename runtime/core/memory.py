@@ -1,0 +1,266 @@
+"""Symmetric memory: buffers that exist on every rank, and the arena that leases workspaces from them.
+
+A *symmetric buffer* is one allocation of the same size per rank, and a table of the W base addresses
+by which this rank reaches them. Kernels get the table and byte offsets, never W pointers.
+
+An *arena* owns a few *channels*. A channel is one symmetric buffer::
+
+    | header: epoch, abort, status, credits | signal slots (int64) ... | data ... |
+
+Ops take channels in turn, so two ops in flight never share memory. The turn depends only on how many
+ops came before, so every rank makes the same choice without talking. An op that comes round to a
+channel again first waits, on the device, for the credit of every peer: "I have finished the previous
+op here". Nothing is zeroed or allocated per call: epochs only grow, a stale slot is always smaller than
+the epoch that is waited for, and the slot region never holds data. A channel grows when an op needs
+more than it has; all ranks see the same sizes, so they grow together. The outgrown buffer stays until
+the arena closes, because a peer may still write its last credit into it; sizes double, so all of these
+together are smaller than the current buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.kernels.signal import (
+    HEADER_WORDS,
+    MAX_WORLD_SIZE,
+    SPIN_LIMIT_WORD,
+)
+
+WORD = 8
+DATA_ALIGNMENT = 256
+SMALLEST_SLOTS = 1 << 10
+SMALLEST_DATA = 1 << 16
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor`` of any dtype as flat uint8, to be moved."""
+    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over all of ``tensors``, if each begins where the one before it ends."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return None
+    storage = filled[0].untyped_storage().data_ptr()
+    address = filled[0].data_ptr()
+    for tensor in filled:
+        if tensor.data_ptr() != address or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        address += tensor.nbytes
+    return filled[0].as_strided((sum(tensor.numel() for tensor in filled),), (1,))
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+@dataclass
+class SymmetricBuffer:
+    """The same ``nbytes`` on every rank of a group.
+
+    ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0
+    of what is not mapped; between nodes it goes on as ``kernels/nodes/moves.py`` says.
+    ``peer_bytes[r]`` is a uint8 tensor over rank r's memory; it keeps the mapping alive, and is empty
+    where there is none. ``multicast`` is the address by which one store reaches all ranks, 0 where
+    there is none.
+    """
+
+    rank: int
+    nbytes: int
+    peers: torch.Tensor
+    peer_bytes: Sequence[torch.Tensor]
+    multicast: int = 0
+    owner: object = None
+
+    @functools.cached_property
+    def addresses(self) -> list[int]:
+        """``peers``, for the host."""
+        return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
+
+    def mapped(self, rank: int) -> bool:
+        """Whether this rank can address rank ``rank``'s memory."""
+        return self.peer_bytes[rank].numel() > 0
+
+    def view(
+        self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A contiguous tensor of ``shape`` over rank ``rank``'s memory from byte ``offset`` on."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        end = offset + count * dtype.itemsize
+        assert self.mapped(rank), f"rank {rank}'s memory is on another node"
+        assert offset >= 0 and end <= self.nbytes, (offset, end, self.nbytes)
+        return self.peer_bytes[rank][offset:end].view(dtype).view(tuple(shape))
+
+
+@dataclass
+class Layout:
+    """What one op needs of a channel, built up by the op's algorithm before it leases.
+
+    ``pulled`` says that peers read this rank's data region. It is then free for the next op once all
+    ranks have finished; after an op that pushes it is free as soon as its owner has.
+    """
+
+    slots: int = 0
+    nbytes: int = 0
+    pulled: bool = False
+
+    def add_slots(self, count: int) -> int:
+        """Reserve ``count`` signal slots; the index of the first."""
+        first = self.slots
+        self.slots += count
+        return first
+
+    def add_data(self, nbytes: int) -> int:
+        """Reserve ``nbytes``, 256-aligned; the byte offset within the data region."""
+        offset = -(-self.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+        self.nbytes = offset + nbytes
+        return offset
+
+
+@dataclass
+class Workspace:
+    """The lease of one channel for one op. ``slot_offset`` and ``data_offset`` are bytes."""
+
+    channel: int
+    buffer: SymmetricBuffer
+    slot_offset: int
+    data_offset: int
+    world_size: int
+    op: str
+
+    @property
+    def rank(self) -> int:
+        return self.buffer.rank
+
+    def kernel_arguments(self) -> dict[str, Any]:
+        """The arguments by which every kernel finds the workspace."""
+        return {
+            "peers_ptr": self.buffer.peers,
+            "rank": self.buffer.rank,
+            "world_size": self.world_size,
+            "slot_offset": self.slot_offset,
+            "data_offset": self.data_offset,
+        }
+
+    def slot_byte(self, slot: int) -> int:
+        return self.slot_offset + WORD * slot
+
+    def data(
+        self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor over ``rank``'s data region from byte ``offset`` of it on."""
+        return self.buffer.view(rank, self.data_offset + offset, shape, dtype)
+
+    def slots(self, rank: int, first: int, count: int) -> torch.Tensor:
+        """``count`` signal slots of ``rank`` from number ``first`` on, int64."""
+        return self.buffer.view(rank, self.slot_byte(first), (count,), torch.int64)
+
+    def header(self, rank: int) -> torch.Tensor:
+        """The header words of ``rank``, int64 ``[HEADER_WORDS]``."""
+        return self.buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
+
+
+def _doubled(size: int, needed: int) -> int:
+    while size < needed:
+        size *= 2
+    return size
+
+
+@dataclass
+class _Channel:
+    buffer: SymmetricBuffer
+    slots: int
+    nbytes: int
+    retired: list[SymmetricBuffer] = field(default_factory=list)
+
+
+class Arena:
+    """Leases workspaces of one group, in the same order and from the same places on every rank."""
+
+    def __init__(
+        self,
+        allocate: Callable[[int], SymmetricBuffer],
+        world_size: int,
+        *,
+        channels: int = 2,
+        spin_limit: int = 0,
+        alike: bool = False,
+    ) -> None:
+        assert world_size <= MAX_WORLD_SIZE
+        self._allocate = allocate
+        self._world_size = world_size
+        self._spin_limit = spin_limit
+        self._alike = alike  # channels grow together: one call makes room for all calls like it
+        self._channels: list[_Channel | None] = [None] * channels
+        self._turn = 0
+
+    def lease(self, layout: Layout, op: str) -> Workspace:
+        """A workspace of at least ``layout``'s size. Collective when the channel has to grow."""
+        index = self._turn % len(self._channels)
+        self._turn += 1
+        channel = self._channels[index]
+        if channel is None or channel.slots < layout.slots or channel.nbytes < layout.nbytes:
+            for number in range(len(self._channels)) if self._alike else (index,):
+                self._channels[number] = self._grown(self._channels[number], layout)
+            channel = self._channels[index]
+            assert channel is not None
+        slot_offset = HEADER_WORDS * WORD
+        data_offset = slot_offset + channel.slots * WORD
+        return Workspace(index, channel.buffer, slot_offset, data_offset, self._world_size, op)
+
+    @property
+    def next_channel(self) -> int:
+        """The number of the channel whose turn it is."""
+        return self._turn % len(self._channels)
+
+    def next_buffer(self, after: int) -> SymmetricBuffer | None:
+        """The memory of the channel whose turn it is after so many more ops."""
+        channel = self._channels[(self._turn + after) % len(self._channels)]
+        return None if channel is None else channel.buffer
+
+    def multicast(self) -> bool:
+        """Whether all channels have a multicast address. Collective before the first lease."""
+        if not self.buffers():
+            self._channels = [self._grown(None, Layout()) for _ in self._channels]
+        return all(buffer.multicast for buffer in self.buffers())
+
+    def skip(self) -> None:
+        """Take a turn without a lease: of an op that has the workspace from before."""
+        self._turn += 1
+
+    def _grown(self, old: _Channel | None, layout: Layout) -> _Channel:
+        slots = _doubled(old.slots if old else SMALLEST_SLOTS, layout.slots)
+        nbytes = _doubled(old.nbytes if old else SMALLEST_DATA, layout.nbytes)
+        buffer = self._allocate((HEADER_WORDS + slots) * WORD + nbytes)
+        header = buffer.view(buffer.rank, 0, (HEADER_WORDS,), torch.int64)
+        header[SPIN_LIMIT_WORD] = self._spin_limit
+        return _Channel(buffer, slots, nbytes, [*old.retired, old.buffer] if old else [])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory held on this rank, outgrown buffers included."""
+        held = 0
+        for channel in self._channels:
+            if channel is not None:
+                held += channel.buffer.nbytes + sum(b.nbytes for b in channel.retired)
+        return held
+
+    def buffers(self) -> list[SymmetricBuffer]:
+        """The buffers in use now."""
+        return [channel.buffer for channel in self._channels if channel is not None]
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        self._channels = [None] * len(self._channels)

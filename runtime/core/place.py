@@ -1,0 +1,228 @@
+"""What a place must offer to one rank. The four places differ in this interface and nowhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.local_memory import Array, LocalMemory
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.stream import Event, Outcome, Stream
+
+T = TypeVar("T")
+
+
+class Place(ABC):
+    """Memory, execution and host-side control of one rank of one group.
+
+    Attributes
+    ----------
+    name : "sim", "shm", "hosts", "cuda" or "nvshmem".
+    rank, world_size : this rank within the group.
+    device : where tensors of this rank live.
+    interpreted : True where Triton kernels run in the interpreter.
+    linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
+    virtual : True where ranks share one process and its GPU.
+    direct_access : True where torch operators may read and write a peer's memory at full speed.
+    nodes : which ranks share a node, where not all memory is mapped; None on one node.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    interpreted: bool
+    direct_access: bool
+    linger = 0.0
+    virtual = False
+    calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
+    watcher: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
+    nodes: Nodes | None = None
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Zeroed symmetric memory of ``nbytes`` on every rank. Collective."""
+
+    @abstractmethod
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Host-side all-gather of a small message (at most 64 KiB); ``doing`` names the op in errors.
+
+        Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
+        """
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
+
+        A place may answer for peers that have agreed to the same call before, and check that later.
+        """
+        return self.exchange(call.message, call.op)
+
+    def arrive(self) -> None:
+        """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
+        self.record_current().synchronize()
+
+    def depart(self) -> None:
+        """All ranks have come; the caller's later torch code is after all of theirs."""
+        return
+
+    @abstractmethod
+    def new_engine(self, communicator: Any) -> Engine:
+        """What does the plain collectives of ``communicator``, which is on this place."""
+
+    @abstractmethod
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        """A stream of this rank; ``priority`` asks for precedence over other streams."""
+
+    @abstractmethod
+    def record_current(self) -> Event:
+        """The point after all torch code that the caller has issued so far."""
+
+    @abstractmethod
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        """Let the caller's later torch code run only after ``event``.
+
+        Where torch code runs at once (on a CPU) this blocks; on a GPU it does not.
+        """
+
+    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+        """A future of ``value``, which is there at ``event``; None where a plain one will do."""
+        return None
+
+    @abstractmethod
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        """The place of this rank within the group of ``ranks`` (ranks of this group, in order).
+
+        Called by the members only. ``generation`` tells groups over the same ranks apart.
+        """
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound every later wait of this rank in this group, where waits have a bound of their own."""
+        return
+
+    def trouble(self, doing: str) -> Exception | None:
+        """Why ``doing``, which waits for peers, can never end, if that is known. From any thread."""
+        return None
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Make every wait of every rank of the group end with an error. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and handles back. The place is unusable afterwards. Idempotent."""
+
+    # -- memory that user code shares, and kernels on the caller's current stream ----------------
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
+        raise self._no_user_memory()
+
+    def owns(self, memory: LocalMemory) -> bool:
+        """Whether this rank made ``memory``, in this run."""
+        return False
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        """The parts of every rank's ``memory``, by rank; ``doing`` names the call in errors.
+
+        Collective, with parts of the same sizes on every rank.
+        """
+        raise self._no_user_memory()
+
+    def run_kernel(
+        self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
+    ) -> None:
+        """Run a kernel on the caller's current stream, to its end.
+
+        ``waited_for()`` says which ranks it waits for now. ``timeout`` bounds it, in seconds, where
+        a place has a clock; None is the group's own.
+        """
+        raise self._no_user_memory()
+
+    def _no_user_memory(self) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"interlace.symmetric_memory is for tensors on a CPU, and place {self.name!r} has none; "
+            "use torch.distributed._symmetric_memory there"
+        )
+
+    # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """As ``Engine.send``."""
+        raise self._no_messages()
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """As ``Engine.recv``."""
+        raise self._no_messages()
+
+    def _no_messages(self) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"place {self.name!r} has no send and recv on streams, only collectives"
+        )
+
+    # -- what most places do not need ------------------------------------------------------------
+
+    def program_limit(self) -> int:
+        """How many programs of one persistent kernel may wait for each other: all stay resident."""
+        return 1 << 30
+
+    def poll_limit(self) -> int:
+        """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
+        return 1 << 62
+
+    def new_plans(self, communicator: Any) -> Any:
+        """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
+        return None
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Entered around the launches of one collective op, after all allocation is done."""
+        return nullcontext()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether an op that is called now may run in the caller: nothing is queued before it."""
+        return True
+
+    @property
+    def alone(self) -> bool:
+        """Whether an asynchronous op, too, may run in the caller: there is nobody it would wait for."""
+        return False
+
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run the host part of an op, after those submitted before it.
+
+        Here and now by default: streams make the op asynchronous. A place whose streams run their
+        items at once overrides this with a worker thread.
+        """
+        future: Future[T] = Future()
+        future.set_result(function())
+        return future
+
+    def check(self) -> None:
+        """Raise what the group has failed with, if it has."""
+        return
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        """What call ``number`` failed with after it was enqueued, as far as is known. Never blocks.
+
+        ``completed``: it was seen to have completed before the group failed.
+        """
+        return None
+
+    def settle(self) -> None:
+        """Return once all that this rank has enqueued has ended; raise what it failed with."""
+        return

@@ -1,0 +1,128 @@
+"""Streams and events: the order in which a rank's kernels, copies and signals happen.
+
+A stream runs what it is given one item after another; items of different streams may overlap. This
+is CUDA's model, and every place implements it:
+
+=========  ==============================================================================
+``sim``    a queue; one coroutine per stream takes items and the scheduler interleaves them
+``shm``    items run at once in the calling thread
+``cuda``   a ``torch.cuda.Stream``
+=========  ==============================================================================
+
+An algorithm (the host half of an op) is a sequence of calls on two streams, and so is written once
+for all places.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.runtime.core.launch import KernelLaunch
+    from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+
+
+T = TypeVar("T")
+
+
+class Settled(Future[T]):
+    """A future that is done when it is made. A plain one costs the host ten times as much."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def running(self) -> bool:
+        return False
+
+    def cancel(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        fn(self)
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """True once everything enqueued before the point has finished. Never blocks."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until :meth:`is_completed`."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the host part of an op leaves behind: its result and the point where it is there.
+
+    ``event`` is None where everything has happened when the host part returns. ``source()`` is the
+    rank that a receive has received from.
+    """
+
+    result: Any
+    event: Event | None
+    source: Callable[[], int] | None = None
+
+
+class Stream(ABC):
+    """An ordered queue of work of one rank."""
+
+    @abstractmethod
+    def launch(self, launch: KernelLaunch) -> None:
+        """Run a kernel over its grid."""
+
+    @abstractmethod
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
+        """Copy between equal shapes; either side may be a peer's memory (the copy engine)."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], Any], label: str) -> None:
+        """Run torch code whose kernels belong at this point of the stream."""
+
+    @abstractmethod
+    def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
+        """Release this stream's earlier writes to ``peer``: its ``slot`` gets the op's epoch."""
+
+    @abstractmethod
+    def wait(self, workspace: Workspace, source: int, slot: int) -> None:
+        """Hold the stream until the own ``slot``, published by ``source``, has the op's epoch."""
+
+    @abstractmethod
+    def wait_credits(self, workspace: Workspace) -> None:
+        """Hold the stream until every peer has finished the previous op on this channel."""
+
+    @abstractmethod
+    def finish(self, workspace: Workspace) -> None:
+        """End the op on this rank: give every peer its credit, then advance the epoch."""
+
+    def counted(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """End an op that has no workspace, whose ``programs`` count themselves in ``buffer``."""
+        return
+
+    @abstractmethod
+    def record(self) -> Event:
+        """A point after everything enqueued so far."""
+
+    @abstractmethod
+    def wait_event(self, event: Event) -> None:
+        """Hold the stream until ``event``, which may belong to another stream, has completed."""

@@ -1,0 +1,183 @@
+"""Work: the handle of an op that may still be running."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
+from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Outcome
+
+_ZERO = timedelta(0)
+_making = threading.Lock()  # of torch's futures, which few ask for
+
+
+class Work(TorchWork):
+    """The handle that ``async_op=True`` returns: a ``torch.distributed.Work``, whole.
+
+    The inputs of the op must not change before it has completed. ``outputs`` are the tensors it fills, of
+    any shape. Raises what the op failed with in :meth:`wait` and what waits, not before.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     tensor = torch.ones(2)
+    ...     work = interlace.all_reduce(tensor, async_op=True)
+    ...     work.wait(timeout=60)  # seconds
+    ...     return work.is_completed(), work.exception(), work.result()[0] is tensor
+    >>> interlace.run(on_rank, 2)
+    [(True, None, True), (True, None, True)]
+    """
+
+    def __init__(
+        self,
+        op: str,
+        place: Place,
+        outcome: Future[Outcome] | None,
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``outcome`` is None for an op that has completed; ``outputs`` are the tensors it fills."""
+        super().__init__()
+        self._op = op
+        self._place = place
+        self._outcome = outcome
+        self._outputs = list(outputs)
+        self._future: torch.futures.Future[Any] | None = None
+        self._number = 0 if outcome is None else place.calls
+        self._succeeded = False  # was seen to have completed before the group failed
+
+    def _finished(self, seconds: float | None) -> Outcome | None:
+        """The outcome of the host part, for which this waits; raises what the op failed with."""
+        if self._outcome is None:
+            return None
+        try:
+            return self._outcome.result(seconds)
+        except (TimeoutError, FutureTimeoutError) as error:
+            if self._outcome.done():
+                raise
+            raise CollectiveTimeoutError(
+                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
+            ) from error
+
+    def wait(self, timeout: timedelta | float | None = _ZERO) -> Any:
+        """Order the caller's later work after the op.
+
+        On a GPU the current stream waits and the host goes on at once; on a CPU this blocks.
+        Returns the op's result, or True for an op that works in place, as torch does.
+
+        ``timeout``, in seconds or a timedelta, bounds the blocking of the host in ``shm``; the
+        group's own timeout always does, and in ``sim``, which has no clock, that of the run. Raises
+        what the op failed with, on every later call again.
+        """
+        if self._outcome is None:
+            return True
+        seconds = None
+        if timeout is not _ZERO:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            if seconds is not None and seconds <= 0:
+                seconds = None  # torch: zero means the group's timeout
+        outcome = self._finished(seconds)
+        assert outcome is not None
+        if outcome.event is not None:
+            self._place.hold_current(outcome.event, f"the end of {self._op}")
+        self._place.check()
+        return True if outcome.result is None else outcome.result
+
+    def synchronize(self) -> None:
+        """Order the caller's later work after the op, as ``wait()`` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for the op; on a CPU the same as ``wait()``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once the result is there, or the op has failed. Never blocks."""
+        if self._outcome is None:
+            return True
+        if not self._outcome.done():
+            return False
+        if self.exception() is not None:
+            return True
+        event = self._outcome.result().event
+        if event is not None and not event.is_completed():
+            return False
+        self._succeeded = True
+        return True
+
+    def is_success(self) -> bool:
+        """True once the op has completed without an error. Never blocks."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the op failed with; None while it runs or if it succeeded. Never blocks.
+
+        On a GPU an op fails with its group, unless it was seen to have completed before. If ranks have
+        called different things the op fails as soon as that is known, whatever it has computed.
+        """
+        if self._outcome is None or not self._outcome.done():
+            return None
+        error = self._outcome.exception()
+        if error is None and self._outcome.result().event is not None:
+            return self._place.failure_of(self._number, completed=self._succeeded)
+        return error
+
+    def result(self) -> Any:
+        """What the op gives back, for which this waits: the result of a functional op; the list of
+        tensors it filled for one that works in place."""
+        value = self.wait()
+        return self._outputs if value is True else value
+
+    def source_rank(self) -> int:
+        """The rank, within the group, that a receive received from; waits for the receive.
+
+        Raises ValueError for an op that receives from nobody.
+        """
+        self.wait()
+        source = None if self._outcome is None else self._outcome.result().source
+        if source is None:
+            raise ValueError(f"{self._op} has no source rank: only receives have one")
+        return source()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of tensors that the op fills; of its result for a functional op."""
+        with _making:
+            if self._future is None:
+                self._future = self._ordered_future()
+            if self._future is None:
+                settled: torch.futures.Future[None] = torch.futures.Future()
+                # set_exception() would make a value that only Python takes for an error; what a callback
+                # raises is an error for C++ as well
+                self._future = settled.then(lambda _: self._value())
+                if self._outcome is None:
+                    settled.set_result(None)
+                else:
+                    self._outcome.add_done_callback(lambda _: settled.set_result(None))
+            return self._future
+
+    def _ordered_future(self) -> torch.futures.Future[Any] | None:
+        """One that orders streams, of an op that was enqueued on some."""
+        outcome = self._outcome
+        if outcome is None or not outcome.done() or outcome.exception() is not None:
+            return None
+        event = outcome.result().event
+        return None if event is None else self._place.future_of(event, self._value())
+
+    def _value(self) -> Any:
+        """What the future is of, once the host part has ended; raises what the op failed with."""
+        result = None if self._outcome is None else self._outcome.result().result
+        return self._outputs if result is None else result
+
+    def __repr__(self) -> str:
+        state = "completed" if self.is_completed() else "in progress"
+        return f"<Work {self._op} on rank {self._place.rank}: {state}>"

@@ -1,0 +1,1 @@
+"""The plain collectives on a rank's streams, each call by one of ``algorithms/``."""

@@ -1,0 +1,265 @@
+"""The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
+
+Works in every place of one node, and is what ``sim`` and ``cuda`` use. Two algorithms do nearly all::
+
+    pull      every rank stages what others need in its own workspace and signals; they take it
+    staged    as pull, but what is taken is reduced: ``fold`` over the workspaces, in rank order
+    reduction
+
+================  ======================================  ==================================
+op                a rank stages                           a rank takes
+================  ======================================  ==================================
+all_gather        its input                               every rank's input
+all_to_all        one part per rank                       its part of every rank
+broadcast         the root: the tensor                    all but the root: the root's
+gather            its input                               the root: every rank's
+scatter           the root: one part per rank             its part of the root's
+reduce_scatter    one part per rank                       the reduction of its part
+reduce            its tensor                              the root: the reduction
+all_reduce        its tensor, then its part's reduction   all parts
+================  ======================================  ==================================
+
+Staging costs one copy more than writing into the peers' outputs would, but nobody needs to know where
+those lie. Where lengths differ between ranks a second message tells them, because all ranks must lease
+workspaces of the same size and readers must know the source's layout.
+
+In places whose ranks have no direct access to each other's memory, ``cost.choose_collective`` says which
+ops one Triton kernel does instead: one whose words carry their own flags, for what is small; one that
+pushes, for sums and averages of a dtype that kernels have and for all-gathers; one that lets the switch
+send to all, for large all-gathers. The term ``algorithm`` of a call, if it is not "auto", names it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums, split_rows
+from interlace.runtime.algorithms import plain as algorithms
+from interlace.runtime.algorithms.plain import KERNEL_DTYPES, Staged, Taken
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import bytes_of
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.engines import single_kernel as kernels
+from interlace.runtime.tuning import auto, configuration
+
+PART_ALIGNMENT = 16
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where parts of ``sizes`` bytes begin in a workspace, and the end of the last."""
+    aligned = [-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes]
+    return list(prefix_sums(aligned))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one length are the same memory; empty ones are."""
+    return one.data_ptr() == other.data_ptr()
+
+
+class StreamEngine(Engine):
+    """The collectives of ``communicator``, on its streams and workspaces."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _messages(self, call: Call) -> list[bytes]:
+        return self._communicator.messages(call)
+
+    def _verify(self, call: Call) -> None:
+        """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
+        explicit = configuration.override_key()
+        told = call.with_term("configuration", explicit) if explicit else call
+        told.verify(self._messages(told))
+
+    def _told(self, op: str, mine: Any) -> list[Any]:
+        """Every rank's ``mine``, once all agree on the call."""
+        if self.world_size == 1:
+            return [mine]
+        watcher = self._communicator.place.watcher
+        if watcher is not None:
+            watcher.spoil()  # it may differ the next time
+        payload = pickle.dumps(mine, protocol=5)
+        return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
+
+    def _chosen(
+        self,
+        call: Call,
+        dtype: torch.dtype,
+        elements: int,
+        *,
+        small: int | None = None,
+        reduction: str | None = None,
+    ) -> str:
+        """Which kernel to run, or "copy"; the same on all ranks, as they agree on the call.
+
+        ``small``: bytes of the message, if a low-latency kernel can do the op. ``reduction``: None if it
+        only moves.
+        """
+        place = self._communicator.place
+        algorithm = str(dict(call.terms).get("algorithm", "auto"))
+        supported = dtype in KERNEL_DTYPES and reduction in (None, *kernels.REDUCTIONS)
+        if algorithm == "kernel" and not supported:
+            raise TypeError(
+                f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
+                f'not op "{reduction or "sum"}" of {dtype}'
+            )
+        if algorithm == "multimem" and not place.interpreted and not self._communicator.multicast:
+            raise PlaceUnavailableError(
+                f'{call.op}: algorithm="multimem" needs memory with a multicast address, and this group\'s '
+                f"has none, on rank {self.rank}: its GPUs have no NVLink switch, or ranks share a GPU"
+            )
+        if elements == 0:
+            return "copy"
+        if algorithm != "auto":
+            return algorithm
+        return auto.choose_collective(
+            place,
+            small if reduction is None or supported else None,
+            kernel=supported,
+            multicast=lambda: reduction is None and self._communicator.multicast,
+        )
+
+    def parts(self, call: Call) -> list[Any]:
+        return call.compared(self._messages(call))
+
+    def barrier(self, call: Call) -> Event | None:
+        place = self._communicator.place
+        place.arrive()
+        call.verify(self._messages(call))
+        place.depart()
+        return None
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def _everyone(self) -> list[int]:
+        """All ranks, this one first, then in the order in which they send to it."""
+        order = arrival_order(self.rank, self.world_size, [1] * self.world_size)
+        return [source for source, _ in order]
+
+    def all_gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
+    ) -> Event | None:
+        self._verify(call)
+        elements = sum(output.numel() for output in outputs)
+        equal = all(output.numel() == input.numel() for output in outputs)
+        small = input.nbytes if equal else None
+        chosen = self._chosen(call, input.dtype, elements, small=small)
+        if chosen != "copy":
+            return kernels.all_gather(self._communicator, outputs, input, chosen)
+        return algorithms.all_gather_copy(
+            self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
+        )
+
+    def all_to_all(
+        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        rank = self.rank
+        starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
+        keep = _same(outputs[rank], inputs[rank])
+        staged = [
+            Staged(starts[rank][peer], bytes_of(inputs[peer]), [] if peer == rank else [peer])
+            for peer in owner_order(rank, self.world_size)
+            if not (peer == rank and keep)
+        ]
+        taken = [
+            Taken(source, starts[source][rank], bytes_of(outputs[source]))
+            for source in self._everyone()
+            if not (source == rank and keep)
+        ]
+        nbytes = max(each[-1] for each in starts)
+        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
+        call.verify(self._messages(call))
+        chosen = dict(call.terms).get("algorithm", "auto")
+        if chosen == "auto":
+            place = self._communicator.place
+            chosen = auto.choose_collective(place, tensor.nbytes, kernel=False)
+        if chosen == "low_latency" and tensor.numel():
+            return kernels.broadcast(self._communicator, tensor, root)
+        data = bytes_of(tensor)
+        is_root = self.rank == root
+        staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
+        taken = [] if is_root else [Taken(root, 0, data)]
+        return algorithms.pull(self._communicator, call.op, tensor.nbytes, staged, taken)
+
+    def gather(
+        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        nbytes = max(self._told(call.op, input.nbytes))
+        staged = [Staged(0, bytes_of(input), [] if self.rank == root else [root])]
+        taken: list[Taken] = []
+        if outputs is not None:
+            taken = [
+                Taken(source, 0, bytes_of(outputs[source]))
+                for source in self._everyone()
+                if not (source == root and _same(outputs[root], input))
+            ]
+        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
+
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+    ) -> Event | None:
+        call.verify(self._messages(call))
+        mine = None if inputs is None else [part.nbytes for part in inputs]
+        starts = _starts(self._told(call.op, mine)[root])
+        staged: list[Staged] = []
+        if inputs is not None:
+            staged = [
+                Staged(starts[peer], bytes_of(inputs[peer]), [] if peer == root else [peer])
+                for peer in owner_order(root, self.world_size)
+            ]
+        taken = [Taken(root, starts[self.rank], bytes_of(output))]
+        if inputs is not None and _same(output, inputs[root]):
+            taken = []
+        return algorithms.pull(self._communicator, call.op, starts[-1], staged, taken)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
+        self._verify(call)
+        chosen = self._chosen(call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op)
+        if chosen != "copy":
+            return kernels.all_reduce(self._communicator, tensor, op, chosen)
+        flat = tensor.view(-1)
+        segments = split_rows(flat.numel(), self.world_size)
+        return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+        call.verify(self._messages(call))
+        return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
+
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+    ) -> Event | None:
+        self._verify(call)
+        elements = sum(part.numel() for part in inputs)
+        chosen = self._chosen(call, output.dtype, elements, reduction=op)
+        if chosen != "copy":
+            return kernels.reduce_scatter(self._communicator, output, inputs, op, chosen)
+        flat = [part.view(-1) for part in inputs]
+        return algorithms.reduce_scatter_copy(
+            self._communicator, flat, output.view(-1), reduction=op
+        )
+
+    # -- point to point ------------------------------------------------------------------------
+
+    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        return self._communicator.place.send(tensor, peer, tag)
+
+    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        return self._communicator.place.recv(tensor, peer, tag)

@@ -1,0 +1,236 @@
+"""Exact arithmetic for Triton's interpreter: bf16, fp8 and fp16 give what a compiled kernel gives.
+
+The interpreter keeps bf16 and fp8 tiles as unsigned integers and then computes on those integers,
+so a bf16 sum is silently wrong. Here every operation widens its operands to fp32 (exactly),
+computes, and rounds once to nearest even. That is what the GPU does: fp32 has more than twice the
+digits of these types, so +, -, * and / are as if rounded once from the exact value.
+
+    stored bits --widen--> fp32 numpy --operation--> fp32 or fp64 --narrow--> stored bits
+
+What follows the hardware and not torch: conversions to fp8 saturate (`cvt.satfinite`: 500 becomes
+448 in e4m3 where torch says nan), integers and fp64 round once on the way to bf16 (torch goes
+through fp32), and min, max and clamp return the number when one operand is nan.
+
+What stays a stand-in for the GPU:
+- `tl.dot` multiplies exactly and adds in fp32, but in the order of BLAS and not of the tensor core.
+  fp32 operands are not rounded to tf32.
+- `tl.sum` of bf16, fp16 and fp8 adds in fp32 and rounds once; compiled code rounds every addition.
+- fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here as there.
+
+Nothing of triton is edited: builder methods are shadowed by instance attributes, the two reduction
+classes, which bypass the builder, by a replaced method. Verified on triton 3.6.0 and 3.7.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from interlace.runtime.interpreter.exact_reductions import exact_reduction
+from interlace.runtime.numerics.float_formats import (
+    HALF,
+    STORED_AS_BITS,
+    Array,
+    encode,
+    fused_multiply_add,
+    narrow,
+    widen,
+)
+
+Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for
+UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
+
+
+def _number(handle: Handle) -> Array:
+    return widen(handle.data, handle.dtype.scalar)
+
+
+def _stored(handle: Handle) -> bool:
+    return handle.dtype.scalar.name in STORED_AS_BITS
+
+
+def _refuse(*dtypes: Any) -> None:
+    for dtype in dtypes:
+        if dtype.name in UNSUPPORTED:
+            raise NotImplementedError(f"{dtype} is not available; use tl.float8e4nv or tl.float8e5")
+
+
+def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
+    """Attribute name -> function to set on ``builder`` so that its arithmetic is exact.
+
+    The functions call what ``builder`` has now, so hooks installed before keep working. This does
+    not cover reductions and scans, which bypass the builder: :func:`exact_arithmetic` does.
+    """
+    make, stock = interpreter.TensorHandle, builder
+    stock_binary, stock_unary, stock_cast = stock.binary_op, stock.unary_op, stock.cast_impl
+    stock_fp_to_fp, stock_dot, stock_fma = stock.create_fp_to_fp, stock.create_dot, stock.create_fma
+    stock_rmw, stock_cas = stock.create_atomic_rmw, stock.create_atomic_cas
+    stock_descriptor_load = stock.create_descriptor_load
+    stock_pointer_load = stock.create_tensor_pointer_load
+
+    def like(values: Array, handle: Handle) -> Handle:
+        dtype = handle.dtype.scalar
+        if dtype.name in STORED_AS_BITS:
+            return make(narrow(values, dtype), dtype)
+        return make(values.astype(interpreter._get_np_dtype(dtype)), dtype)
+
+    def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+        # Infinity and nan are results here, not numpy warnings. Set per operation, because every
+        # greenlet has its own context and so its own numpy error state.
+        with np.errstate(all="ignore"):
+            if _stored(lhs) or _stored(rhs):
+                out = op(_number(lhs), _number(rhs))
+                return make(out, tl.int1) if out.dtype == bool else like(out, lhs)
+            result = stock_binary(lhs, rhs, op)
+        # Stock tags a comparison with its operands' type, which a later cast then trusts.
+        return make(result.data, tl.int1) if result.data.dtype == bool else result
+
+    def unary_op(arg: Handle, op: Callable[..., Array]) -> Handle:
+        with np.errstate(all="ignore"):
+            return like(op(_number(arg)), arg) if _stored(arg) else stock_unary(arg, op)
+
+    def cast_impl(src: Handle, dst_type: Any) -> Handle:
+        source, target = src.dtype.scalar, dst_type.scalar
+        _refuse(source, target)
+        with np.errstate(all="ignore"):
+            if target.name in STORED_AS_BITS:
+                return make(narrow(_number(src), target), target)
+            if _stored(src):
+                return make(_number(src).astype(interpreter._get_np_dtype(target)), target)
+            return stock_cast(src, dst_type)
+
+    def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
+        target = dst_type.scalar
+        _refuse(src.dtype.scalar, target)
+        form = HALF if target.name == "fp16" else STORED_AS_BITS.get(target.name)
+        if rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
+            if form is None:
+                return stock_fp_to_fp(src, dst_type, rounding_mode)
+            with np.errstate(all="ignore"):
+                bits = encode(_number(src), form, toward_zero=True)
+            return make(bits.view(interpreter._get_np_dtype(target)), target)
+        return cast_impl(src, dst_type)
+
+    def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> Handle:
+        if not (_stored(a) or _stored(b) or a.dtype.scalar.name == "fp16"):
+            return stock_dot(a, b, d, precision, imprecise)
+        # An fp16 accumulator, too, is rounded once at the end and not at every addition.
+        x, y = _number(a).astype(np.float32), _number(b).astype(np.float32)
+        with np.errstate(all="ignore"):
+            return like(np.matmul(x, y) + d.data.astype(np.float32), d)
+
+    def create_fma(x: Handle, y: Handle, z: Handle) -> Handle:
+        if z.data.dtype == np.float64 or not z.dtype.scalar.is_floating():
+            return stock_fma(x, y, z)
+        with np.errstate(all="ignore"):
+            return like(fused_multiply_add(_number(x), _number(y), _number(z)), z)
+
+    def create_clampf(x: Handle, low: Handle, high: Handle, propagate: Any) -> Handle:
+        number, least, most = _number(x), _number(low), _number(high)
+        with np.errstate(all="ignore"):
+            if propagate == tl.PropagateNan.ALL:
+                return like(np.minimum(np.maximum(number, least), most), x)
+            return like(np.fmin(np.fmax(number, least), most), x)
+
+    def constant(dtype: Any) -> Callable[[float], Handle]:
+        return lambda value: make(narrow(np.array([value], dtype=np.float64), dtype), dtype)
+
+    def nan_padding(ptrs: Handle) -> Handle:
+        dtype = ptrs.get_element_ty()
+        form = STORED_AS_BITS[dtype.name]
+        return make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
+
+    def pads_with_nan(element: Any, padding: Any) -> bool:
+        nan = interpreter._ir.PADDING_OPTION.PAD_NAN
+        return bool(padding == nan and element.name in STORED_AS_BITS)
+
+    def create_descriptor_load(desc: Any, indices: Any, cache: Any, eviction: Any) -> Handle:
+        if not pads_with_nan(desc.base.dtype.element_ty, desc.padding):
+            return stock_descriptor_load(desc, indices, cache, eviction)
+        ptrs, mask = desc.materialize_pointers(indices)
+        mask = make(mask, tl.int1)
+        return builder.create_masked_load(ptrs, mask, nan_padding(ptrs), cache, eviction, False)
+
+    def create_tensor_pointer_load(
+        ptr: Any, boundary_check: Any, padding: Any, cache: Any, eviction: Any, volatile: Any
+    ) -> Handle:
+        if not pads_with_nan(ptr.base.get_element_ty(), padding):
+            return stock_pointer_load(ptr, boundary_check, padding, cache, eviction, volatile)
+        ptrs, mask = ptr.materialize_pointers(boundary_check)
+        mask = make(mask, tl.int1)
+        return builder.create_masked_load(ptrs, mask, nan_padding(ptrs), cache, eviction, volatile)
+
+    def no_atomics(val: Handle) -> None:
+        if _stored(val):
+            raise TypeError(f"no atomics on {val.dtype.scalar} in the interpreter; use fp32")
+
+    def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+        no_atomics(val)
+        return stock_rmw(op, ptr, val, mask, sem, scope)
+
+    def create_atomic_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Handle:
+        no_atomics(val)
+        return stock_cas(ptr, cmp, val, sem, scope)
+
+    return {
+        "binary_op": binary_op,
+        "unary_op": unary_op,
+        "cast_impl": cast_impl,
+        "create_fp_to_fp": create_fp_to_fp,
+        "create_dot": create_dot,
+        "create_fma": create_fma,
+        "create_clampf": create_clampf,
+        "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmin),
+        "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmax),
+        "create_rsqrt": lambda arg: unary_op(arg, lambda x: 1 / np.sqrt(x)),
+        "create_descriptor_load": create_descriptor_load,
+        "create_tensor_pointer_load": create_tensor_pointer_load,
+        "create_atomic_rmw": create_atomic_rmw,
+        "create_atomic_cas": create_atomic_cas,
+        "get_bf16": constant(tl.bfloat16),
+        "get_fp8e4nv": constant(tl.float8e4nv),
+        "get_fp8e5": constant(tl.float8e5),
+    }
+
+
+_depth = 0
+
+
+@contextlib.contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """While entered, interpreted kernels compute exactly. Nests; the outermost exit restores.
+
+    The interpreter has one builder per process, so this concerns every thread of it.
+
+    Example::
+
+        with exact_arithmetic():
+            kernel[grid](x, y)
+    """
+    global _depth
+    _depth += 1
+    try:
+        with contextlib.ExitStack() as restore:
+            if _depth == 1:
+                builder = interpreter.interpreter_builder
+                for name, function in exact_overrides(builder).items():
+                    _set(restore, builder, name, function)
+                for kind in (interpreter.ReduceOps, interpreter.ScanOps):
+                    _set(restore, kind, "apply_impl", exact_reduction(kind.apply_impl))
+            yield
+    finally:
+        _depth -= 1
+
+
+def _set(restore: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and put back or remove the owner's own one on exit."""
+    if name in vars(owner):
+        restore.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        restore.callback(delattr, owner, name)
+    setattr(owner, name, value)

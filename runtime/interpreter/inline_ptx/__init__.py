@@ -1,0 +1,1 @@
+"""Inline PTX for the interpreter: parser, values, one file per kind of instruction."""

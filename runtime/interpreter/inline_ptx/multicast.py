@@ -1,0 +1,34 @@
+"""Multicast addresses where kernels are interpreted: numbers that stand for a place in every rank's memory.
+
+On a GPU the switch knows what a multicast address means; here this table does, for the ``multimem``
+instructions that ``multimem.py`` runs. The numbers lie where no memory of a process is, so that
+whatever else is done with them fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+_SPACING = 1 << 40  # the largest buffer
+_numbers = itertools.count(1 << 16)
+_bases: dict[int, tuple[int, tuple[int, ...]]] = {}  # by number: bytes, and addresses by rank
+
+
+def address_for(owner: object, nbytes: int, bases: Sequence[int]) -> int:
+    """An address for ``nbytes`` at ``bases`` of all ranks; known for as long as ``owner`` lives."""
+    assert nbytes <= _SPACING
+    number = next(_numbers)
+    _bases[number] = nbytes, tuple(bases)
+    weakref.finalize(owner, _bases.pop, number, None)
+    return number * _SPACING
+
+
+def addresses(address: int, nbytes: int) -> list[int]:
+    """Where ``nbytes`` at a multicast address are on every rank, by rank. LookupError if nowhere."""
+    number, offset = divmod(address, _SPACING)
+    size, bases = _bases.get(number, (0, ()))
+    if offset + nbytes > size:
+        raise LookupError
+    return [base + offset for base in bases]

@@ -1,0 +1,217 @@
+"""Inline PTX in the interpreter: the instructions that symmetric-memory kernels synchronise with.
+
+``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it is run
+
+==============================  ==================================================================
+on a tensor of n elements       n times; element i by thread i (``%tid.x``, modulo 128)
+on scalars                      once, by thread 0, which stands for all: side effects happen once
+on scalars, if the text tells   by all 128 threads, as on a GPU: thread i may signal rank i; the
+threads apart, touches memory   results are those of thread 0
+==============================  ==================================================================
+
+Several threads take turns: each runs until it branches back, meets a barrier or ends. So they may wait
+for each other and for whatever their program's other threads have caused, in any order, and a barrier
+is one barrier of the program.
+
+From text to execution::
+
+    inline_ptx_parser      text -> instructions            inline_ptx_syntax: what they are made of
+    inline_ptx_values      operands -> functions           inline_ptx_types:  bits and numbers
+    _arithmetic _moves _memory _atomics _multimem _waits   instruction -> action, by mnemonic
+    inline_ptx_operands    tensors <-> $0, $1, ...         inline_ptx: the threads that run it
+
+A text is built once. An instruction, qualifier or type that is not known is an
+:class:`InlineAssemblyError` that names it, before anything of the text has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
+from interlace.runtime.interpreter.inline_ptx.atomics import ATOMICS
+from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
+from interlace.runtime.interpreter.inline_ptx.moves import MOVES
+from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
+from interlace.runtime.interpreter.inline_ptx.operands import arguments, registers_of, results
+from interlace.runtime.interpreter.inline_ptx.parser import parse
+from interlace.runtime.interpreter.inline_ptx.syntax import (
+    InlineAssemblyError,
+    Instruction,
+    Register,
+)
+from interlace.runtime.interpreter.inline_ptx.values import (
+    OF_THREADS,
+    THREADS,
+    WARP,
+    Action,
+    Builder,
+    Machine,
+    Thread,
+)
+from interlace.runtime.interpreter.inline_ptx.waits import BLOCK_BARRIER, WAITS
+
+__all__ = ["InlineAssembly", "InlineAssemblyError"]
+
+TOUCHING = {**MEMORY, **ATOMICS, **MULTIMEM, **WAITS}
+BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **TOUCHING}
+IDLE_STEPS = 1_000_000
+"""So many instructions in loops that touch no memory are taken for an endless loop."""
+_AGAIN = -3  # a thread has branched back
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One instruction, run unless predicate register ``guard`` (-1: none) differs from ``wanted``."""
+
+    guard: int
+    wanted: int
+    action: Action
+    text: str
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """A built asm text. ``outputs`` and ``inputs`` are its operands."""
+
+    steps: tuple[_Step, ...]
+    outputs: tuple[Register, ...]
+    inputs: tuple[Register, ...]
+    slots: int
+    tells_threads_apart: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _build(asm: str, constraints: str) -> _Statement:
+    outputs, inputs = registers_of(constraints)
+    code = parse(asm, (*outputs, *inputs))
+    steps = [_step(instruction) for instruction in code.instructions]
+    apart = any(name in asm for name in OF_THREADS)
+    effects = any(i.mnemonic in TOUCHING for i in code.instructions)
+    return _Statement(tuple(steps), outputs, inputs, code.slots, apart and effects)
+
+
+def _step(instruction: Instruction) -> _Step:
+    builder = BUILDERS.get(instruction.mnemonic)
+    if builder is None:
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
+    guard = -1 if instruction.guard is None else instruction.guard.slot
+    action = builder(instruction)
+    return _Step(guard, 0 if instruction.negated else 1, action, instruction.text)
+
+
+class _Results:
+    """What Triton asks for after the call."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def get_result(self, index: int) -> Any:
+        return self._handles[index]
+
+
+class InlineAssembly:
+    """``tl.inline_asm_elementwise`` of one session."""
+
+    def __init__(self, builder: Any, hooks: Any) -> None:
+
+        self._hooks = hooks
+        self._machine = Machine(builder, hooks, Atomic)
+
+    def create(
+        self, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
+    ) -> _Results:
+        statement = _build(asm, constraints)
+        shape = values[0].data.shape if values else (1,)
+        groups = arguments(values, shape, pack, statement.inputs, statement.slots, constraints)
+        self._run(statement, groups)
+        return _Results(results(types, shape, pack, statement.outputs, groups, constraints))
+
+    def _run(self, statement: _Statement, groups: list[list[int]]) -> None:
+        machine = self._machine
+        if len(groups) > 1:
+            threads = [Thread(machine, g, i % THREADS, False) for i, g in enumerate(groups)]
+            self._take_turns(statement, threads)
+        elif statement.tells_threads_apart:
+            copies = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
+            threads = [Thread(machine, g, i, False) for i, g in enumerate(copies)]
+            self._take_turns(statement, threads)
+        else:
+            thread = Thread(machine, groups[0], 0, True)
+            for event in _execute(statement, thread):
+                self._pass(thread, event)
+
+    def _pass(self, thread: Thread, event: int) -> None:
+        """What a thread has stopped for does not keep it from going on."""
+        if event == BLOCK_BARRIER:
+            self._hooks.barrier()
+        elif event == _AGAIN and thread.polls_plainly:  # an atomic has given way itself
+            thread.polls_plainly = False
+            self._hooks.pause()
+
+    def _take_turns(self, statement: _Statement, threads: list[Thread]) -> None:
+        running = {thread: _execute(statement, thread) for thread in threads}
+        arrived: dict[Thread, int] = {}
+        while running:
+            for thread in [t for t in running if t not in arrived]:
+                event = next(running[thread], None)
+                if event is None:
+                    del running[thread]
+                elif event == _AGAIN:
+                    self._pass(thread, event)
+                else:
+                    arrived[thread] = event
+            if arrived and not self._meet(list(running), arrived) and len(arrived) == len(running):
+                raise InlineAssemblyError(
+                    "inline PTX: threads of one program wait at bar.sync and bar.warp.sync for "
+                    "each other"
+                )
+
+    def _meet(self, running: list[Thread], arrived: dict[Thread, int]) -> bool:
+        """Let those go on whose whole block or warp is there; whether any may."""
+        met = False
+        for thread in [t for t in running if t in arrived]:
+            barrier = arrived.get(thread)
+            if barrier is None:
+                continue
+            warp = thread.number // WARP
+            whole = barrier == BLOCK_BARRIER
+            members = [t for t in running if whole or t.number // WARP == warp]
+            if all(arrived.get(t) == barrier for t in members):
+                met = True
+                if whole:
+                    self._hooks.barrier()
+                for member in members:
+                    del arrived[member]
+        return met
+
+
+def _execute(statement: _Statement, thread: Thread) -> Iterator[int]:
+    """Run a thread; yields when it branches back and at barriers."""
+    steps, registers = statement.steps, thread.registers
+    index, count = 0, len(statement.steps)
+    while index < count:
+        step = steps[index]
+        if step.guard >= 0 and registers[step.guard] != step.wanted:
+            index += 1
+            continue
+        target = step.action(thread)
+        if target is None:
+            index += 1
+        elif target < 0:
+            index += 1
+            yield target
+        else:
+            if target <= index:
+                thread.idle_steps += index - target + 1
+                if thread.idle_steps > IDLE_STEPS:
+                    raise InlineAssemblyError(
+                        f"inline PTX: a loop without memory accesses has run {IDLE_STEPS} "
+                        f"instructions; it goes back at: {step.text}"
+                    )
+                yield _AGAIN
+            index = target

@@ -1,0 +1,98 @@
+"""The scalar types of PTX: what the bits of a register mean to an instruction.
+
+Registers hold bits without a sign or a format, as Python integers. ``decode`` gives the number that an
+instruction of this type sees in them, ``encode`` the bits of a number, rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from interlace.runtime.numerics.float_formats import HALF, STORED_AS_BITS, encode
+
+_NAN = 0x7FFFFFFF  # what the arithmetic instructions of fp32 give
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """``letter``: "u", "s", "b" (bits, seen as unsigned), "f" or "p". ``memory``: the type as triton
+    has it; ``stored``: as numpy has it in the interpreter; ``raw``: unsigned of the same width."""
+
+    name: str
+    letter: str
+    bits: int
+    memory: Any
+    stored: Any
+    raw: Any
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.bits) - 1
+
+    @property
+    def is_float(self) -> bool:
+        return self.letter == "f"
+
+    def decode(self, bits: int) -> Any:
+        if self.letter == "f":
+            return _number(self.name, bits & self.mask)
+        bits &= self.mask
+        if self.letter == "s" and bits >> (self.bits - 1):
+            return bits - (1 << self.bits)
+        return bits
+
+    def encode(self, value: Any) -> int:
+        if self.letter == "f":
+            return _bits(self.name, float(value))
+        return int(value) & self.mask
+
+
+def _number(name: str, bits: int) -> float:
+    if name == "f32":
+        return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+    if name == "f64":
+        return float(struct.unpack("<d", bits.to_bytes(8, "little"))[0])
+    if name == "f16":
+        return float(struct.unpack("<e", bits.to_bytes(2, "little"))[0])
+    return float(struct.unpack("<f", (bits << 16).to_bytes(4, "little"))[0])
+
+
+def _bits(name: str, value: float) -> int:
+    if name == "f32":
+        if value != value:
+            return _NAN
+        return int.from_bytes(bytes(ctypes.c_float(value)), "little")
+    if name == "f64":
+        return int.from_bytes(struct.pack("<d", value), "little")
+    return int(encode(np.array(value), HALF if name == "f16" else STORED_AS_BITS[name]))
+
+
+def _types() -> dict[str, ScalarType]:
+    named: dict[str, tuple[str, Any, Any]] = {"pred": ("p", tl.int1, np.bool_)}
+    for bits in (8, 16, 32, 64):
+        unsigned = getattr(tl, f"uint{bits}"), f"u{bits // 8}"
+        named |= {f"u{bits}": ("u", *unsigned), f"b{bits}": ("b", *unsigned)}
+        named[f"s{bits}"] = ("s", getattr(tl, f"int{bits}"), f"i{bits // 8}")
+    floats = {"f16": (tl.float16, "f2"), "bf16": (tl.bfloat16, "u2")}
+    floats |= {"f32": (tl.float32, "f4"), "f64": (tl.float64, "f8")}
+    named |= {name: ("f", memory, stored) for name, (memory, stored) in floats.items()}
+    return {
+        name: ScalarType(
+            name, letter, memory.primitive_bitwidth, memory, np.dtype(stored), _unsigned(stored)
+        )
+        for name, (letter, memory, stored) in named.items()
+    }
+
+
+def _unsigned(stored: Any) -> Any:
+    return np.dtype(f"u{np.dtype(stored).itemsize}")
+
+
+TYPES = _types()
+PREDICATE = TYPES["pred"]

@@ -1,0 +1,122 @@
+"""Inline PTX that orders or waits: fences, barriers, sleep, and asynchronous copies.
+
+Asynchronous copies and proxies do not exist in the interpreter, so waiting for the ones and fencing
+between the others is nothing.
+"""
+
+from __future__ import annotations
+
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.interpreter.inline_ptx.atomics import SCOPES
+from interlace.runtime.interpreter.inline_ptx.syntax import Instruction
+from interlace.runtime.interpreter.inline_ptx.types import TYPES
+from interlace.runtime.interpreter.inline_ptx.values import (
+    THREADS,
+    Action,
+    Builder,
+    Thread,
+    adds_to,
+    reader,
+)
+
+BLOCK_BARRIER, WARP_BARRIER = -1, -2
+"""What the action of a barrier returns; the threads meet in ``threads.py``."""
+
+WAITS: dict[str, Builder] = {}
+builds = adds_to(WAITS)
+
+
+@builds("fence", "membar")
+def build_fence(instruction: Instruction) -> Action:
+    if instruction.flag("proxy"):
+        return _nothing
+    if instruction.mnemonic == "membar":
+        sem = "sc"
+        scope = {"cta": "cta", "gl": "gpu", "sys": "sys"}.get(
+            instruction.choose("cta", "gl", "sys") or ""
+        )
+    else:
+        sem = instruction.choose("sc", "acq_rel") or "acq_rel"
+        scope = SCOPES.get(instruction.choose(*SCOPES) or "")
+    instruction.finish(0)
+    if scope is None:
+        raise instruction.error(f"'{instruction.opcode}' needs a scope")
+    within = scope
+
+    def fence(thread: Thread) -> None:
+        thread.machine.hooks.fence(sem, within)
+
+    return fence
+
+
+@builds("bar", "barrier")
+def build_barrier(instruction: Instruction) -> Action:
+    if instruction.flag("warp"):
+        where = WARP_BARRIER
+    else:
+        where = BLOCK_BARRIER
+        instruction.flag("cta")
+        instruction.flag("aligned")
+    if not instruction.flag("sync"):
+        raise instruction.unknown(f"'{instruction.opcode}'", ["bar.sync", "bar.warp.sync"])
+    instruction.finish(*((1,) if where == WARP_BARRIER else (1, 2)))
+    reads = [reader(instruction, operand, TYPES["u32"]) for operand in instruction.operands]
+
+    def barrier(thread: Thread) -> int:
+        if len(reads) == 2 and reads[1](thread) != THREADS:
+            raise instruction.error(
+                f"only barriers of all threads are known, which are taken to be {THREADS}"
+            )
+        return where
+
+    return barrier
+
+
+def _nothing(thread: Thread) -> None:
+    """There is nothing to wait for."""
+
+
+_NOTHING_TO_WAIT_FOR = {
+    "cp": {
+        "async.commit_group": 0,
+        "async.wait_group": 1,
+        "async.wait_all": 0,
+        "async.bulk.commit_group": 0,
+        "async.bulk.wait_group": 1,
+        "async.bulk.wait_group.read": 1,
+    },
+    "griddepcontrol": {"wait": 0, "launch_dependents": 0},
+    "prefetch": {"L1": 1, "L2": 1, "global.L1": 1, "global.L2": 1},
+}
+
+
+@builds(*_NOTHING_TO_WAIT_FOR)
+def build_wait(instruction: Instruction) -> Action:
+    known = _NOTHING_TO_WAIT_FOR[instruction.mnemonic]
+    count = known.get(".".join(instruction.qualifiers))
+    if count is None:
+        names = [f"{instruction.mnemonic}.{rest}" for rest in known]
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", names)
+    instruction.qualifiers.clear()
+    instruction.finish(count)
+    return _nothing
+
+
+@builds("nanosleep")
+def build_sleep(instruction: Instruction) -> Action:
+    instruction.take_type(("u32",))
+    instruction.finish(1)
+    return lambda thread: thread.machine.hooks.pause()
+
+
+@builds("trap")
+def build_trap(instruction: Instruction) -> Action:
+    instruction.finish(0)
+
+    def trap(thread: Thread) -> None:
+        raise InterlaceError(
+            f"inline PTX: the kernel gave up with 'trap'; line {instruction.line}, thread "
+            f"{thread.number} of program {tuple(thread.machine.builder.grid_idx)}"
+        )
+
+    return trap

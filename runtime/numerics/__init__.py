@@ -1,0 +1,1 @@
+"""Numbers: reductions over ranks, activations, float formats as bits."""

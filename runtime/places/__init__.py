@@ -1,0 +1,1 @@
+"""Places: how ranks exist, and how they reach each other's memory."""

@@ -1,0 +1,1 @@
+"""Ranks on GPUs: streams, launches, residency, watchdog, plans; and virtual ranks."""

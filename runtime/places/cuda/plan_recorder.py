@@ -1,0 +1,312 @@
+"""What a call on a GPU enqueues, written down so that it can be enqueued again: see ``plans.py``.
+
+A :class:`Watcher` sees the call go the long way. What it makes of it, a :class:`Plan`, knows memory as "so
+many bytes into argument i" or "into result k", or by address if it lasts as long as the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import Layout, SymmetricBuffer, Workspace, bytes_of
+from interlace.runtime.places.cuda.launch import Prepared
+from interlace.runtime.places.cuda.stream import DeviceStream, programs_of
+
+WHOLE: Any = object()  # the tree of a call that returns its one result
+
+Address = tuple[int, int, int]
+"""0 of an argument, 1 of a result; its index; bytes from its first element."""
+View = tuple[int, int, torch.Size, tuple[int, ...], int]
+"""As :data:`Address`, with shape, strides and offset in elements."""
+
+
+@dataclass
+class Launched:
+    """A kernel with its values, and which of them are addresses that differ from call to call."""
+
+    prepared: Prepared
+    addresses: list[tuple[int, int, int, int]]  # position, and an Address
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """``count`` bytes of a dense argument from byte ``offset`` on, flat."""
+
+    index: int
+    count: int
+    offset: int
+
+
+Part = View | Bytes | torch.Tensor
+
+
+@dataclass
+class Copied:
+    destination: Part
+    source: Part
+
+
+@dataclass
+class Signalled:
+    """A publish, a wait, or a wait for credits by the stream itself: the name of the method, and for what.
+
+    It takes the epoch anew, and is done by a kernel in a graph capture, as the first time it would be.
+    """
+
+    method: str
+    arguments: tuple[int, ...]
+
+    def again(self, stream: DeviceStream, workspace: Workspace) -> None:
+        getattr(stream, self.method)(workspace, *self.arguments)
+
+
+@dataclass
+class Step:
+    """What one ``Communicator.enqueue`` has put on the stream, the finish last.
+
+    Or a kernel that leases no workspace: ``words`` are then its buffer and its programs.
+    """
+
+    workspace: Workspace | None
+    pulled: bool
+    items: list[Launched | Copied | Signalled] = field(default_factory=list)
+    programs: int = 0  # of its kernels, together
+    words: tuple[SymmetricBuffer, int] | None = None
+
+
+@dataclass
+class Plan:
+    """``results``: dtype and shape of each; ``tree``: what the call returns, in views of them."""
+
+    agreed: tuple[Call, list[bytes]] | None
+    steps: list[Step]
+    results: list[tuple[torch.dtype, Sequence[int]]]
+    tree: Any
+
+
+class Watcher:
+    """What a call of a ``kind`` enqueues; ``arguments`` are its tensors.
+
+    ``apart``: how they lie to each other is part of the kind.
+    """
+
+    def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
+        self.kind, self._arguments, self._apart = kind, arguments, apart
+        self._agreed: list[tuple[Call, list[bytes]]] = []
+        self._steps: list[Step] = []
+        self._items: list[list[Any]] = []  # of each step, as they were seen
+        self._open = self._spoilt = False
+
+    def agreed(self, call: Call, answers: list[bytes]) -> None:
+        self._agreed.append((call, answers))
+
+    def begins(self, workspace: Workspace, layout: Layout) -> None:
+        """An ``enqueue`` is about to put its items on the streams."""
+        self._begins(Step(workspace, layout.pulled))
+
+    def begins_words(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """The same for a kernel that leases no workspace."""
+        self._begins(Step(None, False, words=(buffer, programs)))
+
+    def _begins(self, step: Step) -> None:
+        self._steps.append(step)
+        self._items.append([])
+        self._open = True
+
+    def launched(self, stream: DeviceStream, launch: KernelLaunch, prepared: Prepared) -> None:
+        self._note(stream, (launch, prepared))
+
+    def copied(self, stream: DeviceStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._note(stream, (destination, source))
+
+    def signalled(self, stream: DeviceStream, method: str, *arguments: int) -> None:
+        if self._open:  # else it is the wait before the op for the credits of the one before
+            self._note(stream, Signalled(method, arguments))
+
+    def _note(self, stream: DeviceStream, item: Any) -> None:
+        if not self._open or not stream.follows:
+            self._spoilt = True
+        else:
+            self._items[-1].append(item)
+
+    def finished(self) -> None:
+        self._open = False
+
+    def spoil(self) -> None:
+        """Something that cannot be repeated."""
+        self._spoilt = True
+
+    def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
+        """The plan, if all that was seen can be repeated."""
+        if self._spoilt or self._open or not self._steps or len(self._agreed) > 1:
+            return None
+        where = _Where(self._arguments, lasting, apart=self._apart)
+        try:
+            tree = where.tree(result)
+            steps = [
+                replace(step, items=[where.item(each) for each in seen], programs=_programs(seen))
+                for step, seen in zip(self._steps, self._items, strict=True)
+            ]
+        except LookupError:
+            return None
+        agreed = self._agreed[0] if self._agreed else None
+        if where.is_whole(result):
+            return Plan(agreed, steps, [(result.dtype, result.shape)], WHOLE)
+        return Plan(agreed, steps, where.results, tree)
+
+
+def _programs(items: Sequence[Any]) -> int:
+    launches = [item[0] for item in items if isinstance(item, tuple)]
+    return sum(programs_of(each) for each in launches if isinstance(each, KernelLaunch))
+
+
+class _Where:
+    """Which tensor an address belongs to. LookupError for memory that is not there the next time."""
+
+    def __init__(
+        self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool
+    ) -> None:
+        self._arguments, self._apart = arguments, apart
+        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+        self._made: dict[int, int] = {}  # storages of results, by address
+        self.results: list[tuple[torch.dtype, Sequence[int]]] = []
+
+    def tree(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if self._argument(result) is not None:
+                raise LookupError
+            if storage.data_ptr() not in self._made:
+                self._made[storage.data_ptr()] = len(self.results)
+                self.results.append((result.dtype, (storage.nbytes() // result.element_size(),)))
+            index = self._made[storage.data_ptr()]
+            if self.results[index][0] != result.dtype:
+                raise LookupError
+            return _Leaf((1, index, *_form(result)))
+        if isinstance(result, (tuple, list)):
+            return type(result)(self.tree(each) for each in result)
+        if result is None or isinstance(result, bool):
+            return result
+        raise LookupError
+
+    def is_whole(self, result: Any) -> bool:
+        """Whether the call returns one dense tensor, which is all of its storage."""
+        return (
+            isinstance(result, torch.Tensor)
+            and result.is_contiguous()
+            and result.storage_offset() == 0
+            and result.nbytes == result.untyped_storage().nbytes()
+        )
+
+    def item(self, item: Any) -> Launched | Copied | Signalled:
+        if isinstance(item, Signalled):
+            return item
+        first, second = item
+        if isinstance(first, torch.Tensor):
+            return Copied(self._view(first), self._view(second))
+        given = list(first.arguments.values())
+        addresses = [
+            (position, *address)
+            for position, value in enumerate(second.in_order(given))
+            if isinstance(value, torch.Tensor) and (address := self._address(value)) is not None
+        ]
+        return Launched(second, addresses)
+
+    def _argument(self, tensor: torch.Tensor) -> int | None:
+        """Of arguments in one storage the one that begins where ``tensor`` does; there must be one such.
+
+        If it is known how they lie to each other, any that has where it begins.
+        """
+        storage = tensor.untyped_storage().data_ptr()
+        near = [
+            index
+            for index, argument in enumerate(self._arguments)
+            if storage and argument.untyped_storage().data_ptr() == storage
+        ]
+        if len(near) > 1:
+            address = tensor.data_ptr()
+            if self._apart:
+                near = [index for index in near if _has(self._arguments[index], address)][:1]
+            else:
+                near = [index for index in near if self._arguments[index].data_ptr() == address]
+            if len(near) != 1:  # the next time they may lie differently
+                raise LookupError
+        return near[0] if near else None
+
+    def _owner(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """None for what lasts."""
+        index = self._argument(tensor)
+        if index is not None:
+            return 0, index
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self._made:
+            return 1, self._made[storage]
+        if storage in self._lasting:
+            return None
+        raise LookupError
+
+    def _address(self, tensor: torch.Tensor) -> Address | None:
+        owner = self._owner(tensor)
+        if owner is None:
+            return None
+        kind, index = owner
+        base = tensor.untyped_storage().data_ptr()
+        if kind == 0:
+            base = self._arguments[index].data_ptr()
+        return kind, index, tensor.data_ptr() - base
+
+    def _view(self, tensor: torch.Tensor) -> Part:
+        owner = self._owner(tensor)
+        if owner is None:
+            return tensor
+        kind, index = owner
+        shape, strides, offset = _form(tensor)
+        first = 0
+        if kind == 0:
+            argument = self._arguments[index]
+            first = int(argument.storage_offset())
+            dtype, offset = argument.dtype, offset - first
+        else:
+            dtype = self.results[index][0]
+        if dtype != tensor.dtype:
+            if kind or tensor.dtype != torch.uint8 or not self._apart:
+                raise LookupError
+            return Bytes(index, shape[0], offset + first - first * dtype.itemsize)
+        return kind, index, shape, strides, offset
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    view: View
+
+
+def _has(dense: torch.Tensor, address: int) -> bool:
+    return dense.data_ptr() <= address < dense.data_ptr() + max(1, dense.nbytes)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def viewed(view: Part, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
+    if isinstance(view, torch.Tensor):
+        return view
+    if isinstance(view, Bytes):
+        return bytes_of(arguments[view.index].detach())[view.offset : view.offset + view.count]
+    kind, index, shape, strides, offset = view
+    base = results[index] if kind else arguments[index].detach()
+    return base.as_strided(shape, strides, offset + base.storage_offset())
+
+
+def built(tree: Any, results: list[torch.Tensor]) -> Any:
+    if isinstance(tree, _Leaf):
+        return viewed(tree.view, [], results)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(built(each, results) for each in tree)
+    return tree

@@ -1,0 +1,169 @@
+"""The place ``cuda`` with virtual ranks: several ranks of one process share one GPU.
+
+Symmetric memory is one plain allocation per rank; all of them are in one address space, so the kernels
+run as they would between GPUs, publishing and waiting included. Every rank has its own streams.
+
+What keeps it from blocking:
+
+- persistent grids share the SMs, so the kernels of all ranks are resident together (``program_limit``);
+- the launches of one op happen together: ranks first allocate and compile, then meet, then launch, then
+  meet again. No rank does anything that might synchronize the device (an allocation, a module load)
+  while a kernel of another rank polls for a launch that is still to come;
+- every stream gets a hardware queue of its own (``CUDA_DEVICE_MAX_CONNECTIONS``, up to 32): all of one
+  rank's items are enqueued before the next rank's, so in one queue they would wait for what is behind
+  them. Ranks that are processes do not need that.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda.available import gpu_problem
+from interlace.runtime.places.cuda.device_place import DevicePlace
+from interlace.runtime.places.cuda.residency import Residency, residency
+from interlace.runtime.places.cuda.turns import Turns, run_threads
+
+
+class VirtualRankPlace(DevicePlace):
+    """One virtual rank of one group. ``members`` are ranks of the run, in group order."""
+
+    name = "cuda"
+    virtual = True
+
+    def __init__(
+        self,
+        turns: Turns,
+        members: tuple[int, ...],
+        rank: int,
+        key: Any,
+        virtual_ranks: int,
+        poll_seconds: float,
+    ) -> None:
+        super().__init__(rank, len(members), current_device(), poll_seconds=poll_seconds)
+        self._turns = turns
+        self._members = members
+        self._key = key
+        self._virtual_ranks = virtual_ranks
+        self._meetings = 0
+
+    # -- meeting the other ranks ---------------------------------------------------------------
+
+    def _meet(self, bring: Any, doing: str) -> list[Any]:
+        number, self._meetings = self._meetings, self._meetings + 1
+        answers = self._turns.meet((self._key, number), self.rank, self.world_size, bring, doing)
+        self._turns.forget((self._key, number - 2))
+        return answers
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        return self._meet(payload, doing)
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream().synchronize()  # peers may write as soon as they know the address
+        peer_bytes = self._meet(mine, "an allocation of symmetric memory")
+        addresses = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
+        return SymmetricBuffer(self.rank, nbytes, addresses.to(self.device), peer_bytes)
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        members = tuple(self._members[rank] for rank in ranks)
+        return VirtualRankPlace(
+            self._turns,
+            members,
+            ranks.index(self.rank),
+            (self._key, members, generation),
+            self._virtual_ranks,
+            self._poll_seconds,
+        )
+
+    # -- submission ----------------------------------------------------------------------------
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        with super().launching():
+            self._deferred = []
+            try:
+                yield
+                items = self._deferred
+            finally:
+                self._deferred = None
+            self._meet(None, "the launch of an op")
+            for item in items:
+                item()
+            self._meet(None, "the launch of an op")
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """A rank has its share of the GPU, for all its groups."""
+        capacity, known = self.program_limit() + 1, self._turns.residencies
+        return residency(self._members[self.rank], capacity, known)
+
+    def program_limit(self) -> int:
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return max(2, sms // self._virtual_ranks - 1)
+
+    # -- failing -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        super().check()
+        if self._turns.failed is not None:
+            raise InterlaceError(f"rank {self.rank}: the group has failed: {self._turns.failed}")
+
+    def abort(self, reason: str) -> None:
+        self._turns.fail(reason)
+        self.wake_kernels()
+
+
+def run_virtual_ranks(
+    host: Callable[[Place], Any], world_size: int, *, timeout: float
+) -> list[Any]:
+    """Run ``host(place)`` on ``world_size`` virtual ranks of the current GPU; results by rank."""
+    problem = gpu_problem()
+    if problem:
+        raise PlaceUnavailableError(
+            f'place "cuda" cannot be used here: {problem}; use place="sim" or "shm"'
+        )
+    # read when the CUDA context is made; ranks beyond it would share queues and could block
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = torch.cuda.current_device()
+    turns = Turns(world_size, timeout)
+    members = tuple(range(world_size))
+    places: list[VirtualRankPlace] = []
+
+    def main(rank: int) -> Any:
+        torch.cuda.set_device(device)
+        place = VirtualRankPlace(turns, members, rank, "world", world_size, min(timeout, 20.0))
+        places.append(place)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            result = host(place)
+            place.exchange(b"", "the end of the run")
+            place.settle()
+        return result
+
+    with _failing(places):
+        return run_threads(main, world_size, turns)
+
+
+def current_device() -> torch.device:
+    """The GPU that all virtual ranks share."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def _failing(places: list[VirtualRankPlace]) -> Iterator[None]:
+    """On an error, wake every kernel that still polls, and give the GPU back in order."""
+    try:
+        yield
+    except BaseException:
+        for place in places:
+            place.abort("the run failed")
+        torch.cuda.synchronize()
+        raise

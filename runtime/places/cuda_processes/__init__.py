@@ -1,0 +1,1 @@
+"""The place ``cuda`` for one process per rank: symmetric memory, agreement, messages."""

@@ -1,0 +1,368 @@
+"""Agreement of ranks on what they call, without holding the host up once it has been reached.
+
+Where streams make ops asynchronous, a host that waits for its peers at every call loses its head start on
+the GPU. So a call on which all ranks have agreed before is not waited for again: a rank notes what it
+calls where the peers see it, and goes on. That is checked afterwards, at the rank's next calls and by its
+watchdog, and a difference is named as it would have been, on all ranks, and fails the group.
+
+Only what leaves nothing open is taken for granted: calls that are equal on all ranks and have no part of
+the rank's own (``Call.part``), such as the length of a shard, which may differ the next time. Those, and
+every call that a rank makes for the first time, are waited for::
+
+    n-th call      noted (number, digest)      known on this rank    go on, with the answer of last time
+                   with its text               not known, or a part  wait until all have noted their n-th
+
+Nobody waits for a rank that has gone on: its note is there, and its text is known, because it has been
+equal on all ranks once. A call's text is written once: who waited then has kept it. Numbers count all
+calls, so a rank that calls something else, or one more, is found at the first number at which the notes
+differ.
+
+Notes are in memory that the processes of a host share. Ranks of several hosts have none, and wait at
+every call (``Place.exchange`` of the host's place).
+
+The notes of one call are neighbours, on rank 0's board, so that all of them are compared at once with
+what they were the last time: this costs the same for 2 ranks and for 64. A row, in int64 words::
+
+    number of rank 0, 1, ...    digest of rank 0, 1, ...    text of rank 0, 1, ...
+
+``text`` is 0, or 1 + which area of the rank has it, + 2 if the peers keep it. A note is there once its
+number is. Every rank's own board, behind a workspace's header, which an abort writes into::
+
+    0 CHECKED  up to where it has compared all peers' notes
+    16 ...     two areas for texts, used in turn: length, bytes
+    then       on rank 0: the rows of NOTES calls, by number modulo NOTES
+
+A row is written again NOTES calls later, and a rank waits rather than overwrite a note that a peer has
+not compared. An area is written again two texts later: by then everybody has noted the call of the text
+in between, hence has done with the one before.
+
+Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from interlace.kernels.signal import HEADER_WORDS
+from interlace.runtime.core.call import Call, compare
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.memory import WORD
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.one_host.atomics import load_acquire, store_release
+from interlace.runtime.places.one_host.words import ORDERED
+
+NOTES = 256
+LARGEST_TEXT = 64 << 10
+MOST_KEPT = 1024
+AREAS = 2
+STEP = NOTES // 4  # calls between two looks at how far the peers have compared
+GLANCES = 8  # at a row, before the host's place is asked to wait for it
+_CHECKED = HEADER_WORDS
+_TEXTS = HEADER_WORDS + 16
+_AREA_WORDS = 1 + LARGEST_TEXT // WORD
+_ROWS = _TEXTS + AREAS * _AREA_WORDS
+_FIELDS = 3  # of a note
+_word = struct.Struct("=q").pack
+
+
+def board_bytes(world_size: int) -> int:
+    return (_ROWS + NOTES * _FIELDS * world_size) * WORD
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the ranks said the last time that this one said the same; ``row``: the digests, as noted.
+
+    ``settled``: no rank can say anything else without a misuse.
+    """
+
+    digest: int
+    row: bytes
+    answers: list[bytes]
+    settled: bool
+
+
+class Agreement:
+    """One rank's side. Making it is collective; ``host`` is the group's place on the host.
+
+    ``number`` is that of the rank's last call, ``differs`` of the first that was found to be another one
+    than a peer's, 0 if there is none.
+    """
+
+    def __init__(self, host: Place) -> None:
+        self._host: Any = host
+        self._rank, self._world_size = host.rank, host.world_size
+        self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
+        self._boards: list[memoryview] = []
+        if self._peers and host.direct_access:
+            buffer = host.allocate(board_bytes(self._world_size))
+            self._bases = buffer.addresses
+            self._memory = [part.numpy() for part in buffer.peer_bytes]
+            self._bytes = [part.data.cast("B") for part in self._memory]
+            self._boards = [part.cast("q") for part in self._bytes]
+            self._shared, self._row_bytes = self._boards[0], self._bytes[0]
+        self.number = self._texts = 0
+        self._known: dict[bytes, _Known] = {}
+        self._said = {_digest(b""): b""}  # what has been equal on all ranks, by digest
+        self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
+        self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
+        # by number modulo NOTES: what is to be compared with the peers' notes, if anything is
+        self._open: list[tuple[_Known, Call] | None] = [None] * NOTES
+        self._waited = 0  # number of the call whose answers are being waited for
+        self._compared = 0
+        self._room = (
+            STEP  # up to which number no note is overwritten that somebody has not compared
+        )
+        self._problem: Exception | None = None
+        self.differs = 0
+        self._lock = threading.Lock()
+
+    # -- the two ways of a call ----------------------------------------------------------------
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
+        if not self._boards:
+            return list(self._host.exchange(call.message, call.op))
+        message = call.message
+        known = self._known.get(message)
+        if known is None:
+            answers = self._exchange(message, call.op, keep=True)
+            self._learn(call, answers)
+            return answers
+        if not known.settled:
+            return self._asked_again(call, known)
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, call.op)
+        self._open[number % NOTES] = known, call
+        self._note(number, known.digest, 0)
+        return known.answers
+
+    def _asked_again(self, call: Call, known: _Known) -> list[bytes]:
+        """The answers to ``call``, most likely those of last time, for which this waits."""
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, call.op)
+        self._open[number % NOTES] = None
+        self._waited = number
+        self._note(number, known.digest, 0)
+        row = self._expected(number, known)
+        for _ in range(GLANCES):
+            if self._row(number) == row:
+                self._waited = 0
+                return known.answers
+        answers = self._answers(number, call.message, known.digest, call.op)
+        if answers == known.answers:
+            return known.answers
+        self._learn(call, answers)
+        return answers
+
+    def _learn(self, call: Call, answers: list[bytes]) -> None:
+        """Remember what the ranks say when this one makes ``call``."""
+        digest = self._digests.get(call.message)
+        if digest is None:
+            return
+        same = all(answer == call.message for answer in answers)
+        digests = [digest] * self._world_size
+        if not same:
+            digests = [_digest(answer) for answer in answers]
+        row = struct.pack(f"={self._world_size}q", *digests)
+        settled = same and call.part is None
+        if settled:
+            self._said[digest] = call.message
+        self._known[call.message] = _Known(digest, row, answers, settled)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
+        if not self._boards:
+            return list(self._host.exchange(payload, doing))
+        return self._exchange(payload, doing, keep=False)
+
+    def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
+        """``keep``: the same is likely to be said again."""
+        if len(payload) > LARGEST_TEXT:
+            raise ValueError(
+                f"rank {self._rank}: payload of {doing} has {len(payload)} bytes, an exchange takes at "
+                f"most {LARGEST_TEXT}"
+            )
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, doing)
+        self._open[number % NOTES] = None
+        digest, area = self._digests.get(payload), 0
+        if digest is None:
+            digest, keep = _digest(payload), keep and len(self._digests) < MOST_KEPT
+            if keep:
+                self._digests[payload] = digest
+            area = self._written(payload) + AREAS * keep if payload else 0
+        self._waited = number
+        self._note(number, digest, area)
+        return self._answers(number, payload, digest, doing)
+
+    def _answers(self, number: int, payload: bytes, digest: int, doing: str) -> list[bytes]:
+        """What all ranks have noted under ``number``, once they have; this one: ``payload``."""
+        answers = [payload] * self._world_size
+        for peer in self._peers:
+            if not self._noted(number, peer):
+                self._host.wait_until(
+                    lambda peer=peer: self._noted(number, peer),
+                    doing,
+                    (peer,),
+                )
+            theirs, area = self._note_of(number, peer)
+            if theirs != digest:
+                answers[peer] = self._text(peer, theirs, area, number)
+            if area > AREAS:
+                self._heard[peer][theirs] = answers[peer]
+        self._waited = 0
+        return answers
+
+    # -- notes ---------------------------------------------------------------------------------
+
+    def _at(self, number: int) -> int:
+        """The first word of the row of a call, on rank 0's board."""
+        return _ROWS + number % NOTES * _FIELDS * self._world_size
+
+    def _note(self, number: int, digest: int, area: int) -> None:
+        """Note the next call; what precedes this is seen by who sees the number."""
+        size, shared = self._world_size, self._shared
+        at = _ROWS + number % NOTES * _FIELDS * size + self._rank
+        shared[at + size] = digest
+        shared[at + 2 * size] = area
+        if ORDERED:
+            shared[at] = number
+        else:
+            store_release(self._bases[0] + at * WORD, number)
+        self.number = number
+
+    def _noted(self, number: int, peer: int) -> bool:
+        at = self._at(number) + peer
+        if ORDERED:
+            return self._shared[at] >= number
+        return load_acquire(self._bases[0] + at * WORD) >= number
+
+    def _note_of(self, number: int, peer: int) -> tuple[int, int]:
+        """Digest and area."""
+        at, size = self._at(number) + peer, self._world_size
+        assert self._shared[at] == number, (peer, number, self._shared[at])
+        return self._shared[at + size], self._shared[at + 2 * size]
+
+    def _row(self, number: int) -> memoryview:
+        """Numbers and digests of all ranks. What equals the expected ones was noted for this number."""
+        size = self._world_size
+        at = (_ROWS + number % NOTES * _FIELDS * size) * WORD
+        return self._row_bytes[at : at + 2 * WORD * size]
+
+    def _expected(self, number: int, known: _Known) -> bytes:
+        return _word(number) * self._world_size + known.row
+
+    def _written(self, text: bytes) -> int:
+        """1 + the area that has ``text`` from now on."""
+        area = self._texts % AREAS
+        self._texts += 1
+        first = _TEXTS + area * _AREA_WORDS
+        self._boards[self._rank][first] = len(text)
+        at = (first + 1) * WORD
+        self._bytes[self._rank][at : at + len(text)] = text
+        return 1 + area
+
+    def _make_room(self, number: int, doing: str) -> None:
+        self.mismatch()  # lets the peers go on
+        oldest = number - NOTES
+        for peer in self._peers:
+            if self._word(peer, _CHECKED) < oldest:
+                self._host.wait_until(
+                    lambda peer=peer: self._word(peer, _CHECKED) >= oldest,
+                    doing,
+                    (peer,),
+                )
+        if self.mismatch() is None and self._compared < oldest:
+            self._host.wait_until(
+                lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
+            )
+        compared = [self._word(peer, _CHECKED) for peer in self._peers]
+        if self._problem is None:
+            compared.append(self._compared)
+        self._room = min(NOTES + min(compared), number + STEP)
+
+    def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
+        """What ``peer`` noted under ``number``."""
+        if area:
+            first = _TEXTS + (area - 1) % AREAS * _AREA_WORDS
+            at, length = (first + 1) * WORD, self._boards[peer][first]
+            text = self._bytes[peer][at : at + length].tobytes()
+            if _digest(text) == digest:
+                return text
+        for known in (self._said, self._heard[peer]):
+            if digest in known:
+                return known[digest]
+        raise InterlaceError(
+            f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
+            f"than that of rank {self._rank}"
+        )
+
+    def _word(self, peer: int, index: int) -> int:
+        if ORDERED:
+            return self._boards[peer][index]
+        return load_acquire(self._bases[peer] + index * WORD)
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def mismatch(self) -> Exception | None:
+        """Compare what the peers have noted since the last time. From any thread; never waits."""
+        if self._compared == self.number or not self._boards:
+            return self._problem
+        with self._lock:
+            before = number = self._compared
+            while number < self.number and self._problem is None:
+                entry = self._open[(number + 1) % NOTES]
+                if entry is None:
+                    if number + 1 == self._waited:
+                        break  # the notes have not been read
+                elif self._row(number + 1) != self._expected(
+                    number + 1, entry[0]
+                ) and not self._equal(number + 1, *entry):
+                    break
+                number += 1
+            if number > before:
+                self._compared = number
+                self._release(_CHECKED, number)
+        return self._problem
+
+    def _equal(self, number: int, known: _Known, call: Call) -> bool:
+        """Whether all peers have noted ``call`` under ``number``; if one has noted another, says so."""
+        ready = True
+        for peer in self._peers:
+            if not self._noted(number, peer):
+                ready = False
+            elif self._note_of(number, peer)[0] != known.digest:
+                self.differs, self._problem = number, self._difference(peer, call, number)
+                return False
+        return ready
+
+    def _release(self, index: int, value: int) -> None:
+        if ORDERED:
+            self._boards[self._rank][index] = value
+        else:
+            store_release(self._bases[self._rank] + index * WORD, value)
+
+    def _difference(self, peer: int, call: Call, number: int) -> Exception:
+        """The error that an exchange would have raised."""
+        messages = [call.message] * self._world_size
+        try:
+            for other in self._peers:
+                if other == peer or self._noted(number, other):
+                    digest, area = self._note_of(number, other)
+                    messages[other] = self._text(other, digest, area, number)
+            compare(messages)
+        except Exception as error:
+            return error
+        return InterlaceError(f"rank {self._rank}: call {number} of rank {peer} differs")
+
+
+def _digest(message: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,125 @@
+"""Symmetric memory of processes on one host by CUDA IPC, through CuPy, where torch's allocator refuses.
+
+``cudaMalloc`` on every rank, a 64-byte handle per allocation to all peers, ``cudaIpcOpenMemHandle`` there.
+It works without the virtual memory API and with several ranks on one GPU, and has no multicast.
+
+An allocation must not be freed while a peer has it open. So a group has a board in memory of the host, on
+which a rank notes that it has closed what it had opened; what a rank allocated waits for the notes of all
+peers, and is looked at again whenever memory is made or given back. What a rank that was killed had open
+stays until this process ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import WORD, SymmetricBuffer
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda_processes.memory import Exchange, agreed, together, value
+
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+HANDLE_BYTES = 64
+
+_given_up: list[_Exported] = []
+
+
+def cupy() -> Any:
+    """The module CuPy; PlaceUnavailableError where it is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise PlaceUnavailableError(
+            "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
+        ) from error
+    return cupy
+
+
+def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor of ``nbytes`` at ``address``, said to be on ``device``, which owns nothing.
+
+    A peer's memory counts as being on the own GPU, as torch's handles have it: copies then run on the own
+    GPU's streams.
+    """
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage = make(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+class _Exported:
+    """Memory of this rank that peers have open, until ``board`` says that they have closed it."""
+
+    def __init__(self, address: int, device: int) -> None:
+        self.address, self.device = address, device
+        self.board: list[memoryview] = []
+
+    def free_if_closed(self) -> bool:
+        if not all(words[0] for words in self.board):
+            return False
+        module = cupy()
+        with module.cuda.Device(self.device):
+            module.cuda.runtime.free(self.address)
+        return True
+
+
+def sweep() -> None:
+    """Free what was given up and no peer has open any more."""
+    _given_up[:] = [each for each in _given_up if not each.free_if_closed()]
+
+
+class IpcMemory:
+    """Symmetric memory of one group by CUDA IPC. Making it is collective; ``host`` is the group's place."""
+
+    kind = "CUDA IPC"
+
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, exchange: Exchange, host: Place
+    ) -> None:
+        self._rank, self._world_size, self._exchange = rank, world_size, exchange
+        self._device, self._index = device, device.index or 0
+        self._exported: list[_Exported] = []
+        self._opened: list[int] = []
+        board = host.allocate(WORD)  # smaller than a header: an abort writes nothing there
+        self._memory = [part.numpy() for part in board.peer_bytes]
+        self._board = [part.data.cast("B").cast("q") for part in self._memory]
+
+    def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
+        """As ``TorchMemory.allocate``."""
+        sweep()
+        addresses = [0] * self._world_size
+        with together(self._exchange):
+            module = cupy()
+            runtime = module.cuda.runtime
+            with module.cuda.Device(self._index):
+                own = _Exported(runtime.malloc(nbytes), self._index)
+                self._exported.append(own)
+                runtime.memset(own.address, 0, nbytes)
+                runtime.deviceSynchronize()  # peers may write once they have met
+                handles = agreed(self._exchange, value(runtime.ipcGetMemHandle(own.address)))
+                for rank, handle in enumerate(handles):
+                    if rank == self._rank:
+                        addresses[rank] = own.address
+                    else:
+                        addresses[rank] = runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS)
+                        self._opened.append(addresses[rank])
+        parts = [tensor_over(address, nbytes, self._device) for address in addresses]
+        table = torch.tensor(addresses, dtype=torch.int64).to(self._device)
+        return SymmetricBuffer(self._rank, nbytes, table, parts)
+
+    def close(self) -> None:
+        """Close what is open, and give up the own memory. Waits for the GPU. Idempotent."""
+        if not self._board:
+            return
+        module = cupy()
+        with module.cuda.Device(self._index):
+            module.cuda.runtime.deviceSynchronize()
+            for address in self._opened:
+                module.cuda.runtime.ipcCloseMemHandle(address)
+        self._board[self._rank][0] = 1
+        for exported in self._exported:
+            exported.board = self._board
+        _given_up.extend(self._exported)
+        self._exported, self._opened, self._board = [], [], []
+        sweep()

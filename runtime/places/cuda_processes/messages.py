@@ -1,0 +1,75 @@
+"""Messages between two ranks on GPUs that are processes: through the memory of their hosts.
+
+A copy off the GPU, the message as the host's place moves it, a copy back. Right for every tag and order,
+also from whoever sends first; not fast, and the sender's host waits for its GPU. The receiver's does not:
+its ``Work.wait()`` waits for the message, as that cannot be enqueued, and then only orders the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Event, Outcome
+
+Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
+
+
+class _Brought(Future[Outcome]):
+    """Done when ``inner``, a transfer on the host, is done and ``then`` has followed it.
+
+    Who asks for ``inner`` moves the messages, so whoever asks for this one asks for ``inner`` first.
+    """
+
+    def __init__(self, inner: Future[Outcome], then: Callable[[Outcome], Outcome]) -> None:
+        super().__init__()
+        self._inner, self._then = inner, then
+        inner.add_done_callback(self._follow)
+
+    def _follow(self, inner: Future[Outcome]) -> None:
+        try:
+            outcome = self._then(inner.result())
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(outcome)
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        self._inner.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._inner.exception(timeout)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        self._inner.done()
+        return super().done()
+
+
+class HostMessages:
+    """Sends and receives of one rank. ``bring(to, source)`` copies on the GPU's side; its end.
+
+    ``engine`` is that of the host's place. Tensors on the GPU may be used again when a send returns.
+    """
+
+    def __init__(self, engine: Engine, bring: Bring) -> None:
+        self._engine, self._bring = engine, bring
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """As ``Engine.send``; waits for what makes ``tensor``."""
+        return self._engine.send(Call("send"), tensor.detach().to("cpu", copy=True), peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """As ``Engine.recv``."""
+        arrived: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        def then(outcome: Outcome) -> Outcome:
+            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
+
+        return _Brought(self._engine.recv(Call("recv"), arrived, peer, tag), then)

@@ -1,0 +1,84 @@
+"""The place ``cuda`` for processes, one per rank, on the GPUs of one node; also several on one GPU.
+
+====================  ==============================================================================
+``memory.py``    symmetric memory from torch: peer mappings, and multicast where there is any
+``ipc.py``       from CUDA IPC, where torch's allocator refuses on some rank
+====================  ==============================================================================
+
+Ranks on one GPU take turns on it, a time slice each, for each is a process: right, and slow.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda_processes.ipc import IpcMemory
+from interlace.runtime.places.cuda_processes.memory import MemoryRefused, TorchMemory
+from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
+
+
+class CudaPlace(DeviceProcessPlace):
+    """One rank on one GPU, whose peers' memory is mapped; see :class:`DeviceProcessPlace`."""
+
+    name = "cuda"
+
+    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(host, device, timeout=timeout)
+        self._memory: TorchMemory | IpcMemory | None = None
+        self._overlapping = False
+
+    @property
+    def memory_kind(self) -> str:
+        """What the group's symmetric memory is made by; "" before there is any."""
+        return "" if self._memory is None else self._memory.kind
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        if self.world_size == 1:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            table = torch.tensor([memory.data_ptr()], dtype=torch.int64)
+            return SymmetricBuffer(0, nbytes, table.to(self.device), [memory])
+        if self._memory is not None:
+            return self._memory.allocate(nbytes, overlapping=self._overlapping)
+        return self._first(nbytes)
+
+    def _first(self, nbytes: int) -> SymmetricBuffer:
+        """The group's first memory decides its kind: the first that all ranks can have."""
+        properties = torch.cuda.get_device_properties(self.device)
+        name = str(getattr(properties, "uuid", self.device))
+        names = self.exchange(name.encode(), "an allocation of symmetric memory")
+        self._overlapping = len(set(names)) < self.world_size
+        reasons = []
+        for make in (self._by_torch, self._by_ipc):
+            if make == self._by_ipc and not self.host.direct_access:
+                break  # of several hosts
+            memory = make()
+            try:
+                buffer = memory.allocate(nbytes, overlapping=self._overlapping)
+            except MemoryRefused as error:
+                memory.close()
+                reasons.append(f"{memory.kind}: {error}")
+                continue
+            self._memory = memory
+            return buffer
+        raise PlaceUnavailableError(
+            f"rank {self.rank}: the group's GPUs cannot share memory; {'; '.join(reasons)}"
+        )
+
+    def _by_torch(self) -> TorchMemory:
+        return TorchMemory(
+            self.rank, self.world_size, self.device, self.exchange, seconds=self.timeout
+        )
+
+    def _by_ipc(self) -> IpcMemory:
+        return IpcMemory(self.rank, self.world_size, self.device, self.exchange, self.host)
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._stop_watching()
+            self._buffers.clear()
+            memory.close()
+        super().close()

@@ -1,0 +1,185 @@
+"""Ranks on GPUs that are processes, one per rank: how they meet, agree, and learn of each other's end.
+
+All that concerns the host is done by a place of the host's own, ``host``: ``shm`` where one host has all
+ranks, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
+live, and carries an abort. The GPU's part is here: agreement that does not hold the host up
+(``agreement.py``), a watchdog for what happens on the device, and closing both in order.
+
+Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS: what one rank enqueues is in an order in which every
+item waits only for items that every rank enqueues before it, so one hardware queue will do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import time
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.places.cuda.device_place import DevicePlace
+from interlace.runtime.places.cuda.plans import Plans
+from interlace.runtime.places.cuda.stream import DeviceEvent, Point
+from interlace.runtime.places.cuda.watchdog import StreamWaits, Watchdog
+from interlace.runtime.places.cuda_processes.agreement import Agreement
+from interlace.runtime.places.cuda_processes.messages import HostMessages
+
+_places: weakref.WeakSet[DeviceProcessPlace] = weakref.WeakSet()
+
+
+class DeviceProcessPlace(DevicePlace):
+    """One rank of a group of processes on GPUs. ``host`` is its place on the host, and closed with it.
+
+    ``timeout``, in seconds, bounds every wait on the device; those on the host have ``host``'s own bound.
+    """
+
+    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(host.rank, host.world_size, device, poll_seconds=timeout)
+        self.host = host
+        self.timeout = timeout
+        self._agreement = Agreement(host)
+        self._watchdog: Watchdog | None = None
+        self._closed = False
+        _places.add(self)
+
+    # -- meeting the other ranks ---------------------------------------------------------------
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        return self._agreement.exchange(payload, doing)
+
+    def agree(self, call: Call) -> list[bytes]:
+        self._check_calls()
+        return self._agreement.agree(call)
+
+    def agree_again(self, call: Call) -> list[bytes]:
+        return self._agreement.agree(call)
+
+    @property
+    def calls(self) -> int:  # type: ignore[override]
+        return self._agreement.number
+
+    def _check_calls(self) -> None:
+        """Raise if ranks have called different things, as far as they have noted it."""
+        problem = self._agreement.mismatch()
+        if problem is not None:
+            self.fail(problem)
+            raise problem
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        place = type(self)(self.host.subgroup(ranks, generation), self.device, timeout=self.timeout)
+        place.high_priority = self.high_priority
+        return place
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = self._poll_seconds = seconds
+        self.host.set_timeout(seconds)
+        if self._watchdog is not None:
+            self._watchdog.timeout = seconds
+
+    def new_plans(self, communicator: Any) -> Any:
+        return Plans(communicator, self)
+
+    @functools.cached_property
+    def _messages(self) -> HostMessages:
+        return HostMessages(self.host.new_engine(None), self._bring)
+
+    def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copy to the GPU, on a stream of the group's that waits for nothing; from any thread."""
+        side = self.side_stream()
+        with torch.cuda.stream(side):
+            to.copy_(source)
+            event = DeviceEvent()
+            event.points, event.submitted = [Point((int(side.cuda_stream), 0))], True
+            event.points[0].record()
+        return event
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        return self._messages.send(tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        # what was enqueued on the tensor's memory so far comes before the message
+        self.side_stream().wait_stream(torch.cuda.current_stream())
+        return self._messages.recv(tensor, peer, tag)
+
+    # -- signals of streams --------------------------------------------------------------------
+
+    def waits_for(self, workspace: Workspace) -> StreamWaits | None:
+        words, epoch = self.words_for(workspace)
+        if words is None:
+            return None
+        return StreamWaits(self._watched().ledger, words, workspace, epoch)
+
+    def finished(self, workspace: Workspace) -> None:
+        super().finished(workspace)
+        self._watched().look_after()
+
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        super().counts(buffer, programs)
+        self._watched().look_after()
+
+    def _watched(self) -> Watchdog:
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self, self.timeout)
+        return self._watchdog
+
+    # -- failing and ending --------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._check_calls()
+        self.host.check()
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        problem = self._agreement.mismatch()
+        if problem is not None:
+            self.fail(problem)
+            if number < self._agreement.differs:
+                return None if completed else self.failure
+            return problem
+        return super().failure_of(number, completed=completed)
+
+    def trouble(self, doing: str) -> Exception | None:
+        if self.failure is not None:
+            return self.failure
+        return self._agreement.mismatch() or self.host.trouble(doing)
+
+    def abort(self, reason: str) -> None:
+        """As ``Place.abort``; on this rank's GPU and its peers' every wait in a kernel ends, too.
+
+        Waits of streams end when nobody can be harmed by what follows (``Watchdog.let_go``).
+        """
+        self.host.abort(reason)
+        self.wake_kernels()
+        if self._watchdog is not None and self._stream_words() is not None:
+            self._watchdog.let_go(self, time.monotonic())
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def close(self) -> None:
+        """Leave the group; symmetric memory goes back with the last tensor over it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_watching()
+        super().close()
+        self.host.linger = self.linger
+        self.host.close()
+
+
+def _at_exit() -> None:
+    """A thread that uses CUDA must not come back into an interpreter that is gone."""
+    for place in list(_places):
+        place._stop_watching()
+
+
+atexit.register(_at_exit)

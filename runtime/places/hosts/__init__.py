@@ -1,0 +1,1 @@
+"""The place ``hosts``: processes on several hosts, gloo between them."""

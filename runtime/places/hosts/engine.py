@@ -1,0 +1,325 @@
+"""The collectives of processes on several hosts: shared memory within a host, gloo between hosts.
+
+Between hosts bytes are dear, so each crosses to another host once, and every rank carries its share.
+Legend: H hosts; rank (h, l) is the l-th of the L_h ranks of host h; its *twin* on host k is
+(k, l mod L_k), which is (k, l) where hosts have equally many ranks.
+
+==================  ================================================================================
+broadcast           root sends to its twins; each host broadcasts
+all_gather          all send to their twins; each host gathers, once for the ranks of each host
+gather, scatter     between root and the ranks of other hosts directly; within root's host as ever
+all_to_all          directly between hosts, as ever within
+reduce_scatter      each host reduces, once for the ranks of each host; rank l has the result for its
+                    twin and sends it; what arrives is put together in the order of hosts
+all_reduce          reduce_scatter of W segments, all_gather of the results; small ones at the hosts'
+                    first ranks: one step between hosts instead of two
+reduce              each host reduces; its first rank sends the result to root
+send, recv          ``transfers.py``
+==================  ================================================================================
+
+"Once for the ranks of each host" is a round within the host: in round k of an all_gather rank l shares
+what it has received of host k. Where host k has more ranks than this one there are several.
+
+Before that the calls of all ranks are compared; so within a host the engine is given calls of our own,
+which agree by construction. Reductions: ``partials.py``.
+
+Rejected: an all-reduce of gloo between hosts. It knows few dtypes, rounds halves at every step, and its
+order of summation is its own. Gathering at one rank per host: the others' cores and links would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.places.hosts.host_map import HostMap
+from interlace.runtime.places.hosts.links import HostLinks, Part
+from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.hosts.transfers import HostTransfers
+
+SMALL_BYTES = 1 << 16
+_MOST_CALLS = 256
+
+
+class HostsEngine(Engine):
+    """The engine of one rank of a group on several hosts. One op at a time.
+
+    ``local()`` is the engine of this host's ranks. ``exchange(payload, doing)`` brings everyone's
+    message to all; ``guarded(doing)`` is entered around what moves bytes, and fails the group on error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: HostMap,
+        local: Callable[[], Engine],
+        links: HostLinks,
+        transfers: HostTransfers,
+        exchange: Callable[[bytes, str], list[bytes]],
+        guarded: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.rank, self.world_size = rank, sum(map(len, hosts.hosts))
+        self._hosts = hosts.hosts
+        self._host = hosts.index(rank)
+        self._mine = hosts.hosts[self._host]
+        self._index = self._mine.index(rank)
+        self._others = [ranks for ranks in self._hosts if ranks is not self._mine]
+        self._local, self._links, self._transfers = local, links, transfers
+        self._exchange, self._guarded = exchange, guarded
+        self._calls: dict[Any, Call] = {}
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _verify(self, call: Call) -> None:
+        call.verify(self._exchange(call.message, call.op))
+
+    def barrier(self, call: Call) -> Event | None:
+        self._verify(call)
+        return None
+
+    def parts(self, call: Call) -> list[Any]:
+        return call.compared(self._exchange(call.message, call.op))
+
+    def _within(self, op: str, *key: Any) -> Call:
+        """The call for a step within the host; ``key`` is all that it depends on."""
+        call = self._calls.get((op, key))
+        if call is None:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            call = Call(f"{op} within the host", (("its share", repr(key)),))
+            self._calls[op, key] = call
+        return call
+
+    # -- where things go -----------------------------------------------------------------------
+
+    def _twin(self, rank_index: int, ranks: Sequence[int]) -> int:
+        return ranks[rank_index % len(ranks)]
+
+    def _rounds(self, ranks: Sequence[int]) -> list[list[int | None]]:
+        """The ranks of a host dealt to those of this one: in each round at most one for each."""
+        count = len(self._mine)
+        dealt: list[list[int | None]] = []
+        for start in range(0, len(ranks), count):
+            some: list[int | None] = list(ranks[start : start + count])
+            dealt.append(some + [None] * (count - len(some)))
+        return dealt
+
+    def _dealt(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Of the ranks of another host, those whose twin on this host is this rank."""
+        return ranks[self._index :: len(self._mine)]
+
+    def _wait(self, event: Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def all_gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
+    ) -> Event | None:
+        self._verify(call)
+        with self._guarded(call.op):
+            self._gather(call.op, outputs, input)
+        return None
+
+    def _gather(self, op: str, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+        sends = [(self._twin(self._index, ranks), input) for ranks in self._others]
+        receives = [
+            (source, outputs[source]) for ranks in self._others for source in self._dealt(ranks)
+        ]
+        self._links.swap(sends, receives, op)
+        if len(self._mine) == 1:
+            _copy(outputs[self.rank], input)
+            return
+        nothing = input.new_empty(0)
+        for ranks in self._hosts:
+            for sources in self._rounds(ranks):
+                parts = [nothing if source is None else outputs[source] for source in sources]
+                own = input if ranks is self._mine else parts[self._index]
+                self._wait(self._local().all_gather(self._within(op), parts, own))
+
+    def all_to_all(
+        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Event | None:
+        self._verify(call)
+        with self._guarded(call.op):
+            far = [rank for ranks in self._others for rank in ranks]
+            sends, receives = [(r, inputs[r]) for r in far], [(r, outputs[r]) for r in far]
+            self._links.swap(sends, receives, call.op)
+            near_outputs, near_inputs = self._near(outputs), self._near(inputs)
+            self._wait(self._local().all_to_all(self._within(call.op), near_outputs, near_inputs))
+        return None
+
+    def _near(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[rank] for rank in self._mine]
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
+        self._verify(call)
+        with self._guarded(call.op):
+            self._broadcast(call.op, tensor, root)
+        return None
+
+    def _broadcast(self, op: str, tensor: torch.Tensor, root: int) -> None:
+        home = next(ranks for ranks in self._hosts if root in ranks)
+        place = home.index(root)
+        source = self._twin(place, self._mine)
+        if self.rank == root:
+            sends = [(self._twin(place, ranks), tensor) for ranks in self._others]
+            self._links.swap(sends, [], op)
+        elif self.rank == source:
+            self._links.swap([], [(root, tensor)], op)
+        if len(self._mine) > 1:
+            local_root = self._mine.index(source)
+            self._wait(self._local().broadcast(self._within(op), tensor, local_root))
+
+    def gather(
+        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+    ) -> Event | None:
+        self._verify(call)
+        with self._guarded(call.op):
+            if root not in self._mine:
+                self._links.swap([(root, input)], [], call.op)
+                return None
+            near = None
+            if outputs is not None:
+                receives = [(r, outputs[r]) for ranks in self._others for r in ranks]
+                self._links.swap([], receives, call.op)
+                near = self._near(outputs)
+            local_root = self._mine.index(root)
+            self._wait(self._local().gather(self._within(call.op), near, input, local_root))
+        return None
+
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+    ) -> Event | None:
+        self._verify(call)
+        with self._guarded(call.op):
+            if root not in self._mine:
+                self._links.swap([], [(root, output)], call.op)
+                return None
+            near = None
+            if inputs is not None:
+                sends = [(r, inputs[r]) for ranks in self._others for r in ranks]
+                self._links.swap(sends, [], call.op)
+                near = self._near(inputs)
+            local_root = self._mine.index(root)
+            self._wait(self._local().scatter(self._within(call.op), output, near, local_root))
+        return None
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
+        self._verify(call)
+        flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
+        with self._guarded(call.op):
+            if flat.nbytes <= SMALL_BYTES or flat.numel() < self.world_size:
+                self._reduce(call.op, flat, partial, self._hosts[0][0], everywhere=True)
+            else:
+                segments = list(flat.tensor_split(self.world_size))
+                wide = list(partial.widened(flat).tensor_split(self.world_size))
+                self._reduce_scatter(call.op, segments[self.rank], wide, partial)
+                self._gather(call.op, segments, segments[self.rank])
+        return None
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+        self._verify(call)
+        flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
+        with self._guarded(call.op):
+            self._reduce(call.op, flat, partial, root, everywhere=False)
+        return None
+
+    def _reduce(
+        self, op: str, flat: torch.Tensor, partial: Partial, root: int, *, everywhere: bool
+    ) -> None:
+        """At one rank of each host: ``root`` on its host, the first on the others.
+
+        With ``everywhere`` these have the result and hand it out, else ``root`` alone.
+        """
+        collectors = [root if root in ranks else ranks[0] for ranks in self._hosts]
+        own = collectors[self._host]
+        part = partial.widened(flat)
+        if self.rank == own and part is flat:
+            part = flat.clone()
+        if len(self._mine) > 1:
+            call = self._within("reduce", part.dtype, part.numel())
+            self._wait(self._local().reduce(call, part, self._mine.index(own), partial.step))
+        if self.rank == own:
+            others = [rank for rank in collectors if rank != own]
+            receivers = others if everywhere else [root] if own != root else []
+            arriving = others if everywhere or own == root else []
+            parts = {rank: torch.empty_like(part) for rank in arriving}
+            self._links.swap([(rank, part) for rank in receivers], list(parts.items()), op)
+            if everywhere or own == root:
+                parts[own] = part
+                partial.finish([parts[rank] for rank in collectors], flat, self.world_size)
+        if everywhere and len(self._mine) > 1:
+            call = self._within("broadcast")
+            self._wait(self._local().broadcast(call, flat, self._mine.index(own)))
+
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+    ) -> Event | None:
+        self._verify(call)
+        partial = Partial.of(op, output.dtype)
+        with self._guarded(call.op):
+            wide = [partial.widened(part.view(-1)) for part in inputs]
+            self._reduce_scatter(call.op, output.view(-1), wide, partial)
+        return None
+
+    def _reduce_scatter(
+        self, op: str, output: torch.Tensor, wide: Sequence[torch.Tensor], partial: Partial
+    ) -> None:
+        """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
+        sends: list[Part] = []
+        own = wide[self.rank]
+        for ranks in self._hosts:
+            for owners in self._rounds(ranks):
+                reduced = self._reduced_within(wide, owners, partial)
+                owner = owners[self._index]
+                if owner == self.rank:
+                    own = reduced
+                elif owner is not None:
+                    sends.append((owner, reduced))
+        receives: list[Part] = []
+        parts: list[torch.Tensor] = []
+        for ranks in self._hosts:
+            if ranks is self._mine:
+                parts.append(own)
+                continue
+            parts.append(torch.empty_like(own))
+            receives.append((self._twin(self._index, ranks), parts[-1]))
+        self._links.swap(sends, receives, op)
+        partial.finish(parts, output, self.world_size)
+
+    def _reduced_within(
+        self, wide: Sequence[torch.Tensor], owners: Sequence[int | None], partial: Partial
+    ) -> torch.Tensor:
+        """This host's partial result for the owner that is this rank's in this round."""
+        parts = [wide[0].new_empty(0) if owner is None else wide[owner] for owner in owners]
+        if len(self._mine) == 1:
+            return parts[0]
+        reduced = torch.empty_like(parts[self._index])
+        lengths = tuple(part.numel() for part in parts)
+        call = self._within("reduce_scatter", partial.dtype, lengths)
+        self._wait(self._local().reduce_scatter(call, reduced, parts, partial.step))
+        return reduced
+
+    # -- between two ranks ---------------------------------------------------------------------
+
+    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        return self._transfers.send(tensor, peer, tag)
+
+    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        return self._transfers.recv(tensor, peer, tag)
+
+
+def _copy(output: torch.Tensor, input: torch.Tensor) -> None:
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input.view(output.shape))

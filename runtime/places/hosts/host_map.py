@@ -1,0 +1,187 @@
+"""Which ranks of a group share a host, and at which address others reach this one.
+
+Two processes count as on one host if they can share memory the way ``one_host/rendezvous.py`` does it:
+through descriptors that go over abstract unix sockets. That takes
+
+==================  ================================================================================
+one kernel          its boot id; two machines have two, containers of one machine have one
+one network         abstract unix sockets are seen within one network namespace only
+one user            they have no permissions, so peers with another user id are turned away; a user
+                    id means the same within one user namespace only
+==================  ================================================================================
+
+Process and mount namespaces do not matter: descriptors of memory and of processes (pidfd) work across
+them. So two containers of one pod are one host, two containers with networks of their own are two, and
+those two are joined as two machines are, which is slower and right.
+
+Every rank puts a :class:`Card` into the store. Keys carry a nonce that rank 0 draws and takes back before
+any rank goes on, so a later group of the same name cannot read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from interlace.runtime.core.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_POLL_SECONDS = 2e-3
+_ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
+
+
+def this_host() -> str:
+    """What is equal for two processes if they can share memory, and differs if they cannot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            kernel = file.read().strip()
+    except OSError:
+        kernel = socket.gethostname()
+    return "/".join((kernel, _namespace("net"), _namespace("user"), str(os.geteuid())))
+
+
+def _namespace(kind: str) -> str:
+    """A number for the namespace of this process; the kernel's numbers are unique until it ends."""
+    try:
+        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+    except OSError:
+        return "none"  # a kernel without this kind of namespace has one for all
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank says of itself: its host, its process, its address as the store's host sees it."""
+
+    host: str
+    pid: int
+    address: str | None
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """The ranks of a group by host: hosts in the order of their lowest rank, ranks ascending."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, keys: Sequence[str]) -> HostMap:
+        """From the host of each rank."""
+        by_host: dict[str, list[int]] = {}
+        for rank, key in enumerate(keys):
+            by_host.setdefault(key, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in by_host.values()))
+
+    def index(self, rank: int) -> int:
+        """The host that ``rank`` is on."""
+        return next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"host {index}: ranks {list(ranks)}" for index, ranks in enumerate(self.hosts)
+        )
+
+
+def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
+    """The address of this machine on the way to ``host``; None if there is no way."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            host, port, type=socket.SOCK_DGRAM
+        ):
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(family, kind, protocol) as connection,
+            ):
+                connection.connect(target)
+                return str(connection.getsockname()[0])
+    return None
+
+
+def is_loopback(address: str | None) -> bool:
+    return address is None or address.startswith("127.") or address == "::1"
+
+
+def store_address(store: Any) -> str | None:
+    """This machine's address on the way to who serves ``store``, or to ``MASTER_ADDR``."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    return address_towards(host) if host else None
+
+
+def own_address(cards: Sequence[Card], rank: int) -> str | None:
+    """The address at which ranks on other hosts reach this one.
+
+    The rank that serves the store may know it as localhost only. It finds its address on the way to
+    another host, whose ranks cannot know themselves by a name that means nothing to others.
+    """
+    own = cards[rank]
+    if not is_loopback(own.address):
+        return own.address
+    for card in cards:
+        if card.host != own.host and card.address and not is_loopback(card.address):
+            return address_towards(card.address)
+    return own.address
+
+
+def meet(
+    store: Store, rank: int, world_size: int, card: Card, *, prefix: str, timeout: float
+) -> tuple[list[Card], str]:
+    """Every rank's card, by rank, and a nonce that only this group has. Collective.
+
+    Raises CollectiveTimeoutError that names the ranks which did not come within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    nonce_key = f"{prefix}/hosts"
+    if rank == 0:
+        store.set(nonce_key, os.urandom(16).hex())
+    nonce, keys = "", {}
+
+    def missing() -> list[int]:
+        """Ranks without a card. A nonce of a run that crashed is replaced by rank 0's new one."""
+        nonlocal nonce, keys
+        if not store.check([nonce_key]) or not (current := store.get(nonce_key).decode()):
+            return [0]
+        if current != nonce:
+            nonce = current
+            keys = {peer: f"{nonce_key}/{nonce}/{peer}" for peer in range(world_size)}
+            store.set(keys[rank], pickle.dumps(card).hex())
+        return [peer for peer, key in keys.items() if not store.check([key])]
+
+    def opened() -> list[int]:
+        """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
+        if store.check([f"{nonce_key}/{nonce}/open"]):
+            return []
+        return missing() or [0]
+
+    if rank == 0:
+        _poll(missing, rank, prefix, deadline)
+        store.set(nonce_key, "")  # deleted, it would let a get that follows a check wait forever
+        store.set(f"{nonce_key}/{nonce}/open", "")
+    else:
+        _poll(opened, rank, prefix, deadline)
+    cards = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys.values()]
+    return cards, nonce
+
+
+def forget(store: Store, rank: int, *, prefix: str, nonce: str) -> None:
+    """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
+    store.delete_key(f"{prefix}/hosts/{nonce}/{rank}")
+    if rank == 0:
+        store.delete_key(f"{prefix}/hosts/{nonce}/open")
+
+
+def _poll(missing: Callable[[], list[int]], rank: int, prefix: str, deadline: float) -> None:
+    while ranks := missing():
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"rank {rank}: ranks {ranks} have not joined group {prefix!r}", tuple(ranks)
+            )
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,340 @@
+"""Connections between ranks on several hosts: bytes by gloo, and noticing that a rank is gone.
+
+One gloo group per group of ranks, all connected with all, from which only send and recv are used: any
+dtype travels as bytes, and an algorithm needs nothing but pairs. Three kinds of messages share it, told
+apart by their tags:
+
+=============  ====================================================================================
+``OP_TAG``     the bytes of collectives. Every rank runs them in the same order, so order suffices
+``CONTROL``    packets of a fixed size: an announced point-to-point message, its receipt, "I have
+               left", "abort, because ..."
+``PAYLOAD``    and above: the bytes of point-to-point messages (``transfers.py``)
+=============  ====================================================================================
+
+A thread per peer always listens for its packets. So whoever sends one never waits long; and when a
+process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
+
+What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
+connections, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). A rank whose
+connection breaks without such a packet before, and without "I have left", has died. The group's timeout
+is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.runtime.core.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+OP_TAG = 1
+CONTROL = 2
+_SEVER = 3
+PAYLOAD = 1 << 16
+
+_HEADER = struct.Struct("<IqqqI")  # kind, tag, number, bytes of payload, bytes of text
+PACKET_BYTES = 2048
+LONGEST_TEXT = PACKET_BYTES - _HEADER.size
+ANNOUNCED, RECEIVED, LEFT, ABORT = range(1, 5)
+
+_EVER = timedelta(days=300)
+_GOODBYE = timedelta(seconds=1)
+_MOMENT = timedelta(milliseconds=1)
+
+Part = tuple[int, torch.Tensor]
+
+
+class Packet:
+    """One control packet: what it is, and the fields that its kind uses."""
+
+    __slots__ = ("kind", "nbytes", "number", "tag", "text")
+
+    def __init__(
+        self, kind: int, *, tag: int = 0, number: int = 0, nbytes: int = 0, text: bytes = b""
+    ) -> None:
+        self.kind, self.tag, self.number, self.nbytes, self.text = kind, tag, number, nbytes, text
+
+    def pack(self) -> torch.Tensor:
+        text = self.text[:LONGEST_TEXT]
+        header = _HEADER.pack(self.kind, self.tag, self.number, self.nbytes, len(text))
+        packet = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
+        packet[: _HEADER.size + len(text)] = torch.frombuffer(
+            bytearray(header + text), dtype=torch.uint8
+        )
+        return packet
+
+    @classmethod
+    def unpack(cls, packet: torch.Tensor) -> Packet:
+        raw = packet.numpy().tobytes()
+        kind, tag, number, nbytes, length = _HEADER.unpack_from(raw)
+        text = raw[_HEADER.size : _HEADER.size + length]
+        return cls(kind, tag=tag, number=number, nbytes=nbytes, text=text)
+
+
+def _connected(
+    store: Store, rank: int, world_size: int, address: str | None, timeout: float
+) -> Any:
+    """A gloo group (torch's stubs lack what is used of it) on the interface that ``address`` belongs to.
+
+    ``GLOO_SOCKET_IFNAME`` names another, as for torch. Without either gloo looks up the host name.
+    """
+    from torch._C import _distributed_c10d
+
+    gloo: Any = _distributed_c10d.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        device = gloo.create_device(interface=interface, lazy_init=False)
+    elif address is not None:
+        device = gloo.create_device(hostname=address, lazy_init=False)
+    else:
+        device = gloo.create_default_device(lazy_init=False)
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout)
+    try:
+        return gloo(store, rank, world_size, options)
+    except RuntimeError as error:
+        where = interface or address or "the address of its host name"
+        raise InterlaceError(
+            f"rank {rank} cannot connect to the ranks on other hosts from {where}: {error}"
+        ) from error
+
+
+class HostLinks:
+    """This rank's connections to all ranks of a group. Made collectively.
+
+    ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
+    in seconds, bounds connecting and every later wait. ``on_failure`` is called once, in any thread,
+    with what the group failed with; ``on_packet`` in a peer's thread, with its rank and what it sent;
+    ``on_tick`` now and then, at least ten times within ``timeout``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        pids: Sequence[int],
+        address: str | None,
+        *,
+        timeout: float,
+        on_failure: Callable[[InterlaceError], None],
+    ) -> None:
+        self.rank, self.world_size, self.timeout = rank, len(pids), timeout
+        self.on_packet: Callable[[int, Packet], None] = lambda peer, packet: None
+        self.on_tick: Callable[[], None] = lambda: None
+        self._pids, self._on_failure = pids, on_failure
+        self._failure: InterlaceError | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._left: set[int] = set()
+        self._waiting: tuple[float, str, tuple[int, ...]] | None = None
+        self.doing = ""
+        """The op that this rank is in, for errors."""
+        self._gloo = _connected(store, rank, self.world_size, address, timeout)
+        self._peers = [peer for peer in range(self.world_size) if peer != rank]
+        self._threads = [
+            threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"rank {peer}")
+            for peer in self._peers
+        ]
+        self._threads.append(threading.Thread(target=self._watch, daemon=True, name="timeout"))
+
+    def start(self) -> None:
+        """Begin to listen; once, when ``on_packet`` is set."""
+        for thread in self._threads:
+            thread.start()
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def swap(self, sends: Sequence[Part], receives: Sequence[Part], doing: str) -> None:
+        """Send and receive contiguous tensors, pairs (rank, tensor), all at once; until all is done.
+
+        Empty tensors do not travel. Raises what the group has failed with.
+        """
+        started = []
+        with self._bounded(doing, [peer for peer, _ in receives] or [peer for peer, _ in sends]):
+            try:
+                for peer, tensor in receives:
+                    if tensor.numel():
+                        started.append((peer, self._gloo.recv([as_bytes(tensor)], peer, OP_TAG)))
+                for peer, tensor in sends:
+                    if tensor.numel():
+                        started.append((peer, self._gloo.send([as_bytes(tensor)], peer, OP_TAG)))
+                while started:
+                    peer, work = started[-1]
+                    work.wait(_EVER)
+                    started.pop()
+            except RuntimeError as error:
+                raise self._broken(peer, error, doing) from None
+            finally:
+                started.clear()
+
+    @contextlib.contextmanager
+    def _bounded(self, doing: str, waited_for: Sequence[int]) -> Iterator[None]:
+        """Let the watching thread end this wait after the group's timeout."""
+        self.check()
+        self._waiting = (time.monotonic() + self.timeout, doing, tuple(waited_for))
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
+        """Begin to send; the work is to be kept until the receiver has acknowledged."""
+        return self._gloo.send([as_bytes(tensor)], peer, PAYLOAD + slot)
+
+    def receive_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> None:
+        """Receive what ``peer`` has begun to send; takes as long as the bytes take."""
+        try:
+            self._gloo.recv([as_bytes(tensor)], peer, PAYLOAD + slot).wait(_EVER)
+        except RuntimeError as error:
+            raise self._broken(peer, error, "recv") from None
+
+    def send_packet(self, peer: int, packet: Packet) -> None:
+        """Send one packet; its receiver always listens."""
+        try:
+            self._gloo.send([packet.pack()], peer, CONTROL).wait(_EVER)
+        except RuntimeError as error:
+            raise self._broken(peer, error, "send") from None
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _listen(self, peer: int) -> None:
+        packet = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
+        while True:
+            try:
+                self._gloo.recv([packet], peer, CONTROL).wait(_EVER)
+            except RuntimeError as error:
+                self._lost(peer, error)
+                return
+            received = Packet.unpack(packet)
+            if received.kind == LEFT:
+                self._left.add(peer)
+            elif received.kind == ABORT:
+                self._left.add(peer)  # it closes its connections next
+                text = received.text.decode(errors="replace")
+                self.fail(AbortedError(aborted_by(peer, text)), tell=False)
+            else:
+                self.on_packet(peer, received)
+
+    def _lost(self, peer: int, error: Exception) -> None:
+        """A connection has ended. Only a death is news."""
+        if self._failure is not None or self._closed.is_set() or peer in self._left:
+            return
+        doing = self.doing or "no op, between two of them"
+        self.fail(PeerDiedError(peer, self._pids[peer], doing))
+
+    def _watch(self) -> None:
+        """End a wait that has taken longer than the group's timeout."""
+        while not self._closed.wait(min(1.0, self.timeout / 10)):
+            self.on_tick()
+            waiting = self._waiting
+            if waiting is not None and time.monotonic() > waiting[0]:
+                _, doing, ranks = waiting
+                self.fail(
+                    CollectiveTimeoutError(
+                        f"rank {self.rank}: {doing} has waited {self.timeout:g} s for ranks "
+                        f"{list(ranks)}, some on other hosts",
+                        ranks,
+                    )
+                )
+                return
+
+    # -- failing and ending ----------------------------------------------------------------------
+
+    @property
+    def failure(self) -> InterlaceError | None:
+        """What the group has failed with; a copy, because an exception collects tracebacks."""
+        return copy.copy(self._failure)
+
+    def check(self) -> None:
+        """Raise what the group has failed with, or that it is closed."""
+        if (failure := self.failure) is not None:
+            raise failure
+        if self._closed.is_set():
+            raise InterlaceError(f"rank {self.rank}: the group is closed")
+
+    def _broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
+        """Why gloo failed: what the listener of that peer has found out, or will in a moment."""
+        if self._failure is None and not self._closed.is_set():
+            if peer in self._left:
+                self.fail(
+                    InterlaceError(
+                        f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
+                    )
+                )
+            else:
+                self._lost(peer, error)
+        return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
+
+    def fail(self, error: InterlaceError, *, tell: bool = True) -> None:
+        """Make every wait of this rank end with ``error``; if ``tell``, of all ranks. Idempotent."""
+        with self._lock:
+            if self._failure is not None or self._closed.is_set():
+                return
+            self._failure = error
+        self._on_failure(error)
+        if tell:
+            reason = error.args[0] if error.args else type(error).__name__
+            self._tell(Packet(ABORT, text=str(reason).encode()))
+        self._sever()
+
+    def _tell(self, packet: Packet) -> None:
+        """A packet to everybody who is still there."""
+        message, works = packet.pack(), []
+        for peer in self._peers:
+            if peer not in self._left:
+                with contextlib.suppress(RuntimeError):
+                    works.append(self._gloo.send([message], peer, CONTROL))
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_GOODBYE)
+
+    def _sever(self) -> None:
+        """Close all connections: gloo does when a wait times out. One to a rank that is gone fails
+        before it can time out, so each is tried."""
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                self._gloo.recv([nothing], peer, _SEVER).wait(_MOMENT)
+
+    def close(self) -> None:
+        """Tell the peers that this rank has left, and close the connections. Idempotent."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        if self._failure is None:
+            self._tell(Packet(LEFT))
+            self._sever()
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(5.0)
+
+
+def aborted_by(rank: int, reason: str) -> str:
+    """Who aborted, and why; a reason that goes from rank to rank keeps the name of the first."""
+    said = " aborted the group: "
+    return reason if said in reason else f"rank {rank}{said}{reason}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8 ``[bytes]``."""
+    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,373 @@
+"""The place ``hosts``: one rank per process, on several hosts; no symmetric memory between them.
+
+======================  ============================================================================
+``host_map.py``            who is on which host
+``shm/place.py``        the ranks of one host: a group of their own
+``links.py``       between hosts: bytes by gloo, end of peers, abort, timeout
+``transfers.py``   messages between two ranks
+``engine.py``     the collectives
+======================  ============================================================================
+
+There are plain collectives here and nothing else: kernels of interlace read and write their peers'
+memory, which no other machine's memory is. Fused ops and symmetric memory take a group of ranks of one
+host, as ``interlace.new_group`` makes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+    PlaceUnavailableError,
+)
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Event, Stream
+from interlace.runtime.places.hosts.engine import HostsEngine
+from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
+from interlace.runtime.places.hosts.links import HostLinks, aborted_by
+from interlace.runtime.places.hosts.transfers import HostTransfers
+from interlace.runtime.places.one_host.control import LARGEST_MESSAGE
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.places.shm.inline_stream import CompletedEvent
+from interlace.runtime.places.shm.place import ShmPlace
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<q")
+_FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
+_places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
+
+
+class HostsPlace(Place):
+    """One rank of a group of processes on several hosts. Made collectively.
+
+    ``cards`` are the ranks', ``prefix`` is this group's alone in ``store``. ``timeout``, in seconds,
+    bounds joining and every later wait. An abort of ``parent``, a group of which this one is a part,
+    ends the waits of this group too.
+    """
+
+    name = "hosts"
+    device = torch.device("cpu")
+    interpreted = True
+    direct_access = False
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        cards: Sequence[Card],
+        *,
+        timeout: float,
+        prefix: str,
+        parent: HostsPlace | None = None,
+    ) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        self.rank, self.world_size = rank, len(cards)
+        self.map = HostMap.of([card.host for card in cards])
+        self.local_ranks = self.map.hosts[self.map.index(rank)]
+        """The ranks of this group on this rank's host, by local rank."""
+        self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
+        self._parent = parent
+        self._worker = OrderedWorker("interlace ops")
+        self._lock = threading.RLock()
+        self._engine_lock = threading.Lock()
+        self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
+        self._transfers: HostTransfers | None = None
+        group: HostGroup = HostGroup(
+            store,
+            self.local_ranks.index(rank),
+            len(self.local_ranks),
+            timeout=timeout,
+            prefix=f"{prefix}/host {self.map.index(rank)}",
+            parent=None if parent is None else parent._group,
+        )
+        self._group: HostGroup = group
+        self.local = ShmPlace(group)
+        try:
+            self._links = HostLinks(
+                PrefixStore(f"{prefix}/links", store),
+                rank,
+                [card.pid for card in cards],
+                own_address(cards, rank),
+                timeout=timeout,
+                on_failure=self._on_failure,
+            )
+        except BaseException:
+            self.local.close()
+            raise
+        self._transfers = HostTransfers(self._links, self.local_ranks, self._local_engine)
+        self._local_communicator: Communicator | None = None
+        self._links.on_packet = self._transfers.on_packet
+        self._links.on_tick = self._transfers.expire
+        self._links.start()
+        if parent is not None:
+            parent._children.add(self)
+        _places.add(self)
+
+    def _local_engine(self) -> Engine:
+        with self._engine_lock:
+            if self._local_communicator is None:
+                self._local_communicator = Communicator(self.local, self.local_ranks)
+            return self._local_communicator.engine
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        members = "-".join(map(str, ranks))
+        prefix = f"{self._prefix}/{members}/{generation}"
+        cards = [self._cards[rank] for rank in ranks]
+        own = ranks.index(self.rank)
+        if len({card.host for card in cards}) == 1:
+            group = HostGroup(
+                self._store,
+                own,
+                len(ranks),
+                timeout=self._timeout,
+                prefix=prefix,
+                parent=self._group,
+            )
+            return ShmPlace(group)
+        return HostsPlace(
+            self._store, own, cards, timeout=self._timeout, prefix=prefix, parent=self
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout = self._links.timeout = seconds
+        self.local.set_timeout(seconds)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @contextmanager
+    def guarded(self, doing: str) -> Iterator[None]:
+        """Around what several ranks do together: whoever fails in it fails the group, on all ranks.
+
+        Errors of the host's own group are in terms of local ranks; they come out in this group's.
+        """
+        self.check()
+        before, self._links.doing = self._links.doing, doing
+        try:
+            yield
+        except InterlaceError as error:
+            if self._links.failure is None:  # so it is of the host's own group
+                self._links.fail(self._renumbered(error, doing))
+            raise (self._links.failure or error) from None
+        except BaseException as error:
+            self._links.fail(
+                InterlaceError(f"rank {self.rank}: {doing}: {type(error).__name__}: {error}")
+            )
+            raise
+        finally:
+            self._links.doing = before
+
+    def _renumbered(self, error: InterlaceError, doing: str) -> InterlaceError:
+        """An error of the host's own group with the ranks of this group."""
+        local = self.local_ranks
+        if isinstance(error, PeerDiedError):
+            return PeerDiedError(local[error.rank], error.pid, doing)
+        if isinstance(error, CollectiveTimeoutError) and error.waited_for:
+            ranks = tuple(local[rank] for rank in error.waited_for)
+            return CollectiveTimeoutError(
+                f"rank {self.rank}: {doing} has waited {self._timeout:g} s for ranks {list(ranks)}",
+                ranks,
+            )
+        text = str(error.args[0]) if error.args else type(error).__name__
+        if isinstance(error, AbortedError):
+            who, _, reason = text.partition(" aborted the group: ")
+            index = int(
+                who.removeprefix("rank ")
+            )  # of a group that this was split from it may be more
+            return AbortedError(
+                aborted_by(local[index] if index < len(local) else self.rank, reason)
+            )
+        error.args = (f"{text} (rank r stands for r-th of the host's ranks {list(local)}, from 0)",)
+        return error
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective.
+
+        Within each host; then the first rank of each host sends its host's messages to those of the
+        other hosts, which hand them out.
+        """
+        self._worker.drain()
+        return self.exchange_now(payload, doing)
+
+    def exchange_now(self, payload: bytes, doing: str) -> list[bytes]:
+        """:meth:`exchange` from within an op."""
+        if len(payload) > LARGEST_MESSAGE:
+            raise ValueError(
+                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
+                f"an exchange takes at most {LARGEST_MESSAGE}"
+            )
+        with self._lock, self.guarded(doing):
+            messages: list[bytes] = [b""] * self.world_size
+            own = self._group.exchange(payload, doing)
+            for rank, message in zip(self.local_ranks, own, strict=True):
+                messages[rank] = message
+            others = [ranks for ranks in self.map.hosts if self.rank not in ranks]
+            blobs = self._swap_blobs(_pack(own), [ranks[0] for ranks in others], doing)
+            if len(self.local_ranks) > 1:
+                blobs = self._handed_out(blobs, doing)
+            for ranks, blob in zip(others, blobs, strict=True):
+                for rank, message in zip(ranks, _unpack(blob), strict=True):
+                    messages[rank] = message
+        return messages
+
+    def _swap_blobs(self, mine: bytes, leaders: Sequence[int], doing: str) -> list[bytes]:
+        """Between the first ranks of the hosts. Elsewhere nothing happens and nothing comes back."""
+        if self.rank != self.local_ranks[0]:
+            return []
+        whole = _LENGTH.pack(len(mine)) + mine
+        whole += bytes(max(0, _FIRST_BYTES - len(whole)))
+        sent = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+        firsts = [torch.empty(_FIRST_BYTES, dtype=torch.uint8) for _ in leaders]
+        self._links.swap(
+            [(leader, sent[:_FIRST_BYTES]) for leader in leaders],
+            list(zip(leaders, firsts, strict=True)),
+            doing,
+        )
+        lengths = [_LENGTH.unpack_from(first.numpy().tobytes())[0] for first in firsts]
+        rests = [
+            torch.empty(max(0, _LENGTH.size + length - _FIRST_BYTES), dtype=torch.uint8)
+            for length in lengths
+        ]
+        self._links.swap(
+            [(leader, sent[_FIRST_BYTES:]) for leader in leaders],
+            list(zip(leaders, rests, strict=True)),
+            doing,
+        )
+        return [
+            (first.numpy().tobytes() + rest.numpy().tobytes())[_LENGTH.size : _LENGTH.size + length]
+            for first, rest, length in zip(firsts, rests, lengths, strict=True)
+        ]
+
+    def _handed_out(self, blobs: list[bytes], doing: str) -> list[bytes]:
+        """The first local rank's ``blobs``, in as many messages as they need."""
+        whole = _pack(blobs)
+        stream = _LENGTH.pack(len(whole)) + whole if blobs else b""
+        received = b""
+        while not received or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
+            mine = stream[len(received) : len(received) + LARGEST_MESSAGE]
+            received += self._group.exchange(mine, doing)[0]
+        return _unpack(received[_LENGTH.size :])
+
+    # -- execution -----------------------------------------------------------------------------
+
+    def new_engine(self, communicator: Any) -> Engine:
+        assert self._transfers is not None
+        return HostsEngine(
+            self.rank,
+            self.map,
+            self._local_engine,
+            self._links,
+            self._transfers,
+            self.exchange_now,
+            self.guarded,
+        )
+
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        return self.local.new_stream(name, priority=priority)
+
+    def record_current(self) -> Event:
+        return CompletedEvent()
+
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        event.synchronize()
+
+    @property
+    def idle(self) -> bool:
+        return self.local.idle
+
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
+        return self.local.submit(function, asynchronous=asynchronous)
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        raise self._no_user_memory()
+
+    def _no_user_memory(self) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"rank {self.rank}: symmetric memory, and the ops and algorithms that need it, take ranks "
+            f"that share a host; this group is on several ({self.map}). Use a group of one host's ranks"
+        )
+
+    # -- failing and ending --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what the group, or one it was split from, has failed with."""
+        self._links.check()
+        if self._parent is not None:
+            self._parent.check()
+
+    def trouble(self, doing: str) -> Exception | None:
+        try:
+            self.check()
+        except InterlaceError as error:
+            return error
+        return None
+
+    def abort(self, reason: str) -> None:
+        """Make every wait of every rank end with an AbortedError that says ``reason``."""
+        self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
+
+    def _on_failure(self, error: InterlaceError) -> None:
+        """Called once, in whichever thread found the group to have failed."""
+        self._group.abort(str(error))
+        if self._transfers is not None:
+            self._transfers.fail(error)
+        for child in list(self._children):
+            child._links.fail(error, tell=False)  # the others hear of it as this rank did
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        self._worker.close()
+        self._links.close()
+        if self._transfers is not None:
+            self._transfers.close()
+        if self._local_communicator is not None:
+            self._local_communicator.close()
+        self.local.close()
+
+
+def _pack(messages: Sequence[bytes]) -> bytes:
+    """Several messages as one."""
+    lengths = [_LENGTH.pack(len(message)) for message in messages]
+    return b"".join([_LENGTH.pack(len(messages)), *lengths, *messages])
+
+
+def _unpack(blob: bytes) -> list[bytes]:
+    count = _LENGTH.unpack_from(blob)[0]
+    start, messages = _LENGTH.size * (1 + count), []
+    for index in range(count):
+        length = _LENGTH.unpack_from(blob, _LENGTH.size * (1 + index))[0]
+        messages.append(blob[start : start + length])
+        start += length
+    return messages
+
+
+def _at_exit() -> None:
+    """Leave in good order: peers must not take this process for a dead one, and its threads must not
+    come back from gloo into an interpreter that is gone."""
+    for place in list(_places):
+        place.close()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,249 @@
+"""Messages between two ranks of a group that spans hosts; their receiver matches them.
+
+A message is announced to its receiver by a control packet: tag, number, length, dtype. Its bytes wait at
+the sender, who has begun to send them, until the receiver takes them: through shared memory from a rank
+on the same host, by gloo from another host. The announcements of all ranks meet in one list, so a receive
+from any source is served by whoever announced first, on whichever host::
+
+    sender     begins to send the bytes, announces them              "message 7, tag 0, 4096 bytes"
+    receiver   finds the first posted receive that fits, or keeps the announcement for a later one
+               takes the bytes, acknowledges                         "message 7 received"
+    sender     the future of its send is done
+
+No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread, which never waits for
+long: a packet's receiver always listens, and the bytes of an announced message are on their way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.places.hosts.links import ANNOUNCED, RECEIVED, HostLinks, Packet
+from interlace.runtime.places.one_host.worker import OrderedWorker
+
+_SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
+
+
+@dataclass(eq=False)
+class _Announced:
+    source: int
+    tag: int
+    number: int
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(eq=False)
+class _Posted:
+    tensor: torch.Tensor
+    source: int | None
+    tag: int
+    future: Future[Outcome] = field(default_factory=Future)
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Sending:
+    """``work`` and ``tensor`` stay alive until the receiver has the bytes, whoever waits for it."""
+
+    tensor: torch.Tensor
+    work: Any
+    tag: int
+    future: Future[Outcome] = field(default_factory=Future)
+    started: float = field(default_factory=time.monotonic)
+
+
+def _fits(posted: _Posted, announced: _Announced) -> bool:
+    return posted.tag == announced.tag and posted.source in (None, announced.source)
+
+
+class HostTransfers:
+    """The point-to-point messages of one rank. ``local_ranks`` are those of its host, by local rank."""
+
+    def __init__(
+        self,
+        links: HostLinks,
+        local_ranks: tuple[int, ...],
+        local_engine: Callable[[], Engine],
+    ) -> None:
+        self._links, self._rank = links, links.rank
+        self._local = {rank: index for index, rank in enumerate(local_ranks)}
+        self._local_engine = local_engine
+        self._within = Call("a message within the host")
+        self._worker = OrderedWorker("interlace messages")
+        self._lock = threading.Lock()
+        self._numbers = [0] * links.world_size
+        self._announced: list[_Announced] = []
+        self._posted: list[_Posted] = []
+        self._sending: dict[tuple[int, int], _Sending] = {}
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """Begin to send; done when ``tensor`` may be reused."""
+        self._links.check()
+        text = pickle.dumps((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
+        with self._lock:
+            number = self._numbers[peer]
+            self._numbers[peer] += 1
+            work: Any = None
+            if tensor.numel() and peer not in self._local:
+                work = self._links.send_payload(tensor, peer, number % _SLOTS)
+            elif tensor.numel() and peer != self._rank:
+                work = self._local_engine().send(self._within, tensor, self._local[peer], number)
+            sending = self._sending[peer, number] = _Sending(tensor, work, tag)
+            packet = Packet(ANNOUNCED, tag=tag, number=number, nbytes=tensor.nbytes, text=text)
+            self._submit(lambda: self._post(peer, packet))
+        self._fail_late()
+        return sending.future
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """Begin to receive from ``peer``, or from whoever sends first if None."""
+        self._links.check()
+        posted = _Posted(tensor, peer, tag)
+        with self._lock:
+            announced = next((each for each in self._announced if _fits(posted, each)), None)
+            if announced is None:
+                self._posted.append(posted)
+            else:
+                self._announced.remove(announced)
+                self._submit(lambda: self._take(posted, announced))
+        self._fail_late()
+        return posted.future
+
+    def _fail_late(self) -> None:
+        """For a transfer that was added just after all had failed."""
+        failure = self._links.failure
+        if failure is not None:
+            self.fail(failure)
+
+    def _submit(self, function: Callable[[], None]) -> None:
+        """Let the thread do it. What goes wrong there fails the group, and so all futures."""
+
+        def guarded() -> None:
+            try:
+                function()
+            except InterlaceError as error:
+                self._links.fail(error)
+            except Exception as error:
+                self._links.fail(InterlaceError(f"rank {self._rank}: a message failed: {error!r}"))
+
+        with suppress(AbortedError):  # closed: all futures have failed
+            self._worker.submit(guarded)
+
+    def _post(self, peer: int, packet: Packet) -> None:
+        if peer == self._rank:
+            self.on_packet(peer, packet)
+        else:
+            self._links.send_packet(peer, packet)
+
+    def on_packet(self, source: int, packet: Packet) -> None:
+        """What ``source`` announces or acknowledges. Called in any thread; never waits."""
+        if packet.kind == RECEIVED:
+            with self._lock:
+                sent = self._sending.pop((source, packet.number), None)
+            if sent is not None:
+                _settle(sent.future, Outcome(None, None))
+        elif packet.kind == ANNOUNCED:
+            name, numel = pickle.loads(packet.text)
+            announced = _Announced(source, packet.tag, packet.number, getattr(torch, name), numel)
+            with self._lock:
+                posted = next((each for each in self._posted if _fits(each, announced)), None)
+                if posted is None:
+                    self._announced.append(announced)
+                    return
+                self._posted.remove(posted)
+            self._submit(lambda: self._take(posted, announced))
+
+    def _take(self, posted: _Posted, announced: _Announced) -> None:
+        """Receive the bytes; into memory of our own if they do not fit the caller's tensor."""
+        error = _mismatch(posted, announced, self._rank)
+        source, number, target = announced.source, announced.number, posted.tensor
+        if error is not None:
+            target = torch.empty(announced.numel, dtype=announced.dtype)
+        try:
+            if target.numel():
+                self._receive(target, source, number)
+        except BaseException as problem:
+            _settle(posted.future, problem)
+            raise
+        _settle(posted.future, error or Outcome(None, None, lambda: source))
+        self._post(source, Packet(RECEIVED, number=number))
+
+    def _receive(self, target: torch.Tensor, source: int, number: int) -> None:
+        if source == self._rank:
+            target.copy_(self._sending[source, number].tensor.view(target.shape))
+        elif source in self._local:
+            self._local_engine().recv(self._within, target, self._local[source], number).result()
+        else:
+            self._links.receive_payload(target, source, number % _SLOTS)
+
+    def expire(self) -> None:
+        """End the transfers that have waited for longer than the group's timeout."""
+        timeout, now = self._links.timeout, time.monotonic()
+        with self._lock:
+            late = [each for each in self._posted if now - each.started > timeout]
+            self._posted = [each for each in self._posted if each not in late]
+            unsent = [
+                (peer, sending)
+                for (peer, _), sending in self._sending.items()
+                if now - sending.started > timeout
+            ]
+        for posted in late:
+            source = "any rank" if posted.source is None else f"rank {posted.source}"
+            self._end(posted.future, f"recv from {source} (tag {posted.tag})", posted.source)
+        for peer, sending in unsent:
+            self._end(sending.future, f"send to rank {peer} (tag {sending.tag})", peer)
+
+    def _end(self, future: Future[Outcome], doing: str, peer: int | None) -> None:
+        text = f"rank {self._rank}: {doing} has waited {self._links.timeout:g} s"
+        _settle(future, CollectiveTimeoutError(text, () if peer is None else (peer,)))
+
+    def fail(self, error: InterlaceError) -> None:
+        """End every transfer under way with ``error``."""
+        with self._lock:
+            futures = [sending.future for sending in self._sending.values()]
+            futures += [posted.future for posted in self._posted]
+            self._sending.clear()
+            self._posted.clear()
+        for future in futures:
+            _settle(future, error)
+
+    def close(self) -> None:
+        """End the thread; transfers that have not finished fail."""
+        self.fail(AbortedError(f"rank {self._rank} has closed the group"))
+        self._worker.close(1.0)
+
+
+def _settle(future: Future[Outcome], end: Outcome | BaseException) -> None:
+    with suppress(InvalidStateError):  # the group has failed at the same time
+        if isinstance(end, BaseException):
+            future.set_exception(end)
+        else:
+            future.set_result(end)
+
+
+def _mismatch(posted: _Posted, announced: _Announced, rank: int) -> Exception | None:
+    tensor, source = posted.tensor, announced.source
+    if tensor.dtype != announced.dtype:
+        return TypeError(
+            f"recv: dtype of tensor differs between ranks: {announced.dtype} was sent by rank "
+            f"{source}, {tensor.dtype} is received on rank {rank}"
+        )
+    if tensor.numel() != announced.numel:
+        return ValueError(
+            f"recv: number of elements differs between ranks: {announced.numel} were sent by rank "
+            f"{source}, {tensor.numel()} are received on rank {rank}"
+        )
+    return None

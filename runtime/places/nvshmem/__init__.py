@@ -1,0 +1,1 @@
+"""The place ``nvshmem``: as ``cuda_processes``, over many nodes."""

@@ -1,0 +1,150 @@
+"""Symmetric memory of processes on several nodes, from torch's NVSHMEM backend.
+
+torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each
+peer's mapping: a null pointer says that the peer is reached over the network only. What torch needs, in
+2.11 to 2.13, beside what ``cuda_processes/memory.py`` says: the backend is chosen for the whole process,
+before its first symmetric tensor; and the group of all processes is registered as "0", by
+``torch.distributed`` or here. A rank's number in it is its number for NVSHMEM.
+
+A kernel that was linked with NVSHMEM's device library has a copy of its state in constant memory of its
+own module, which has to be filled in once per loaded module: :class:`Modules`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+
+from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.places.cuda_processes.memory import Exchange, ExchangeStore, together
+
+BACKEND, EVERYONE = "NVSHMEM", "0"
+
+_c10d: Any = c10d
+_numbers = itertools.count()
+
+
+def problem() -> str:
+    """Why this process cannot use NVSHMEM through torch; "" if it can, and then it is to be used."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    available = getattr(_c10d, "_is_nvshmem_available", None)
+    if available is None:
+        return f"this torch ({torch.__version__}) was built without NVSHMEM; install one for CUDA"
+    if not available():
+        return "torch finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13"
+    backend = _c10d._SymmetricMemory.get_backend(torch.device("cuda"))
+    if backend != BACKEND:
+        try:
+            _c10d._SymmetricMemory.set_backend(BACKEND)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            return (
+                f"torch's symmetric memory is of backend {backend!r} in this process and stays so: "
+                f"{first}"
+            )
+    return ""
+
+
+@dataclass
+class Part:
+    """This rank's part of an allocation, and where it reaches those of the others.
+
+    ``addresses`` are 0 of ranks over the network. ``owner`` keeps it all alive.
+    """
+
+    memory: torch.Tensor
+    addresses: list[int]
+    multicast: int
+    owner: Any
+
+
+class NvshmemMemory:
+    """Symmetric memory of a group of all processes. Everything is collective."""
+
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        self._device, self._exchange = device, exchange
+        self._store = ExchangeStore(rank, world_size, exchange)
+        self._group = _c10d.ProcessGroup(self._store, rank, world_size)
+        self._names = [f"interlace nvshmem memory {next(_numbers)}"]
+        everyone = registered(EVERYONE)
+        if everyone is None:
+            self._names.append(EVERYONE)
+            everyone = self._group
+        for name in self._names:
+            _c10d._register_process_group(name, self._group)
+        number = everyone.rank()
+        self.numbers = [int(each) for each in exchange(b"%d" % number, "joining NVSHMEM")]
+        if everyone.size() != world_size:
+            raise PlaceUnavailableError(
+                f"rank {rank}: NVSHMEM's memory is made by all {everyone.size()} processes together, "
+                f"and this group has {world_size}"
+            )
+
+    def allocate(self, nbytes: int) -> Part:
+        """Zeroed memory of every rank. MemoryRefused, on all ranks, if one fails."""
+        symmetric = _c10d._SymmetricMemory
+        with together(self._exchange):
+            memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
+            memory.zero_()
+            torch.cuda.current_stream().synchronize()  # peers may write once they have met
+            handle = symmetric.rendezvous(memory, self._names[0])
+        addresses = [int(address or 0) for address in handle.buffer_ptrs]
+        return Part(memory, addresses, int(handle.multicast_ptr or 0), handle)
+
+    def close(self) -> None:
+        """Forget the group. Memory stays until its last tensor has gone."""
+        for name in self._names[:1]:  # NVSHMEM was begun with "0", and is as long as the process
+            with contextlib.suppress(RuntimeError):
+                _c10d._unregister_process_group(name)
+
+
+def registered(name: str) -> Any:
+    """torch's process group of that name, None if there is none."""
+    try:
+        return _c10d._resolve_process_group(name)
+    except RuntimeError:
+        return None
+
+
+def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
+    """The node of every rank, of who can address whose memory: ``mapped[rank][peer]``.
+
+    The first rank of a node names it. Raises PlaceUnavailableError where that makes no nodes: within
+    one, everybody addresses everybody.
+    """
+    nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
+    for rank, row in enumerate(mapped):
+        for peer, there in enumerate(row):
+            if there != (nodes[peer] == nodes[rank]):
+                how = "addresses" if there else "does not address"
+                raise PlaceUnavailableError(
+                    f"rank {rank} {how} rank {peer}'s memory, but their peers differ: {nodes} are no "
+                    "nodes within which all is mapped"
+                )
+    return nodes
+
+
+class Modules:
+    """Gives modules that were linked with NVSHMEM their state."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def loaded(self, compiled: Any) -> bool:
+        """To be told of every loaded kernel, Triton's ``CompiledKernel``; whether it needed it."""
+        libraries = dict(getattr(compiled.metadata, "extern_libs", None) or ())
+        if LIBRARY not in libraries or compiled.module in self._known:
+            return False
+        _c10d._nvshmemx_cumodule_init(compiled.module)
+        self._known.add(compiled.module)
+        return True

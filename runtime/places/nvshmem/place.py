@@ -1,0 +1,120 @@
+"""The place ``nvshmem``: processes on several nodes, one per GPU.
+
+Within a node it is the place ``cuda``: ranks address each other's memory. To other nodes kernels put, by
+NVSHMEM; what does that is linked with its device library, and only that is. Which ranks share a node is
+what NVSHMEM has mapped, so on a machine whose nodes share one NVLink domain there is one node, and
+nothing is put.
+
+Streams signal by kernels only: stream memory operations need the peer's address too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.compiler.nvshmem_library import device_library
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.nodes import Nodes, table
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.cuda_processes.memory import MemoryRefused
+from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
+from interlace.runtime.places.nvshmem import memory
+from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory
+
+PROBE_BYTES = 16
+
+
+class NvshmemPlace(DeviceProcessPlace):
+    """One rank on one GPU, of all ranks that NVSHMEM was begun with. Making it is collective.
+
+    Raises PlaceUnavailableError on all ranks if one lacks a GPU, torch with NVSHMEM, or the library.
+    """
+
+    name = "nvshmem"
+
+    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(host, device, timeout=timeout)
+        self._modules = Modules()
+        library = self._agree_that_all_can()
+        self._memory = NvshmemMemory(self.rank, self.world_size, device, self.exchange)
+        try:
+            probe = self._memory.allocate(PROBE_BYTES)
+        except MemoryRefused as error:
+            raise PlaceUnavailableError(f"rank {self.rank}: NVSHMEM: {error}") from error
+        mine = bytes(bool(address) for address in probe.addresses)
+        mapped = self.exchange(mine, "joining NVSHMEM")
+        nodes = memory.nodes_of([[bool(there) for there in row] for row in mapped])
+        if len(set(nodes)) > 1:
+            self.nodes = Nodes(tuple(nodes), "nvshmem", {"extern_libs": ((LIBRARY, library),)})
+
+    def _agree_that_all_can(self) -> str:
+        """The path of the device library, once every rank has all that it needs."""
+        library, problem = "", memory.problem()
+        if not problem:
+            major, minor = torch.cuda.get_device_capability(self.device)
+            try:
+                library = device_library(10 * major + minor)
+            except PlaceUnavailableError as error:
+                problem = str(error)
+        problems = self.exchange(problem.encode()[:2000], "joining NVSHMEM")
+        for rank, text in enumerate(problems):
+            if text:
+                raise PlaceUnavailableError(
+                    f'place "nvshmem" is for ranks on several nodes, and rank {rank} cannot use it: '
+                    f"{text.decode(errors='replace')}"
+                )
+        return library
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        try:
+            part = self._memory.allocate(nbytes)
+        except MemoryRefused as error:
+            raise PlaceUnavailableError(
+                f"rank {self.rank}: {nbytes} bytes of NVSHMEM's memory (its heap has "
+                f"NVSHMEM_SYMMETRIC_SIZE bytes): {error}"
+            ) from error
+        nothing = part.memory[:0]
+        parts = [
+            part.owner.get_buffer(rank, (nbytes,), torch.uint8) if address else nothing
+            for rank, address in enumerate(part.addresses)
+        ]
+        parts[self.rank] = part.memory
+        addresses = list(part.addresses)
+        addresses[self.rank] = part.memory.data_ptr()
+        return SymmetricBuffer(
+            self.rank,
+            nbytes,
+            table(addresses, self._memory.numbers).to(self.device),
+            parts,
+            multicast=0 if self.nodes is not None else part.multicast,
+            owner=part.owner,
+        )
+
+    def _loaded(self, compiled: object) -> None:
+        super()._loaded(compiled)
+        self._modules.loaded(compiled)
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        if len(ranks) != self.world_size:
+            raise PlaceUnavailableError(
+                f"rank {self.rank}: NVSHMEM's memory is made by all {self.world_size} ranks together; a "
+                f"group of {len(ranks)} of them, {list(ranks)}, cannot have any"
+            )
+        return super().subgroup(ranks, generation)
+
+    # -- signals -------------------------------------------------------------------------------
+
+    def _stream_words(self) -> driver.StreamWords | None:
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._stop_watching()
+            self._buffers.clear()
+            self._memory.close()
+        super().close()

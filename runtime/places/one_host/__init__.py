@@ -1,0 +1,1 @@
+"""Processes of one host that form a group: shared segments, messages, waits, deaths."""

@@ -1,0 +1,205 @@
+"""The control segments of a host group: messages with small data, counters, abort, in shared memory.
+
+Every rank owns one segment, which all map and, but for ABORTED and BELL, only its owner writes. After
+the header page::
+
+       0 SEQUENCE  int64, released by the owner: number of its last message
+      64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
+     128 LEFT      int64, released by the owner: 1 once it has closed the place
+     192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
+    2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
+    2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
+    2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
+    2240 ASLEEP    int64: the owner sleeps, or is about to
+    2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
+    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
+    2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
+    2560 WAYS    bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
+    4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
+         at byte 64 the message
+    4096 + AREA    the same for odd numbers
+    behind them    PLACES areas for the small data that goes with a message, used in turn
+    behind them    outgoing boxes of messages between two ranks, see ``shm/mail.py``
+
+A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
+release and W - 1 acquires per rank, whatever W is.
+
+Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so after it
+finished n - 1, for which it saw message n - 1 of every peer; and a peer sends n - 1 only after it has
+read everybody's n - 2. So whoever could still need the old message has said, with a release that was
+acquired here, that it does not. For data two would do, too; but writing what another core has just read
+is several times as slow as writing what has meanwhile left its cache.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from interlace.runtime.places.one_host.atomics import Cells
+from interlace.runtime.places.one_host.bell import Bell
+from interlace.runtime.places.one_host.cores import Spread
+from interlace.runtime.places.one_host.segment import Mapping
+from interlace.runtime.places.one_host.words import Words
+
+LARGEST_MESSAGE = 64 << 10
+SMALL_DATA = 64 << 10
+PLACES = 16
+LONGEST_REASON = 1 << 10
+BOXES_BYTES = 256 << 10
+
+_LEFT, _REASON = 128, 192
+SEQUENCE, ABORTED = 0, 64 // 8
+STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
+_ASLEEP, _BELL, _CORE, _WAYS = 2240, 2304, 2496, 2560
+_AREAS = 4096
+TEXT = 64
+AREA = TEXT + LARGEST_MESSAGE
+_INT64 = struct.Struct("<q")
+_DATA = (_AREAS + 2 * AREA + 4095) & ~4095
+BOXES = _DATA + PLACES * SMALL_DATA
+CONTROL_BYTES = BOXES + BOXES_BYTES
+
+
+class Control:
+    """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
+
+    def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
+        self._rank = rank
+        self._bytes = [mapping.array().data for mapping in mappings]
+        self.words = [Words(mapping) for mapping in mappings]
+        self.views = [words.view for words in self.words]
+        self.bases = [mapping.data_address for mapping in mappings]
+        self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
+        self.bell = Bell(
+            [view[_ASLEEP // 8 : _ASLEEP // 8 + 1] for view in self.views],
+            [base + _BELL for base in self.bases],
+            rank,
+        )
+        self.spread = Spread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
+        self._own = self.words[rank]
+        self.own_view = self._own.view
+        self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]
+        self._written: list[object] = [None, None]
+        self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
+        self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
+
+    @property
+    def ways(self) -> memoryview:
+        """The WAYS of the last rank."""
+        return self._bytes[-1][_WAYS:_AREAS]
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def write(
+        self,
+        sequence: int,
+        payload: bytes,
+        extent: int = 0,
+        where: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
+
+        The same object twice in one area is written once.
+        """
+        half = sequence & 1
+        own, area = self._bytes[self._rank], _AREAS + half * AREA
+        words = area >> 3
+        view = self.own_view
+        view[words + 1] = extent
+        view[words + 2], view[words + 3] = where
+        if self._written[half] is not payload:
+            self._written[half] = None
+            view[words] = len(payload)
+            own[area + TEXT : area + TEXT + len(payload)] = payload
+            self._written[half] = payload
+
+    def send(self, sequence: int) -> None:
+        """Release message ``sequence``, and what was written before."""
+        self._own.release(SEQUENCE, sequence)
+        self.bell.ring()
+
+    @property
+    def sequences(self) -> list[int]:
+        """The addresses of the peers' SEQUENCE words."""
+        return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
+
+    @property
+    def asleep(self) -> list[int]:
+        """The addresses of the peers' ASLEEP words."""
+        return [self.bases[peer] + _ASLEEP for peer in self.peers]
+
+    def area(self, rank: int) -> int:
+        """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
+        return self.bases[rank] + _AREAS
+
+    def missing(self, sequence: int) -> list[int]:
+        """Peers that have not sent message ``sequence`` yet."""
+        return [p for p in self.peers if self.words[p].acquired(SEQUENCE) < sequence]
+
+    def message(self, peer: int, sequence: int) -> bytes:
+        """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
+        area = _AREAS + (sequence & 1) * AREA
+        length = self.views[peer][area >> 3]
+        return bytes(self._bytes[peer][area + TEXT : area + TEXT + length])
+
+    def says(self, peer: int, sequence: int, payload: bytes) -> bool:
+        """Whether message ``sequence`` of ``peer`` is ``payload``."""
+        area = _AREAS + (sequence & 1) * AREA
+        return (
+            self.views[peer][area >> 3] == len(payload)
+            and self._bytes[peer][area + TEXT : area + TEXT + len(payload)] == payload
+        )
+
+    def extent(self, peer: int, sequence: int) -> int:
+        """The number that ``peer`` sent with message ``sequence``."""
+        extent: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 1]
+        return extent
+
+    def where(self, peer: int, sequence: int) -> tuple[int, int]:
+        """The shared range and offset that ``peer`` sent with message ``sequence``."""
+        first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
+        return self.views[peer][first], self.views[peer][first + 1]
+
+    def data(self, peer: int, sequence: int) -> int:
+        """The address of the small data of ``peer`` that goes with message ``sequence``."""
+        return self.bases[peer] + _DATA + sequence % PLACES * SMALL_DATA
+
+    def tensor(self, peer: int, place: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """What is at ``offset`` of a place for small data, in the shape and dtype of ``like``."""
+        first = _DATA + place * SMALL_DATA + offset
+        flat = self._memory[peer][first : first + like.nbytes]
+        return flat.view(like.dtype).view(like.shape)
+
+    # -- abort and leave -----------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Tell every rank. The first abort of the group keeps its reason."""
+        if self.reason(self._rank):
+            return
+        own = self._bytes[self._rank]
+        text = (reason or "no reason given").encode()[:LONGEST_REASON]
+        own[_REASON + TEXT : _REASON + TEXT + len(text)] = text
+        _INT64.pack_into(own, _REASON, len(text))
+        if not self._own_aborted.load_acquire()[0]:
+            self._all_aborted.store_release(self._rank + 1)
+
+    def aborted_by(self) -> tuple[int, str] | None:
+        """Which rank aborted the group, and why."""
+        word = self._own.acquired(ABORTED)
+        return (word - 1, self.reason(word - 1)) if word else None
+
+    def reason(self, rank: int) -> str:
+        """Why ``rank`` aborted the group; empty if it did not."""
+        (length,) = _INT64.unpack_from(self._bytes[rank], _REASON)
+        text = bytes(self._bytes[rank][_REASON + TEXT : _REASON + TEXT + length])
+        return text.decode(errors="replace")
+
+    def leave(self) -> None:
+        """Say that this rank takes part in nothing any more."""
+        self._own.release(_LEFT // 8, 1)
+
+    def has_left(self, rank: int) -> bool:
+        return bool(self.words[rank].acquired(_LEFT // 8))

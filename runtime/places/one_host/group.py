@@ -1,0 +1,483 @@
+"""The processes of one host that form a group: messages, segments, waiting, and each other's end.
+
+This is what a place needs of its host and what has nothing to do with how kernels run: joining
+through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer
+has died (pidfd) or left. After a failed collective the ranks may disagree about what happened: the
+group refuses further ones, and has to be aborted, closed and made again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.core.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+)
+from interlace.runtime.places.one_host import rendezvous
+from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
+from interlace.runtime.places.one_host.control import (
+    ABORTED,
+    CONTROL_BYTES,
+    LARGEST_MESSAGE,
+    SEQUENCE,
+    Control,
+)
+from interlace.runtime.places.one_host.cores import Spread
+from interlace.runtime.places.one_host.segment import (
+    HEADER_BYTES,
+    Identity,
+    Mapping,
+    Segment,
+    map_segment,
+)
+from interlace.runtime.places.one_host.shared_ranges import SharedRanges
+from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.places.one_host.words import ORDERED
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+SETTLE_SECONDS = 0.02
+LOOK = 8  # messages after which the ranks look again whether they share cores evenly
+
+_SIZE = struct.Struct("<q")
+_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
+
+
+class HostGroup:
+    """One rank's membership in a group of processes. Joining is collective.
+
+    ``prefix`` names the group and its generation in ``store``, which may be None for a group of
+    one. ``timeout``, in seconds, bounds joining and every later wait. An abort of ``parent``, a
+    group of which this one is a part, ends the waits of this group too.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        prefix: str,
+        parent: HostGroup | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within world size {world_size}")
+        if world_size > MAX_WORLD_SIZE:
+            raise ValueError(
+                f"world size {world_size} is more than the {MAX_WORLD_SIZE} ranks that one host takes"
+            )
+        if world_size > 1 and store is None:
+            raise ValueError(f"store must not be None for world size {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.store, self.prefix, self.timeout = store, prefix, timeout
+        self._parent = parent
+        self._sequence = 0
+        self._unusable = ""
+        self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
+        self._spins = SPINS if self.spins else 1
+        self.collective_lock = threading.RLock()
+        self._abort_lock = threading.Lock()
+        self._pidfds: dict[int, int] = {}
+        weakref.finalize(self, _close_values, self._pidfds).atexit = False
+        self._pids: dict[int, int] = {rank: os.getpid()}
+        self._control: Control | None = None
+        self.shared_ranges = SharedRanges(rank)
+        self._rendezvous = rendezvous.connect(
+            store, rank, world_size, prefix=prefix, timeout=timeout
+        )
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+        _groups.add(self)
+
+    def _join(self) -> None:
+        """Trade control segments and pidfds, check them, and forget the store's keys."""
+        nonce = self._rendezvous.nonce
+        own = self.new_segment(CONTROL_BYTES)
+        pidfd = os.pidfd_open(os.getpid())
+        patience = Patience(self.rank, self.timeout, self.interruption)
+        doing = f"joining group {self.prefix!r}"
+        try:
+            received = self._rendezvous.trade(
+                (own.descriptor, pidfd), lambda missing: patience.step(doing, missing)
+            )
+            for peer, delivery in received.items():
+                self._pids[peer] = delivery.pid
+                self._pidfds[peer] = delivery.descriptors.pop()
+            identities = [
+                Identity(nonce, rank, self.world_size, CONTROL_BYTES)
+                for rank in range(self.world_size)
+            ]
+            self._control = Control(self.rank, self._map(own.mapping, received, identities))
+        finally:
+            own.close()
+            os.close(pidfd)
+        self.exchange(b"", doing)  # everyone has read the keys
+        rendezvous.forget(self.store, self.rank, self.world_size, self.prefix, nonce)
+        self.exchange(b"", doing)  # they are gone: the next generation cannot find them
+
+    def _map(
+        self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
+    ) -> list[Mapping]:
+        """Check and map the segments of the peers. Closes their descriptors."""
+        mappings = []
+        try:
+            for rank, identity in enumerate(identities):
+                if rank == self.rank:
+                    mappings.append(own)
+                else:
+                    mappings.append(map_segment(received[rank].descriptors[0], identity))
+        finally:
+            for delivery in received.values():
+                rendezvous.close_all(delivery.descriptors)
+        return mappings
+
+    def new_segment(self, nbytes: int) -> Segment:
+        """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
+        return Segment(Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes))
+
+    def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
+        """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
+
+        Either all ranks get it or all raise: InterlaceError naming the rank and the size when
+        memory is short, ValueError when the ranks ask for different sizes.
+        """
+        self.check_usable()
+        own, problem = None, ""
+        try:
+            own = self.new_segment(nbytes)
+        except (InterlaceError, OSError) as error:
+            problem = str(error)
+        try:
+            return self._share(own, nbytes, problem, doing)
+        finally:
+            if own is not None:
+                own.close()
+
+    def share(self, own: Segment, doing: str) -> list[Mapping]:
+        """Every rank's segment, mapped here; the own mapping is ``own``'s. Collective.
+
+        A segment may be shared in several groups, whichever made it. Errors as of :meth:`allocate`.
+        """
+        return self._share(own, own.identity.nbytes, "", doing)
+
+    def _share(self, own: Segment | None, nbytes: int, problem: str, doing: str) -> list[Mapping]:
+        """First everybody says what it has, or why not; then descriptors go round.
+
+        A header is compared with what its owner has said, which came through memory of this group
+        only, so a descriptor from elsewhere is found out.
+        """
+        with self.collective_lock:
+            self.check_usable()
+            said = bytes(HEADER_BYTES) if own is None else own.identity.pack()
+            identities = self._compare(nbytes, said, problem, doing)
+            assert own is not None  # or its problem was raised
+            mappings: list[Mapping] = []
+            try:
+                received = self._rendezvous.trade((own.descriptor,), self._trading(doing))
+                mappings = self._map(own.mapping, received, identities)
+            except (PeerDiedError, AbortedError, CollectiveTimeoutError):
+                raise
+            except (InterlaceError, OSError) as error:
+                problem = str(error)
+            self._compare(nbytes, said, problem, doing)
+        return mappings
+
+    def _trading(self, doing: str) -> Callable[[Sequence[int]], None]:
+        """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
+        in the next message, and is not waited for; what it has sent before that can be taken by then.
+        """
+        control, sequence, patience = self._control, self._sequence, self.patience()
+        assert control is not None
+        before: set[int] = set()  # ahead when what had come was taken last
+
+        def step(missing: Sequence[int]) -> None:
+            nonlocal before
+            words = control.words
+            ahead = {rank for rank in missing if words[rank].acquired(SEQUENCE) > sequence}
+            if gone := sorted(ahead & before):
+                raise InterlaceError(f"ranks {gone} have sent no descriptor of their memory")
+            before = ahead
+            if not ahead:
+                patience.step(doing, missing)
+
+        return step
+
+    def _compare(self, nbytes: int, said: bytes, problem: str, doing: str) -> list[Identity]:
+        """What every rank says of its segment.
+
+        Raises the same on every rank if one has a problem or the sizes differ.
+        """
+        answers = self.exchange(_SIZE.pack(nbytes) + said + problem.encode(), doing)
+        sizes = [_SIZE.unpack_from(answer)[0] for answer in answers]
+        start = _SIZE.size + HEADER_BYTES
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise ValueError(
+                    f"nbytes differs: rank 0 allocates {sizes[0]} bytes, rank {rank} {size}"
+                )
+        for rank, answer in enumerate(answers):
+            if text := answer[start:].decode():
+                raise InterlaceError(f"rank {rank}: {text}")
+        return [Identity.unpack(answer[_SIZE.size : start]) for answer in answers]
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
+        if len(payload) > LARGEST_MESSAGE:
+            raise ValueError(
+                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
+                f"an exchange takes at most {LARGEST_MESSAGE}"
+            )
+        with self.collective_lock:
+            if self.world_size == 1:
+                self.check_usable()
+                return [payload]
+            control, sequence = self.begin(payload)
+            control.send(sequence)
+            self.await_message(sequence, doing)
+            return [
+                payload if rank == self.rank else control.message(rank, sequence)
+                for rank in range(self.world_size)
+            ]
+
+    def begin(
+        self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+    ) -> tuple[Control, int]:
+        """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
+        control = self._control
+        if self._unusable or control is None:
+            self.check_usable()
+            raise InterlaceError(f"rank {self.rank}: the group is still joining")
+        self._sequence = sequence = self._sequence + 1
+        control.write(sequence, payload, extent, where)
+        if not sequence % LOOK:
+            control.spread.say()
+        return control, sequence
+
+    def await_message(self, sequence: int, doing: str) -> None:
+        """Return when every peer has sent message ``sequence``."""
+        control = self._control
+        assert control is not None
+        for peer in control.peers:
+            if control.views[peer][SEQUENCE] < sequence:
+                self._await(control, peer, SEQUENCE, sequence, doing)
+        if not sequence % LOOK:
+            control.spread.look()
+        if not ORDERED:
+            control.missing(sequence)  # whose loads are acquires
+
+    def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
+        """Return when word ``index`` of these peers' control segments is at least ``value``."""
+        control = self._control
+        assert control is not None
+        for peer in peers:
+            if control.views[peer][index] < value:
+                self._await(control, peer, index, value, doing)
+            if not ORDERED:
+                control.words[peer].acquired(index)
+
+    def release(self, index: int, value: int) -> None:
+        """Store a word of the own control segment; what was written before comes before it."""
+        control = self._control
+        assert control is not None
+        if ORDERED:
+            control.own_view[index] = value
+        else:
+            control.words[self.rank].release(index, value)
+        control.bell.ring()
+
+    @property
+    def spread(self) -> Spread:
+        """Where the ranks run; only after joining."""
+        assert self._control is not None
+        return self._control.spread
+
+    @property
+    def control(self) -> Control | None:
+        """The control segments; None while joining and after leaving."""
+        return self._control
+
+    def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
+        """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
+        view = control.views[peer]
+        for _ in range(self._spins):
+            if view[index] >= value:
+                return
+        patience, waited_for = self.patience(), (peer,)
+        try:
+            while view[index] < value:
+                patience.step(doing, waited_for, lambda: view[index] >= value)
+        except BaseException as error:
+            self._unusable = f"an earlier exchange failed ({error})"
+            if isinstance(error, PeerDiedError):
+                self.abort(str(error))  # others may be waiting for this rank, not for the dead one
+            raise
+
+    def wait_until(
+        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
+    ) -> None:
+        """Poll ``predicate``; raise when a rank of ``waited_for`` is gone, on abort, on timeout."""
+        self.check_usable()
+        patience = self.patience()
+        others = [rank for rank in waited_for if rank != self.rank]
+        while not predicate():
+            patience.step(doing, others)
+
+    def patience(self, timeout: float | None = None) -> Patience:
+        """For one wait: step it after every poll that failed. Bounded as the group is by default."""
+        bound = self.timeout if timeout is None else timeout
+        bell = None if self._control is None else self._control.bell
+        return Patience(self.rank, bound, self.interruption, spins=self._spins, bell=bell)
+
+    def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """Why a wait for these ranks can never end. Root causes come first.
+
+        A peer that died is named before an abort, which is often the answer of another survivor to
+        the same death. A peer that aborted before it died is not the cause but the abort is.
+        """
+        if self._unusable:
+            return InterlaceError(f"rank {self.rank}: {doing}: {self._unusable}")
+        control = self._control
+        if control is None:
+            return None  # still joining
+        pidfds = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
+        gone = [rank for rank in ended_processes(pidfds) if not control.reason(rank)]
+        for rank in gone:
+            if not control.has_left(rank):
+                return PeerDiedError(rank, self._pids[rank], doing)
+        failure = self.failure()
+        if failure is not None:
+            return self._death(doing) or failure
+        for rank in waited_for:
+            if control.has_left(rank):
+                return InterlaceError(
+                    f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
+                )
+        return None
+
+    def _death(self, doing: str) -> PeerDiedError | None:
+        """A rank that died, if there is one: of an abort by another survivor that is the cause."""
+        control = self._control
+        assert control is not None
+        for rank in ended_processes(self._pidfds):
+            if not control.reason(rank) and not control.has_left(rank):
+                return PeerDiedError(rank, self._pids[rank], doing)
+        return None
+
+    # -- failing and ending --------------------------------------------------------------------
+
+    def failure(self) -> InterlaceError | None:
+        """What this group, or one it is a part of, was aborted with."""
+        if self._control is not None:
+            found = self._control.aborted_by()
+            if found is not None:
+                rank, reason = found
+                return AbortedError(f"rank {rank} aborted the group: {reason}")
+        return self._parent.failure() if self._parent is not None else None
+
+    def check(self) -> None:
+        """Raise if this group, or one it is a part of, cannot be used or was aborted."""
+        control = self._control
+        if self._unusable or control is None:
+            self.check_usable()
+        elif control.own_view[ABORTED] or (self._parent is not None):
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """If the group was aborted, raise why: rather a death among these ranks than the abort."""
+        failure = self.failure()
+        if failure is not None:
+            raise self.interruption(doing, waited_for) or failure
+
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` has closed its side of the group."""
+        return self._control is not None and self._control.has_left(rank)
+
+    def abort(self, reason: str) -> None:
+        """Make every wait of every rank end with an AbortedError that says ``reason``.
+
+        Never blocks. Of several aborts the first one's reason is reported, as a rule.
+        """
+        with self._abort_lock:
+            if (control := self._control) is not None:
+                control.abort(reason)
+
+    def disown(self, reason: str) -> None:
+        """Refuse every later collective with ``reason``, and never touch the memory again."""
+        self._unusable, self._control = reason, None
+
+    def close(self, linger: float = 0.0) -> None:
+        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
+
+        ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
+        store: a rank that returned earlier could meet the next generation in a store about to go.
+        """
+        self._unusable = self._unusable or "the group is closed"
+        control, self._control = self._control, None
+        if control is not None:
+            control.leave()
+            self._await_first(control, linger)
+        self.store = None  # whoever serves it may be waiting for the last reference to it to go
+        self._rendezvous.close()
+        _close_values(self._pidfds)
+
+    def _await_first(self, control: Control, seconds: float) -> None:
+        if self.rank == 0 or seconds <= 0:
+            return
+        deadline = time.monotonic() + seconds
+        pidfd = {0: self._pidfds[0]} if 0 in self._pidfds else {}
+        while not control.has_left(0) and time.monotonic() < deadline:
+            if ended_processes(pidfd):
+                return
+            time.sleep(LONGEST_SLEEP)
+        time.sleep(SETTLE_SECONDS)  # it leaves first and gives the store up then
+
+    def check_usable(self) -> None:
+        if self._unusable:
+            raise InterlaceError(f"rank {self.rank}: {self._unusable}")
+
+
+def _close_values(descriptors: dict[int, int]) -> None:
+    """Close them once: of a group that was closed, and of one that was dropped."""
+    values = list(descriptors.values())
+    descriptors.clear()
+    rendezvous.close_all(values)
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_groups):
+        group.disown(
+            "this group belongs to the parent process; a forked child has to make its own "
+            "(start processes with the spawn method)"
+        )
+
+
+def _at_exit() -> None:
+    """Leave in good order, so that peers still at work do not take this process for a dead one."""
+    uncaught = getattr(sys, "last_value", None)
+    for group in list(_groups):
+        if uncaught is not None:
+            group.abort(f"its process ended with {type(uncaught).__name__}: {uncaught}")
+        group.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

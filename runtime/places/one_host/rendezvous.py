@@ -1,0 +1,240 @@
+"""How the processes of one host find each other and hand over file descriptors.
+
+Finding: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
+the store. Handing over: a rank connects to every peer's socket, sends one message with the
+descriptors attached (SCM_RIGHTS), and takes one message from everyone. A socket's backlog holds
+the messages of all peers, so nobody has to accept before others can send, and no order can
+deadlock.
+
+Rejected: ``/proc/<pid>/fd/<fd>`` and ``pidfd_getfd``. Both ask for ptrace permission, which file
+capabilities, ``PR_SET_DUMPABLE`` and Yama take away between processes of one user, and both need a
+shared pid namespace. Abstract sockets need a shared network namespace only and leave no name
+behind. For the same reason every process sends a pidfd of itself instead of its pid: no reuse of a
+pid can deceive.
+
+The nonce: rank 0 draws 16 random bytes and every key, message and segment header carries them.
+Rank 0 deletes the nonce from the store before any rank can leave :func:`connect`, so the next
+generation under the same prefix waits for its own. Whatever an earlier, crashed generation left is
+found to be foreign.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")
+_CREDENTIALS = struct.Struct("3i")
+_MOST_DESCRIPTORS = 8
+_STORE_POLL_SECONDS = 2e-3
+
+Step = Callable[[Sequence[int]], None]
+
+
+@dataclass
+class Delivery:
+    """What one peer sent: its process id and descriptors, which the receiver owns."""
+
+    pid: int
+    descriptors: list[int]
+
+
+class Rendezvous:
+    """This rank's socket and the addresses of all peers. Hands descriptors over."""
+
+    def __init__(self, rank: int, world_size: int, nonce: bytes) -> None:
+        self.nonce = nonce
+        self._rank, self._world_size = rank, world_size
+        self._addresses: dict[int, bytes] = {}
+        self._sequence = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind("")  # the kernel chooses a free abstract name
+            self._listener.listen(world_size)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def address(self) -> bytes:
+        name = self._listener.getsockname()
+        assert isinstance(name, bytes)
+        return name
+
+    def set_addresses(self, addresses: dict[int, bytes]) -> None:
+        self._addresses = addresses
+
+    def trade(self, descriptors: Sequence[int], step: Step) -> dict[int, Delivery]:
+        """Send ``descriptors`` to every peer and take theirs. Collective.
+
+        ``step(missing ranks)`` is called while a peer has not sent yet, and may raise.
+        """
+        self._sequence += 1
+        for peer in self._addresses:
+            self._send(peer, descriptors)
+        received: dict[int, Delivery] = {}
+        try:
+            while len(received) < len(self._addresses):
+                if not self._accept(received):
+                    step([peer for peer in self._addresses if peer not in received])
+        except BaseException:
+            for delivery in received.values():
+                close_all(delivery.descriptors)
+            raise
+        return received
+
+    def _send(self, peer: int, descriptors: Sequence[int]) -> None:
+        message = _MESSAGE.pack(
+            MAGIC, LAYOUT_VERSION, self.nonce, self._rank, self._world_size, self._sequence, peer
+        )
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            try:
+                connection.connect(self._addresses[peer])
+                connection.sendmsg([message], [rights])
+            except OSError as error:
+                raise InterlaceError(
+                    f"rank {self._rank} cannot reach rank {peer} through its unix socket "
+                    f"({error}): its process has ended, it is in another network namespace, or "
+                    "the store still holds keys of an earlier generation"
+                ) from error
+
+    def _accept(self, received: dict[int, Delivery]) -> bool:
+        """Take one message if there is one; False if not."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return False
+        with connection:
+            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _gid = _CREDENTIALS.unpack(raw)
+            if uid != os.geteuid():
+                return True  # abstract sockets have no permissions; strangers are not answered
+            connection.settimeout(1.0)  # the sender sends right after it has connected
+            try:
+                message, descriptors, flags, _ = socket.recv_fds(
+                    connection, _MESSAGE.size + 1, _MOST_DESCRIPTORS
+                )
+            except TimeoutError:
+                return True
+        if self._is_late(message):
+            close_all(descriptors)
+            return True
+        try:
+            rank = self._sender(message, flags, received)
+        except BaseException:
+            close_all(descriptors)
+            raise
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        received[rank] = Delivery(pid, descriptors)
+        return True
+
+    def _is_late(self, message: bytes) -> bool:
+        """Whether it is of an earlier trade, which this rank has given up."""
+        if len(message) != _MESSAGE.size:
+            return False
+        magic, version, nonce, _, world_size, sequence, to = _MESSAGE.unpack(message)
+        mine = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._rank)
+        return (magic, version, nonce, world_size, to) == mine and sequence < self._sequence
+
+    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int:
+        what = f"rank {self._rank} got a message that is not of this group"
+        if len(message) != _MESSAGE.size or flags & socket.MSG_CTRUNC:
+            raise InterlaceError(f"{what}: {len(message)} bytes, flags {flags:#x}")
+        magic, version, nonce, rank, world_size, sequence, to = _MESSAGE.unpack(message)
+        expected = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._sequence, self._rank)
+        found = (magic, version, nonce, world_size, sequence, to)
+        names = ("magic", "layout version", "nonce", "world size", "sequence number", "receiver")
+        for name, has, wants in zip(names, found, expected, strict=True):
+            if has != wants:
+                raise InterlaceError(f"{what}: {name} is {_show(has)}, expected {_show(wants)}")
+        if rank not in self._addresses or rank in received:
+            raise InterlaceError(f"{what}: sender rank {rank} is unexpected")
+        return int(rank)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def connect(
+    store: Store | None, rank: int, world_size: int, *, prefix: str, timeout: float
+) -> Rendezvous:
+    """Agree on a nonce through ``store`` and learn the addresses of all ranks.
+
+    ``prefix`` names the group and its generation. The caller must call :func:`forget` on all ranks
+    once everyone has connected, and must not let any rank go on before rank 0 has. A group of one
+    rank needs no store.
+    """
+    if world_size == 1:
+        return Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
+    assert store is not None
+    deadline = time.monotonic() + timeout
+    nonce_key = f"{prefix}/nonce"
+    if rank == 0:
+        nonce = os.urandom(NONCE_BYTES)
+        store.set(nonce_key, nonce.hex())
+    else:
+        _wait(store, {0: nonce_key}, rank, prefix, deadline)
+        nonce = bytes.fromhex(store.get(nonce_key).decode())
+    rendezvous = Rendezvous(rank, world_size, nonce)
+    try:
+        keys = {peer: _address_key(prefix, nonce, peer) for peer in range(world_size)}
+        store.set(keys.pop(rank), rendezvous.address.hex())
+        _wait(store, keys, rank, prefix, deadline)
+        rendezvous.set_addresses(
+            {peer: bytes.fromhex(store.get(key).decode()) for peer, key in keys.items()}
+        )
+    except BaseException:
+        rendezvous.close()
+        raise
+    return rendezvous
+
+
+def forget(store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes) -> None:
+    """Delete this rank's keys; all peers must have read them."""
+    if store is not None and world_size > 1:
+        if rank == 0:
+            store.delete_key(f"{prefix}/nonce")
+        store.delete_key(_address_key(prefix, nonce, rank))
+
+
+def _address_key(prefix: str, nonce: bytes, rank: int) -> str:
+    return f"{prefix}/{nonce.hex()}/{rank}"
+
+
+def _wait(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
+    """Until all keys exist. Polls: ``Store.wait`` prints a warning on stderr when it times out."""
+    missing = dict(keys)
+    while True:
+        missing = {peer: key for peer, key in missing.items() if not store.check([key])}
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"rank {rank}: ranks {sorted(missing)} have not joined group {prefix!r}",
+                tuple(sorted(missing)),
+            )
+        time.sleep(_STORE_POLL_SECONDS)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _show(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

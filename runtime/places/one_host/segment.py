@@ -1,0 +1,224 @@
+"""Shared memory segments: one memfd each, sealed, allocated before it is mapped, without a name.
+
+=====================  ===========================================================================
+memfd                  no name in /dev/shm: nothing is left behind after SIGKILL, and nothing
+                       stale can be found by the next job
+posix_fallocate        pages exist before they are mapped; a full memory is an error here, not a
+                       SIGBUS at some later store
+F_SEAL_SHRINK, _GROW   no process can truncate the file under the others (that would be SIGBUS too)
+header page            magic, layout version, nonce, rank, world size, size; checked by everyone who
+                       maps the segment, before first use
+=====================  ===========================================================================
+
+The first page is the header; the data starts at the second page.
+
+``mmap.mmap`` is not used: it keeps a duplicate of the descriptor per mapping (until Python 3.13),
+and its ``close`` unmaps under a tensor that was made by ``torch.frombuffer``. A :class:`Mapping`
+is unmapped when the last array or tensor over it is gone, and not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+
+MAGIC = b"ilace\x00\x00\x01"
+LAYOUT_VERSION = 1
+PAGE = 4096
+NONCE_BYTES = 16
+_HEADER = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQ")
+HEADER_BYTES = _HEADER.size
+
+_PIECE = 64 << 20
+
+_PROT_READ_WRITE = 0x1 | 0x2
+_MAP_SHARED = 0x01
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a segment says about itself in its header. ``nbytes`` excludes the header page."""
+
+    nonce: bytes
+    rank: int
+    world_size: int
+    nbytes: int
+
+    @classmethod
+    def unpack(cls, header: bytes) -> Identity:
+        """The identity in a header, or in a message that announces it."""
+        return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            MAGIC, LAYOUT_VERSION, self.nonce, self.rank, self.world_size, self.nbytes
+        )
+
+    def check(self, header: bytes, what: str) -> None:
+        """Raise unless ``header`` says the same; names the first field that differs."""
+        if header[: len(MAGIC)] != MAGIC:
+            raise InterlaceError(
+                f"{what}: not memory of interlace (magic {header[: len(MAGIC)]!r}, not {MAGIC!r})"
+            )
+        _, version, nonce, rank, world_size, nbytes = _HEADER.unpack(header[: _HEADER.size])
+        fields: list[tuple[str, Any, Any]] = [
+            ("layout version", version, LAYOUT_VERSION),
+            ("nonce", nonce.hex(), self.nonce.hex()),
+            ("rank", rank, self.rank),
+            ("world size", world_size, self.world_size),
+            ("size in bytes", nbytes, self.nbytes),
+        ]
+        for field, found, expected in fields:
+            if found != expected:
+                raise InterlaceError(f"{what}: {field} is {found}, expected {expected}")
+
+
+class Mapping:
+    """A shared mapping of a whole file; the address range lives as long as any view of it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise InterlaceError(f"cannot map {nbytes} bytes: {os.strerror(code)}")
+        self.address: int = address
+        self.nbytes = nbytes
+        # Not at interpreter exit: other exit handlers and daemon threads may still touch the
+        # memory.
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes behind the header page; the array (and views of it) keep the mapping alive."""
+        whole: npt.NDArray[np.uint8] = np.asarray(self)
+        return whole[PAGE:]
+
+    @property
+    def data_address(self) -> int:
+        return self.address + PAGE
+
+    def header(self) -> bytes:
+        return ctypes.string_at(self.address, _HEADER.size)
+
+
+class Segment:
+    """A segment that this process has made: its mapping, and its descriptor to hand to peers.
+
+    The descriptor is closed by :meth:`close` or with this object; the mapping stays as long as an
+    array over it does.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.descriptor = create_segment(identity)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            self.mapping = map_segment(self.descriptor, identity)
+        except BaseException:
+            self.close()
+            raise
+
+
+def create_segment(identity: Identity) -> int:
+    """A zeroed, sealed memfd with its header written; the caller owns the descriptor."""
+    nbytes = PAGE + identity.nbytes
+    try:
+        descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        raise PlaceUnavailableError(f"place 'shm' needs Linux memfd_create: {error}") from error
+    try:
+        for offset in range(0, nbytes, _PIECE):
+            piece = min(_PIECE, nbytes - offset)
+            # A memfd has no quota: the kernel would not refuse, its OOM killer would pick a victim.
+            # All ranks allocate at once, so what is left is looked up again before every piece.
+            left = available_memory()
+            if nbytes - offset > left:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {left} bytes left")
+            os.posix_fallocate(descriptor, offset, piece)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        os.pwrite(descriptor, identity.pack(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL):
+            raise _no_memory(nbytes, error.strerror or "no space") from error
+        raise
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_segment(descriptor: int, identity: Identity) -> Mapping:
+    """Map a segment, perhaps made by a peer, after checking that it is the right one."""
+    what = f"shared segment of rank {identity.rank}"
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise InterlaceError(f"{what}: not a memfd ({error})") from error
+    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    if seals & needed != needed:
+        raise InterlaceError(f"{what}: not sealed (seals {seals:#x}); its size could change")
+    # The header first, from the file: mapping a file of the wrong size would end in SIGBUS.
+    identity.check(os.pread(descriptor, _HEADER.size, 0).ljust(_HEADER.size, b"\0"), what)
+    size = os.fstat(descriptor).st_size
+    if size != PAGE + identity.nbytes:
+        raise InterlaceError(f"{what}: file has {size} bytes, expected {PAGE + identity.nbytes}")
+    return Mapping(descriptor, size)
+
+
+def _no_memory(nbytes: int, reason: str) -> InterlaceError:
+    return InterlaceError(f"cannot allocate {nbytes} bytes of shared memory: {reason}")
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated now, as the kernel and this container's cgroup see it."""
+    amounts = [1 << 62]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            amounts.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            amounts.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+    return min(amounts)

@@ -1,0 +1,51 @@
+"""Memory of the caller's that all ranks of a host group have mapped: found by address.
+
+``interlace.symmetric_memory`` shares it. A collective on a tensor that lies in it needs no staging: the
+others read it where it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from interlace.runtime.core.local_memory import Array
+
+
+class SharedRanges:
+    """What was shared in a group, numbered alike on all ranks, as long as this rank uses its part."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._count = 0
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._arrays: dict[int, list[Array]] = {}
+
+    def add(self, arrays: Sequence[Array]) -> None:
+        """One array per rank, of equal sizes. Called in the same order on all ranks."""
+        self._count = number = self._count + 1
+        own = arrays[self._rank]
+        if own.nbytes:
+            self._ranges[number] = own.ctypes.data, own.nbytes
+            # of its own array the registry must not be the last user
+            self._arrays[number] = [a for r, a in enumerate(arrays) if r != self._rank]
+            weakref.finalize(own, self._forget, number)
+
+    def _forget(self, number: int) -> None:
+        self._ranges.pop(number, None)
+        self._arrays.pop(number, None)
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int]:
+        """The number of the range that holds these bytes and where in it; number 0 if none does."""
+        for number, (start, size) in list(self._ranges.items()):
+            if start <= address and address + nbytes <= start + size:
+                return number, address - start
+        return 0, 0
+
+    def array(self, number: int, rank: int) -> Array:
+        """Another rank's array of range ``number``."""
+        arrays = self._arrays[number]
+        return arrays[rank - (rank > self._rank)]
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)

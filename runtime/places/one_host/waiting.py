@@ -1,0 +1,124 @@
+"""How host code waits for other processes: politely, bounded, and never for somebody who is gone.
+
+A wait is a loop of the caller's own polls with one :meth:`Patience.step` after each that failed::
+
+    polls 1-20        nothing: the answer is usually there within microseconds
+    up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
+                      waited for may need it (a barrier on 2 cores is 4 times faster with it)
+    later             sleep until a peer rings the bell (``bell.py``), at most 1 ms; where nobody
+                      would ring it, 1/20 of the time waited so far
+    every 1 ms        look for the reasons why the wait could never end
+
+A reason must be found twice with a poll in between: a peer may publish what is waited for and then
+exit, and that is no failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, Bell
+
+CHECK_SECONDS = 1e-3
+YIELD_SECONDS = 1e-3
+SPINS = 20
+
+# os.sched_yield keeps the GIL before Python 3.12, and so would starve the process's other threads.
+_yield_core = ctypes.CDLL(None).sched_yield
+
+Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
+    """The ranks whose process has ended, by their pidfds. Takes about a microsecond per rank.
+
+    A poll object of its own, because one that threads share refuses to poll in two of them.
+    """
+    poll = select.poll()
+    ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
+    for descriptor in ranks:
+        poll.register(descriptor, select.POLLIN)
+    return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
+
+
+class Patience:
+    """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
+
+    __slots__ = (
+        "_bell",
+        "_interruption",
+        "_next_check",
+        "_rank",
+        "_started",
+        "_steps",
+        "_suspect",
+        "_timeout",
+    )
+
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        interruption: Interruption,
+        *,
+        spins: int = SPINS,
+        bell: Bell | None = None,
+    ) -> None:
+        self._bell = bell
+        self._rank = rank
+        self._timeout = timeout
+        self._interruption = interruption
+        self._steps = -spins
+        self._started = self._next_check = 0.0
+        self._suspect = False
+
+    def step(
+        self,
+        doing: str,
+        waited_for: Sequence[int],
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless.
+
+        ``ready`` is the poll, if a peer that makes it true rings the bell.
+        """
+        self._steps += 1
+        if self._steps < 0:
+            return
+        now = time.monotonic()
+        if not self._started:
+            self._started = now
+            self._next_check = now + CHECK_SECONDS
+        waited = now - self._started
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            problem = self._interruption(doing, waited_for)
+            if problem is not None:
+                if self._suspect:
+                    raise problem
+                self._suspect = True
+                self._next_check = now
+                return
+            self._suspect = False
+            if waited > self._timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: {doing} has waited {self._timeout:g} s for "
+                    f"ranks {list(waited_for)}",
+                    tuple(waited_for),
+                )
+        if waited < YIELD_SECONDS:
+            _yield_core()
+        elif ready is not None and self._bell is not None:
+            self._bell.sleep(LONGEST_SLEEP, ready)
+        else:
+            time.sleep(min(LONGEST_SLEEP, waited / 20))

@@ -1,0 +1,101 @@
+"""One thread that runs functions in the order of submission: async ops of a CPU place."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from interlace.runtime.core.errors import AbortedError
+
+T = TypeVar("T")
+
+_Item = tuple["Future[Any]", Callable[[], Any], contextvars.Context]
+
+
+class OrderedWorker:
+    """Runs functions one after another in a daemon thread, which starts with the first of them.
+
+    A function sees the context variables and the inference mode of the thread that submitted it.
+    ``unfinished`` counts what was submitted and has not finished; once it is 0, what that wrote is visible.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Condition()
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.unfinished = 0
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """True when everything submitted has finished. What it wrote is visible then."""
+        return not self.unfinished
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is the worker."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Queue ``function``; the future has its result or exception."""
+        future: Future[T] = Future()
+        context = contextvars.copy_context()
+        if torch.is_inference_mode_enabled():  # whose tensors nobody outside may write
+            function = torch.inference_mode()(function)
+        with self._lock:
+            if self._closed:
+                raise AbortedError(f"{self._name} is closed")
+            self.unfinished += 1
+            self._items.put((future, function, context))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return future
+
+    def drain(self) -> None:
+        """Block until everything submitted has finished; at once in the worker itself."""
+        if self._thread is not None and not self.inside:
+            with self._lock:
+                self._lock.wait_for(lambda: self.unfinished == 0)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the thread. What has not started fails; what runs has ``timeout`` seconds left."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._items.put(None)
+        if thread is not None and not self.inside:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        # A tensor may come to require grad while its op is queued: the result of a functional op does.
+        torch.set_grad_enabled(False)
+        while (item := self._items.get()) is not None:
+            future, function, context = item
+            del item
+            try:
+                if self._closed:
+                    raise AbortedError(f"{self._name} was closed before this op started")
+                result = context.run(function)
+            except BaseException as error:
+                self._one_finished()
+                future.set_exception(error)
+            else:
+                self._one_finished()
+                future.set_result(result)
+            # A waiting worker must not keep the last op's tensors alive.
+            result = None
+            del future, function, context
+
+    def _one_finished(self) -> None:
+        """Before the future is set: who has waited for the future finds the worker idle."""
+        with self._lock:
+            self.unfinished -= 1
+            self._lock.notify_all()

@@ -1,0 +1,142 @@
+"""Streams that run every item at once, in the calling thread: a CPU place needs no queue.
+
+An op's algorithm is written for streams that overlap. Here they do not: an item has ended when the
+call returns, so events are always complete, and the order of the calls is the order of execution.
+What a stream waits for must therefore be published by a peer, or by this rank before the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
+from interlace.runtime.core.errors import AbortedError, BlockedWait
+from interlace.runtime.core.memory import WORD, Workspace
+from interlace.runtime.core.stream import Event, Stream
+from interlace.runtime.places.one_host.atomics import Cells, load_acquire, store_release
+from interlace.runtime.scheduler import trace
+from interlace.runtime.scheduler.scheduler import run_interpreted
+
+if TYPE_CHECKING:
+    from interlace.runtime.core.launch import KernelLaunch
+
+
+class Waiter(Protocol):
+    """What an :class:`InlineStream` needs of its place."""
+
+    rank: int
+    world_size: int
+
+    def wait_until(
+        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
+    ) -> None:
+        """Return once ``predicate()``; raise if a rank of ``waited_for`` is gone, etc."""
+
+    def idle_hook(self) -> Callable[[BlockedWait], None]:
+        """For one launch: a function to call whenever all its programs wait."""
+
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """Raise what the group has failed with while this rank did this, if it has."""
+
+
+class CompletedEvent(Event):
+    """A point that has been reached."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class InlineStream(Stream):
+    """Runs items at once. ``waiter`` is the place."""
+
+    def __init__(self, waiter: Waiter) -> None:
+        self._waiter = waiter
+
+    def launch(self, launch: KernelLaunch) -> None:
+        run_interpreted(
+            launch, self._waiter.rank, self._waiter.idle_hook(), observer=trace.current()
+        )
+        # Waits in a kernel return early once the group is aborted: what it computed is void.
+        everyone = range(self._waiter.world_size)
+        self._waiter.check_during(f"{launch.op}, in {launch.name}", everyone)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
+        destination.copy_(source)
+
+    def call(self, function: Callable[[], Any], label: str) -> None:
+        function()
+
+    def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
+        bases = _bases(workspace)
+        epoch = _epoch(bases[workspace.rank])
+        store_release(bases[peer] + workspace.slot_byte(slot), epoch)
+
+    def wait(self, workspace: Workspace, source: int, slot: int) -> None:
+        base = _bases(workspace)[workspace.rank]
+        epoch = _epoch(base)
+        cells = Cells((base + workspace.slot_byte(slot), base + ABORT_WORD * WORD))
+        doing = f"{workspace.op}, waiting for slot {slot} to reach epoch {epoch}"
+
+        def published() -> bool:
+            seen, aborted = cells.load_acquire()
+            if seen < epoch and aborted:
+                self._raise_abort(doing, (source,))
+            return seen >= epoch
+
+        self._waiter.wait_until(published, doing, (source,))
+
+    def wait_credits(self, workspace: Workspace) -> None:
+        base = _bases(workspace)[workspace.rank]
+        previous = _epoch(base) - 1
+        ranks = range(workspace.world_size)
+        credits = [base + (CREDIT_WORDS + rank) * WORD for rank in ranks]
+        cells = Cells((*credits, base + ABORT_WORD * WORD))
+        doing = f"{workspace.op}, waiting for the end of the op before it on this channel"
+
+        def late() -> list[int]:
+            *seen, aborted = cells.load_acquire()
+            missing = [rank for rank in ranks if seen[rank] < previous]
+            if missing and aborted:
+                self._raise_abort(doing, missing)
+            return missing
+
+        first = late()
+        if first:
+            self._waiter.wait_until(lambda: not late(), doing, first)
+
+    def finish(self, workspace: Workspace) -> None:
+        bases = _bases(workspace)
+        own = bases[workspace.rank]
+        if load_acquire(own + ABORT_WORD * WORD):
+            self._raise_abort(f"the end of {workspace.op}", range(workspace.world_size))
+        epoch = _epoch(own)
+        credits = [base + (CREDIT_WORDS + workspace.rank) * WORD for base in bases]
+        Cells(credits).store_release(epoch)
+        store_release(own + EPOCH_WORD * WORD, epoch)
+
+    def record(self) -> Event:
+        return CompletedEvent()
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def _raise_abort(self, doing: str, waited_for: Sequence[int]) -> None:
+        """The channel is void: a rank aborted, or a kernel of some rank gave up its wait."""
+        self._waiter.check_during(doing, waited_for)
+        raise AbortedError(f"{doing}: a kernel of this group has given up waiting")
+
+
+def _bases(workspace: Workspace) -> list[int]:
+    bases: list[int] = workspace.buffer.peers.tolist()
+    return bases
+
+
+def _epoch(own_base: int) -> int:
+    """The epoch of the op that runs now on the channel whose header is at ``own_base``."""
+    return load_acquire(own_base + EPOCH_WORD * WORD) + 1

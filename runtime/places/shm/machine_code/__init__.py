@@ -1,0 +1,1 @@
+"""Lists of steps, run by machine code for this processor. Knows nothing of collectives."""

@@ -1,0 +1,1 @@
+"""The place ``sim``: all ranks in one process under the seeded scheduler."""

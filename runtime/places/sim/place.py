@@ -1,0 +1,469 @@
+"""The place ``sim``: all ranks in one process, every schedule reproducible from its seed.
+
+Host code of a rank, its streams and all programs of its kernels are tasks of one scheduler. A stream is
+a queue; while it has items, one task works through them in order. Tasks of different streams and ranks
+interleave wherever work on GPUs could overlap: between the pieces of a copy, around every atomic.
+
+Torch code of the user runs at once in the host task, so waiting for an op blocks that task, and reading
+an output before waiting reads what is there: the same mistake as on a GPU, with the same effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import BlockedWait, InterlaceError, rank_error
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.local_memory import Array, LocalMemory, aligned
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace, bytes_of
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Event, Outcome, Stream
+from interlace.runtime.engines.choice import on_streams
+from interlace.runtime.interpreter.inline_ptx import multicast
+from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
+from interlace.runtime.scheduler import trace
+from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
+from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
+
+COPY_PIECES = 3
+
+
+@dataclass
+class _Group:
+    """What the ranks of one group share: messages and buffers, by sequence number."""
+
+    exchanges: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    allocations: dict[int, dict[int, LocalMemory]] = field(default_factory=dict)
+    departures: Counter[int] = field(default_factory=Counter)
+    observed: list[LocalMemory] = field(default_factory=list)
+    mail: Mailbox = field(default_factory=Mailbox)
+
+
+class SimWorld:
+    """One simulated run: its scheduler and the groups of its ranks."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.observer = scheduler.observer
+        self._groups: dict[Any, _Group] = {}
+
+    def group(self, key: Any) -> _Group:
+        return self._groups.setdefault(key, _Group())
+
+
+class SimEvent(Event):
+    """Set when the stream reaches it."""
+
+    def __init__(self, place: SimPlace, *, completed: bool = False) -> None:
+        self._place = place
+        self.completed = completed
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def synchronize(self) -> None:
+        self._place.hold_current(self, "an event")
+
+
+class SimStream(Stream):
+    """A queue of items and, while there are any, a task that runs them."""
+
+    def __init__(self, place: SimPlace, name: str) -> None:
+        self._place = place
+        self._name = name
+        self._scheduler = place.world.scheduler
+        self._items: deque[tuple[str, Callable[[], None], torch.Tensor | None, str]] = deque()
+        self._busy = False
+        self.running = "", ""  # where the present item was enqueued, and its label
+
+    def _enqueue(
+        self, label: str, item: Callable[[], None], copied_to: torch.Tensor | None = None
+    ) -> None:
+        observed = self._place.world.observer is not None
+        where = line_of(user_frame(sys._getframe(2))) if observed else ""
+        self._items.append((label, item, copied_to, where))
+        if not self._busy:
+            self._busy = True
+            self._scheduler.spawn(
+                self._place.global_rank, f"stream {self._name}", self._work_off, owner=self
+            )
+
+    def _work_off(self) -> None:
+        while self._items:
+            label, item, copied_to, where = self._items.popleft()
+            self.running = where, label
+            observer = self._place.world.observer
+            start = 0 if observer is None else observer.now()
+            item()
+            self._scheduler.progress()
+            if observer is not None:
+                task = self._scheduler.current
+                observer.on_item(task, self._name, label, start, copied_to)
+            self._scheduler.give_way()
+        self._busy = False
+
+    def _block(
+        self, ready: Callable[[], bool], what: str, values: Callable[[], tuple[int, int]] | None
+    ) -> None:
+        def describe() -> BlockedWait:
+            seen, expected = (None, None) if values is None else values()
+            return BlockedWait(
+                self._place.global_rank, f"stream {self._name}", what, seen, expected
+            )
+
+        if not ready():
+            self._scheduler.block(ready, describe)
+
+    def launch(self, launch: KernelLaunch) -> None:
+        def item() -> None:
+            done = False
+
+            def finished() -> None:
+                nonlocal done
+                done = True
+
+            self._scheduler.spawn_programs(launch, self._place.global_rank, finished)
+            self._block(lambda: done, f"{launch.name} of {launch.op}", None)
+
+        self._enqueue(launch.name, item)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
+        def item() -> None:
+            if destination.dim() == 0 or destination.shape[0] < COPY_PIECES:
+                destination.copy_(source)
+                return
+            pieces = zip(destination.chunk(COPY_PIECES), source.chunk(COPY_PIECES), strict=True)
+            for to_part, from_part in pieces:
+                to_part.copy_(from_part)
+                self._scheduler.progress()
+                self._scheduler.give_way()
+
+        self._enqueue(label, item, destination)
+
+    def call(self, function: Callable[[], Any], label: str) -> None:
+        def item() -> None:
+            function()
+
+        self._enqueue(label, item)
+
+    def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
+        def item() -> None:
+            self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op)
+
+        self._enqueue(f"publish slot {slot} of rank {peer}", item)
+
+    def wait(self, workspace: Workspace, source: int, slot: int) -> None:
+        def item() -> None:
+            self._wait_signals(
+                workspace.slots(workspace.rank, slot, 1),
+                _epoch(workspace),
+                lambda seen: f"slot {slot} from rank {source} in {workspace.op}",
+            )
+
+        self._enqueue(f"wait slot {slot} from rank {source}", item)
+
+    def wait_credits(self, workspace: Workspace) -> None:
+        def item() -> None:
+            self._wait_signals(
+                _credits(workspace, workspace.rank),
+                _epoch(workspace) - 1,
+                lambda seen: f"credit of rank {int(seen.argmin())} in {workspace.op}",
+            )
+
+        self._enqueue("wait for credits", item)
+
+    def finish(self, workspace: Workspace) -> None:
+        def item() -> None:
+            epoch = _epoch(workspace)
+            for peer in range(workspace.world_size):
+                if not workspace.buffer.mapped(peer):
+                    continue  # the op has put its credits itself
+                credit = _credits(workspace, peer)[workspace.rank : workspace.rank + 1]
+                self._signal(credit, epoch, workspace.op)
+                self._scheduler.progress()
+                self._scheduler.give_way()
+            workspace.header(workspace.rank)[EPOCH_WORD] = epoch
+
+        self._enqueue("finish", item)
+
+    def _signal(self, slot: torch.Tensor, epoch: int, op: str) -> None:
+        """Publish ``slot``, as ``publish_kernel`` does."""
+        slot.numpy()[0] = epoch
+        observer = self._place.world.observer
+        if observer is not None:
+            observer.on_signal(self._scheduler.current, slot, op)
+
+    def _wait_signals(self, slots: torch.Tensor, epoch: int, what: Callable[[Any], str]) -> None:
+        """Hold this stream until all ``slots`` are at least ``epoch``, as ``wait_kernel`` does."""
+        seen = slots.numpy()
+        if int(seen.min()) < epoch:
+            self._block(
+                lambda: int(seen.min()) >= epoch, what(seen), lambda: (int(seen.min()), epoch)
+            )
+        observer = self._place.world.observer
+        if observer is not None:
+            observer.on_signals_seen(self._scheduler.current, slots)
+
+    def record(self) -> Event:
+        event = SimEvent(self._place)
+
+        def item() -> None:
+            event.completed = True
+            self._place.note_record(event)
+
+        self._enqueue("event", item)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        def item() -> None:
+            if not event.is_completed():
+                self._block(event.is_completed, "an event", None)
+            self._place.note_wait(event)
+
+        self._enqueue("wait for event", item)
+
+
+def _epoch(workspace: Workspace) -> int:
+    """The epoch of the op that runs now on the workspace's channel."""
+    return int(workspace.header(workspace.rank)[EPOCH_WORD]) + 1
+
+
+def _credits(workspace: Workspace, rank: int) -> torch.Tensor:
+    return workspace.header(rank)[CREDIT_WORDS : CREDIT_WORDS + workspace.world_size]
+
+
+class SimPlace(Place):
+    """One simulated rank of one group. ``members`` are ranks of the run, in group order."""
+
+    name = "sim"
+    device = torch.device("cpu")
+    interpreted = True
+    direct_access = False
+
+    def __init__(self, world: SimWorld, members: tuple[int, ...], rank: int, key: Any) -> None:
+        self.world = world
+        self.rank = rank
+        self.world_size = len(members)
+        self.global_rank = members[rank]
+        self._members = members
+        self._key = key
+        self._group = world.group(key)
+        self._exchanged = 0
+        self._allocated = 0
+        self._barriers = 0
+        self._mail_stream: Stream | None = None
+
+    def _meet(self, box: dict[int, Any], doing: str) -> None:
+        """Block the host task until every rank has put something into ``box``."""
+
+        def describe() -> BlockedWait:
+            missing = [self._members[r] for r in range(self.world_size) if r not in box]
+            return BlockedWait(
+                self.global_rank,
+                "host code",
+                f"ranks {missing} to call {doing}",
+                where=user_line(task),
+            )
+
+        task = self.world.scheduler.current
+        if len(box) < self.world_size:
+            self.world.scheduler.block(lambda: len(box) == self.world_size, describe)
+
+    def _in_step(self, box: dict[int, Any], doing: str) -> None:
+        """Meet, and order all work before it on any rank before all work after it."""
+        task, observer = self.world.scheduler.current, self.world.observer
+        if observer is not None:
+            observer.on_meeting(task, id(box), self.world_size)
+        self._meet(box, doing)
+        if observer is not None:
+            observer.on_met(task, id(box))
+
+    def arrive(self) -> None:
+        observer = self.world.observer
+        if observer is not None:
+            meeting = ("barrier", self._key, self._barriers)
+            observer.on_meeting(self.world.scheduler.current, meeting, self.world_size)
+
+    def depart(self) -> None:
+        observer = self.world.observer
+        if observer is not None:
+            meeting = ("barrier", self._key, self._barriers)
+            observer.on_met(self.world.scheduler.current, meeting)
+        self._barriers += 1
+
+    def note_record(self, event: Event) -> None:
+        if self.world.observer is not None:
+            self.world.observer.on_record(self.world.scheduler.current, event)
+
+    def note_wait(self, event: Event) -> None:
+        if self.world.observer is not None:
+            self.world.observer.on_wait_event(self.world.scheduler.current, event)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        number, self._exchanged = self._exchanged, self._exchanged + 1
+        box = self._group.exchanges.setdefault(number, {})
+        box[self.rank] = payload
+        self.world.scheduler.progress()
+        self.world.scheduler.give_way()
+        self._meet(box, doing)
+        self._group.exchanges.pop(number - 2, None)  # everyone has left that one
+        return [box[rank] for rank in range(self.world_size)]
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        data = bytes_of(tensor).clone()
+        message = Message(self.rank, peer, tag, tensor.dtype, data, self.record_current())
+        self._group.mail.post(message)
+        self.world.scheduler.progress()
+        self.world.scheduler.give_way()
+        future: Future[Outcome] = Future()
+        future.set_result(Outcome(None, None))
+        return future
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        def waiting() -> BlockedWait:
+            source = "any rank" if peer is None else f"rank {self._members[peer]}"
+            what = f"a message from {source} with tag {tag}"
+            return BlockedWait(self.global_rank, "host code", what, where=user_line(task))
+
+        task = self.world.scheduler.current
+        if self._mail_stream is None:
+            self._mail_stream = self.new_stream("mail")
+        receive = Receive(
+            self.rank,
+            peer,
+            tag,
+            tensor,
+            stream=self._mail_stream,
+            posted=self.record_current(),
+            scheduler=self.world.scheduler,
+            waiting=waiting,
+        )
+        self._group.mail.take(receive)
+        self.world.scheduler.progress()
+        self.world.scheduler.give_way()
+        return receive
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")
+        peer_bytes = [torch.from_numpy(part) for (part,) in parts]
+        peers = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
+        buffer = SymmetricBuffer(self.rank, nbytes, peers, peer_bytes)
+        buffer.multicast = multicast.address_for(buffer, nbytes, buffer.addresses)
+        return buffer
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))
+        observer = self.world.observer
+        if observer is not None:
+            self._group.observed.append(memory)  # an address must not mean two things in one run
+        for index, part in enumerate(memory.parts):
+            what = "signal pad" if index else "symmetric buffer"
+            names = self.world.scheduler.memory
+            label = names.add(self.global_rank, part.ctypes.data, part.nbytes, what)
+            if observer is not None:
+                observer.on_allocate(self.global_rank, torch.from_numpy(part), label)
+        return memory
+
+    def owns(self, memory: LocalMemory) -> bool:
+        return bool(memory.origin == (self.world, self.global_rank))
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        number, self._allocated = self._allocated, self._allocated + 1
+        box = self._group.allocations.setdefault(number, {})
+        box[self.rank] = memory
+        self._in_step(box, doing)
+        shared = [box[rank].parts for rank in range(self.world_size)]
+        self._group.departures[number] += 1
+        if self._group.departures[number] == self.world_size:
+            box.clear()  # memory lives as long as its users; the box stays, as its id names a meeting
+        return shared
+
+    def run_kernel(
+        self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
+    ) -> None:
+        if not self.world.scheduler.inside:
+            raise InterlaceError(
+                f"{launch.op}: this memory belongs to a simulated run that has ended"
+            )
+        launch.kernel[launch.extents](**launch.arguments)
+
+    def new_engine(self, communicator: Any) -> Engine:
+        return on_streams(communicator)
+
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        return SimStream(self, name)
+
+    def record_current(self) -> Event:
+        event = SimEvent(self, completed=True)
+        self.note_record(event)
+        return event
+
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        def describe() -> BlockedWait:
+            return BlockedWait(self.global_rank, "host code", waiting_for, where=user_line(task))
+
+        task = self.world.scheduler.current
+        if not event.is_completed():
+            self.world.scheduler.block(event.is_completed, describe)
+        self.note_wait(event)
+
+    def program_limit(self) -> int:
+        return 8
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        members = tuple(self._members[rank] for rank in ranks)
+        key = (self._key, members, generation)
+        return SimPlace(self.world, members, ranks.index(self.rank), key)
+
+    def abort(self, reason: str) -> None:
+        """An exception of any task ends the whole run; there is nothing to tell the others."""
+
+    def close(self) -> None:
+        """Memory goes with the run."""
+
+
+def run_sim(
+    host: Callable[[SimPlace], Any],
+    world_size: int,
+    *,
+    seed: int = 0,
+    timeout: float | None = None,
+    scheduler: Scheduler | None = None,
+) -> list[Any]:
+    """Run ``host(place)`` once per rank; what each returned, by rank.
+
+    ``scheduler`` decides the order and has an observer, if any; by default one for ``seed`` and
+    ``timeout``, observed by the recorder of ``trace.recording``.
+    """
+    if scheduler is None:
+        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current())
+    world = SimWorld(scheduler)
+    results: list[Any] = [None] * world_size
+    members = tuple(range(world_size))
+    if scheduler.observer is not None:
+        scheduler.observer.attach(lambda: scheduler.steps)
+
+    def main(rank: int) -> None:
+        results[rank] = host(SimPlace(world, members, rank, "world"))
+        scheduler.finished.append(f"rank {rank} has returned")
+
+    for rank in members:
+        scheduler.spawn(rank, "host code", functools.partial(main, rank))
+    try:
+        scheduler.run()
+    except TaskFailed as failure:
+        assert failure.__cause__ is not None
+        if isinstance(failure.__cause__, KeyboardInterrupt):
+            raise failure.__cause__ from None
+        raise rank_error(failure.task.rank, failure.__cause__) from failure.__cause__
+    return results

@@ -1,0 +1,1 @@
+"""Interpreted programs, streams and host code as coroutines, switched, observed and recorded."""

@@ -1,0 +1,94 @@
+"""What can be seen of a simulated run: every access, launch, event and allocation, as it happens.
+
+The scheduler, streams and places report to one :class:`Observer`. The recorder of ``trace.py`` is one,
+the race detector of ``interlace.verify`` another. Observers look on: they never change what happens,
+so a seed means the same schedule with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.runtime.core.accesses import Atomic
+    from interlace.runtime.core.launch import KernelLaunch
+    from interlace.runtime.scheduler.task import Task
+
+
+class Observer:
+    """Sees nothing; subclasses override what they care for.
+
+    ``task`` is who does it: a program of a kernel, a stream, or the host code of a rank. Host code
+    stands for its rank's current stream too, because its torch operators run there. It is None for
+    what is done outside of all tasks. ``pointers`` and ``mask`` are the interpreter's handles.
+    """
+
+    def attach(self, steps: Callable[[], int]) -> None:
+        """A run begins; ``steps()`` is how far it has come."""
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        """A program has loaded."""
+
+    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        """A program has stored."""
+
+    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+        """An atomic was performed; ``result`` is the handle of what it returned."""
+
+    def on_barrier(self, task: Task | None) -> None:
+        """All threads of a program have met."""
+
+    def on_fence(self, task: Task | None, sem: str, scope: str) -> None:
+        """Inline assembly has fenced: "acq_rel" or "sc", within a scope."""
+
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
+        """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""
+
+    def on_visible(self, task: Task, address: int, elements: int) -> None:
+        """A store of ``task`` that was held back becomes visible."""
+
+    def on_stuck(self) -> None:
+        """Nothing can run; programs that poll try a few more times before it is called a deadlock."""
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def on_launch(self, task: Task, launch: KernelLaunch) -> None:
+        """``task`` starts a kernel; its programs are spawned next."""
+
+    def on_program(self, task: Task, parent: Task) -> None:
+        """``task`` is a program of the kernel that ``parent`` starts."""
+
+    def on_program_end(self, task: Task) -> None:
+        """A program has ended; its parent goes on when all have."""
+
+    def on_record(self, task: Task, event: Any) -> None:
+        """``event`` marks the point that ``task`` has reached."""
+
+    def on_wait_event(self, task: Task, event: Any) -> None:
+        """``task`` goes on after ``event``, which has completed."""
+
+    def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
+        """One of ``ranks`` host tasks has arrived at a meeting that orders all their work."""
+
+    def on_met(self, task: Task, meeting: Any) -> None:
+        """All have arrived, and ``task`` leaves the meeting."""
+
+    def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
+        """A stream has published ``slot``, an int64 of symmetric memory, for ``op``."""
+
+    def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
+        """A stream has waited for ``slots`` and acquired what was published with them."""
+
+    def on_item(
+        self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
+    ) -> None:
+        """An item of a stream has ended; a copy if ``copied_to`` is its destination."""
+
+    def now(self) -> int:
+        """The observer's clock, for ``start`` of an item."""
+        return 0

@@ -1,0 +1,279 @@
+"""What a scheduler does at every memory access of a program: the interpreter's hooks.
+
+Each access is a point where another task may go on; stores may be held back in buffers; observers are
+told. Programs that poll are found out, so that a deadlock is seen instead of waited for: a poll that
+sees what the last one saw will see it again until memory changes, so its program is not run before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.errors import BlockedWait
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.source_lines import MemoryNames, polling, user_line
+from interlace.runtime.scheduler.store_buffers import StoreBuffers
+from interlace.runtime.scheduler.strategies import Strategy
+from interlace.runtime.scheduler.task import Task
+
+STALLED_POLLS = 20_000
+SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
+TIRED = 1000  # points
+LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
+
+
+class Read(NamedTuple):
+    """What a program has seen: addresses, and the bytes there."""
+
+    addresses: bytes
+    values: bytes
+
+
+class ProgramHooks(ABC):
+    """The half of a scheduler that is :class:`interlace.runtime.core.accesses.Hooks` of its session."""
+
+    strategy: Strategy
+    observer: Observer | None
+    buffers: StoreBuffers | None
+    block_polls: bool
+    memory: MemoryNames
+    points: int
+    stalled: int
+    long_step: bool
+
+    @property
+    @abstractmethod
+    def inside(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def current(self) -> Task: ...
+
+    @abstractmethod
+    def give_way(self) -> None: ...
+
+    @abstractmethod
+    def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None: ...
+
+    @abstractmethod
+    def progress(self) -> None: ...
+
+    @abstractmethod
+    def give_up_on_polls(self) -> None: ...
+
+    @abstractmethod
+    def spawn_programs(
+        self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
+    ) -> None: ...
+
+    def load(
+        self, pointers: Any, mask: Any, perform: Callable[[], Any], *, volatile: bool = False
+    ) -> Any:
+        if not self.inside:
+            return perform()
+        if volatile:
+            self.give_way()
+        else:
+            self._maybe_give_way()
+        task = self.current
+        if self.buffers is not None:
+            self.buffers.before_load(task, pointers)
+        result = perform()
+        if volatile:
+            result = self._polled(task, pointers, mask, result, perform)
+        elif pointers.data.size > SMALL_READ:
+            task.seen.clear()
+        elif task.seen:
+            task.seen.append(_read(pointers, mask, result))
+        if self.observer is not None:
+            self.observer.on_load(task, pointers, mask)
+        return result
+
+    def store(self, pointers: Any, value: Any, mask: Any, perform: Callable[[], Any]) -> Any:
+        if not self.inside:
+            return perform()
+        self._maybe_give_way()
+        task = self.current
+        if self.buffers is None or task.program is None:
+            perform()
+        else:
+            self.buffers.store(task, pointers, value, mask)
+        self.progress()
+        if self.observer is not None:
+            self.observer.on_store(task, pointers, mask)
+
+    def atomic(self, atomic: Atomic, perform: Callable[[], Any]) -> Any:
+        if not self.inside:
+            return perform()
+        self.give_way()
+        task = self.current
+        if self.buffers is not None:
+            self.buffers.before_load(task, atomic.pointers)
+            if atomic.releases:
+                self.buffers.release(task, atomic.scope, each_thread=atomic.by_lanes)
+        result = perform()
+        if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
+            result = self._polled(task, atomic.pointers, atomic.mask, result, perform)
+        elif atomic.compare is not None and not (result.data == atomic.compare.data).any():
+            # a compare-and-swap that did not swap has only read
+            result = self._polled(
+                task, atomic.pointers, atomic.mask, result, perform, tries=atomic.compare
+            )
+        else:
+            self.progress()
+        if self.observer is not None:
+            self.observer.on_atomic(task, atomic, result)
+        return result
+
+    def barrier(self) -> None:
+        if not self.inside:
+            return
+        if self.buffers is not None:
+            self.buffers.barrier(self.current)
+        if self.observer is not None:
+            self.observer.on_barrier(self.current)
+
+    def fence(self, sem: str, scope: str) -> None:
+        if not self.inside:
+            return
+        if self.buffers is not None:
+            self.buffers.release(self.current, scope)
+            self.progress()
+        if self.observer is not None:
+            self.observer.on_fence(self.current, sem, scope)
+
+    def pause(self) -> None:
+        if self.inside:
+            self.give_way()
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """The running task launches a kernel on its current stream and goes on when it has ended."""
+        task = self.current
+        name = kernel.__name__
+        warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
+        launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps, num_stages=stages)
+        ended = False
+
+        def finished() -> None:
+            nonlocal ended
+            ended = True
+
+        def describe() -> BlockedWait:
+            where = user_line(task)
+            return BlockedWait(task.rank, task.who, f"the end of kernel {name}", where=where)
+
+        self.spawn_programs(launch, task.rank, finished)
+        if not ended:
+            self.block(lambda: ended, describe)
+
+    def _maybe_give_way(self) -> None:
+        if self.buffers is not None and self.buffers.sometimes():
+            self.progress()
+        if self.strategy.interrupts() or self.current.idled >= TIRED:
+            self.give_way()
+        else:
+            self.points += 1
+            self.current.idled += 1
+
+    def tire(self) -> None:
+        """Nobody may go on for ever without changing anything: it may be waiting for the others."""
+        task = self.current
+        task.idled += 1
+        if task.idled > TIRED:
+            task.idled = 0
+            self.long_step = True
+            self.strategy.tires()
+
+    # -- polls -------------------------------------------------------------------------------------
+
+    def _polled(
+        self,
+        task: Task,
+        pointers: Any,
+        mask: Any,
+        result: Any,
+        perform: Callable[[], Any],
+        *,
+        tries: Any = None,
+    ) -> Any:
+        """Suspend the program if it goes round in circles: it has seen the same twice in a row.
+
+        ``tries``: of a compare-and-swap, what it expects; it may succeed when performed again.
+        """
+        if not self.block_polls:
+            return result
+        task.seen.append(_read(pointers, mask, result))
+        circle = _circle(task.seen)
+        if circle and task.program is not None:
+            value = int(result.data.ravel()[0]) if result.data.size == 1 else None
+            self._block_on_memory(task, dict.fromkeys(reversed(circle)), value)
+            task.seen.clear()
+            result = perform()
+            if tries is not None and (result.data == tries.data).any():
+                self.progress()
+                return result
+            task.seen.append(_read(pointers, mask, result))
+        del task.seen[: -2 * LONGEST_CIRCLE]
+        self._count_stalled()
+        return result
+
+    def _count_stalled(self) -> None:
+        """Programs whose polls never repeat, of ever other places, are counted instead."""
+        self.stalled += 1
+        if self.stalled > STALLED_POLLS:
+            self.give_up_on_polls()
+
+    def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> None:
+        # What was seen, not what is there now: another process may have written in between.
+        cells = []
+        for read in reads:
+            addresses = np.frombuffer(read.addresses, np.uint64).tolist()
+            size = len(read.values) // max(1, len(addresses))
+            for index, address in enumerate(addresses):
+                cells.append((address, size, read.values[index * size : (index + 1) * size]))
+
+        def changed() -> bool:
+            return any(ctypes.string_at(a, size) != value for a, size, value in cells)
+
+        task.polls = True
+        self.block(changed, polling(task, seen, cells[0][0] if cells else None, self.memory))
+        task.polls = False
+
+
+def _unchanged(atomic: Atomic, before: Any) -> bool:
+    """Whether memory is what it was: a test-and-set of a flag that is set, a maximum that was one."""
+    read = _read(atomic.pointers, atomic.mask, before)
+    addresses = np.frombuffer(read.addresses, np.uint64).tolist()
+    if not addresses or len(addresses) > SMALL_READ:
+        return False
+    size = len(read.values) // len(addresses)
+    return b"".join(ctypes.string_at(address, size) for address in addresses) == read.values
+
+
+def _circle(seen: list[Read]) -> list[Read]:
+    """The end of ``seen``, if the same stands before it; else nothing."""
+    last = seen[-1]
+    for length in range(1, min(len(seen) // 2, LONGEST_CIRCLE) + 1):
+        if seen[-1 - length] == last and seen[-length:] == seen[-2 * length : -length]:
+            return seen[-length:]
+    return []
+
+
+def _read(pointers: Any, mask: Any, result: Any) -> Read:
+    """What a load or a poll has seen, without the elements that its mask left out."""
+    addresses = active_addresses(pointers, mask)
+    values = np.broadcast_to(result.data, pointers.data.shape)
+    if mask is not None:
+        chosen = mask if isinstance(mask, np.ndarray) else mask.data
+        values = values[np.broadcast_to(chosen, pointers.data.shape)]
+    return Read(np.ascontiguousarray(addresses).tobytes(), values.tobytes())

@@ -1,0 +1,433 @@
+"""The seeded scheduler: programs, streams and host code as coroutines of one thread.
+
+A *task* is a greenlet: one program of a kernel, one stream that works through its queue, or the host
+code of one rank. Tasks give way before and after every atomic, and now and then at loads and stores;
+which one goes on is drawn from a seeded generator, so a seed is a schedule, and the same seed is the
+same schedule again. Nothing else enters: no clock, no thread.
+
+A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. What ran
+is recorded as segments, from which ``strategies.Replay`` makes the same schedule again.
+
+A task may *block* on a condition. A program that polls is found out: when a read-only atomic returns
+the same value twice in a row the program is spinning, and is not run again until the memory changes.
+So when no task can run, none ever will: that is a deadlock, found at once and reported with everything
+that is known about every wait. In a place with other processes it only means that this process has to
+wait, and the ``idle`` hook decides how and how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from interlace.runtime.core.errors import (
+    BlockedWait,
+    CollectiveTimeoutError,
+    DeadlockError,
+    InterlaceError,
+    PlaceUnavailableError,
+)
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.interpreter import session
+from interlace.runtime.scheduler import torch_state
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.program_hooks import ProgramHooks
+from interlace.runtime.scheduler.source_lines import MemoryNames, polling, program_line
+from interlace.runtime.scheduler.store_buffers import StoreBuffers
+from interlace.runtime.scheduler.strategies import Random, Segment, Strategy
+from interlace.runtime.scheduler.task import Program, Task
+
+try:
+    import greenlet
+except ImportError:  # compiled kernels need none
+    greenlet = None
+
+GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should have noticed
+LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
+
+
+class OverdueError(BaseException):
+    """Raised in a task from outside when the time of the run is over."""
+
+
+class TaskFailed(Exception):
+    """An exception left a task; ``__cause__`` is the exception."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        super().__init__(task.who)
+
+
+class Scheduler(ProgramHooks):
+    """Runs tasks in an order drawn from ``seed``.
+
+    ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
+    :class:`DeadlockError`. ``timeout`` bounds the whole run in seconds of wall time.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        strategy: Strategy | None = None,
+        store_buffers: bool = False,
+        observer: Observer | None = None,
+        idle: Callable[[BlockedWait], None] | None = None,
+        timeout: float | None = None,
+        block_polls: bool = True,
+    ) -> None:
+        self.seed = seed
+        self.steps = 0
+        self.finished: list[str] = []
+        self.observer = observer
+        self.segments: list[Segment] = []
+        self.memory = MemoryNames()
+        self.strategy = Random(seed) if strategy is None else strategy
+        self.buffers = StoreBuffers(seed, observer) if store_buffers else None
+        self._idle = idle
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self.block_polls = block_polls
+        self._tasks: list[Task] = []
+        self._current: Task | None = None
+        if greenlet is None:
+            raise PlaceUnavailableError(
+                "kernels are interpreted by greenlets here, and greenlet is not installed: "
+                "pip install greenlet"
+            )
+        self._hub: Any = greenlet.getcurrent()
+        self._builder: Any = None
+        self.stalled = 0
+        self.long_step = False
+        self._woken = 0
+        self._stuck_after = 0
+        self._spawned: Counter[tuple[int, str]] = Counter()
+        self.points = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    # -- tasks ---------------------------------------------------------------------------------
+
+    def spawn(
+        self,
+        rank: int,
+        who: str,
+        function: Callable[[], Any],
+        *,
+        program: Program | None = None,
+        owner: Any = None,
+        on_finish: Callable[[], None] | None = None,
+    ) -> Task:
+        """Add a task; it starts when it is first drawn."""
+        number = self._spawned[rank, who]
+        self._spawned[rank, who] += 1
+        name = f"rank {rank} {who}" + (f" #{number}" if number else "")
+        task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
+
+        def body() -> None:
+            function()
+
+        # a greenlet that ends continues in its parent, which must be the loop and not the spawner
+        task.greenlet = greenlet.greenlet(body, self._hub)
+        task.greenlet.gr_context = contextvars.copy_context()
+        self._tasks.append(task)
+        return task
+
+    def spawn_programs(
+        self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
+    ) -> None:
+        """Add every program of ``launch``; ``on_finish`` is called once all have ended."""
+        function = session.program_function(launch.kernel, launch.arguments)
+
+        def body() -> None:
+            function()
+            if self.buffers:  # what has not become visible yet may stay so for a while
+                self.give_way()
+
+        grid = launch.extents
+        count = left = grid[0] * grid[1] * grid[2]
+        parent = self.current
+        if self.observer is not None:
+            self.observer.on_launch(parent, launch)
+        if not count:
+            on_finish()
+
+        tasks: list[Task] = []
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                if self.buffers is not None:
+                    self.buffers.end(tasks)
+                    self.progress()
+                on_finish()
+
+        for index in range(count):
+            rest, x = divmod(index, grid[0])
+            z, y = divmod(rest, grid[1])
+            task = self.spawn(
+                rank,
+                f"{launch.name} program {index}",
+                body,
+                program=Program(launch.name, launch.op, index, (x, y, z), grid),
+                owner=parent.owner,
+                on_finish=one_ended,
+            )
+            tasks.append(task)
+            if self.observer is not None:
+                self.observer.on_program(task, parent)
+
+    @property
+    def current(self) -> Task:
+        """The task that runs now."""
+        assert self._current is not None, "not inside a task"
+        return self._current
+
+    @property
+    def inside(self) -> bool:
+        """Whether a task is running."""
+        return self._current is not None
+
+    def give_way(self) -> None:
+        """Let the scheduler choose who goes on. InterlaceError in a thread that is not the rank's."""
+        task = self._current
+        if task is not None and greenlet.getcurrent() is not task.greenlet:
+            raise InterlaceError(
+                f"rank {task.rank}: a simulated rank cannot wait for others in thread "
+                f"{threading.current_thread().name!r}, as in hooks of tensors; ranks that are processes "
+                'can, place="shm"'
+            )
+        # host code may be inside a kernel that the user has launched, so every task has a grid
+        builder = self._builder
+        grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
+        self.strategy.passes()
+        self.points += 1
+        self.tire()
+        self._hub.switch()
+        builder.grid_dim, builder.grid_idx = grid
+
+    def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None:
+        """Suspend the current task until ``ready()``; ``waiting`` describes it in a report."""
+        task = self.current
+        before = task.ready, task.waiting
+        task.ready, task.waiting = ready, waiting
+        try:
+            self.give_way()
+        except InterlaceError:  # it does not wait
+            task.ready, task.waiting = before
+            raise
+
+    def digest(self) -> str:
+        """A fingerprint of the schedule so far."""
+        return self._digest.hexdigest()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until every task has finished.
+
+        Raises :class:`TaskFailed` for an exception in a task, :class:`DeadlockError`,
+        :class:`CollectiveTimeoutError`, or what ``idle`` raises. All tasks have ended afterwards.
+        """
+        assert greenlet.getcurrent() is self._hub, "run() belongs to the thread that made it"
+        with session.session(self) as builder, self._watchdog():
+            self._builder = builder
+            try:
+                while self._tasks:
+                    self._step()
+            finally:
+                self._end_all()
+
+    @contextlib.contextmanager
+    def _watchdog(self) -> Iterator[None]:
+        """End a task that neither gives way nor touches memory when time is up."""
+        if self._timeout is None or self._timeout > threading.TIMEOUT_MAX:
+            yield
+            return
+        thread, lock, over = threading.get_ident(), threading.Lock(), False
+        interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+        def bark() -> None:
+            with lock:
+                if not over:
+                    interrupt(ctypes.c_ulong(thread), ctypes.py_object(OverdueError))
+
+        timer = threading.Timer(self._timeout + GRACE, bark)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            with lock:
+                over = True
+                timer.cancel()
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self._deadline is not None and (self.steps % 256 == 0 or self.long_step):
+            self.long_step = False
+            self._check_deadline()
+        task = self._draw()
+        if task is None:
+            self._nothing_ready()
+            return
+        self._digest.update(f"{task.rank}:{task.who};".encode())
+        self._record(task)
+        self._current = task
+        if task.program is not None and not task.greenlet:
+            self._builder.grid_dim = task.program.grid
+            self._builder.grid_idx = task.program.position
+        try:
+            if task.program is None:
+                torch_state.switch(task)
+            else:
+                task.greenlet.switch()
+        except greenlet.GreenletExit:
+            raise
+        except OverdueError:
+            self._tasks.remove(task)
+            message = (
+                f"not finished within {self._timeout} s (seed {self.seed}): {task.name} neither "
+            )
+            raise CollectiveTimeoutError(message + "ends nor touches memory") from None
+        except BaseException as error:
+            self._tasks.remove(task)
+            raise TaskFailed(task) from error
+        finally:
+            self._current = None
+        if task.greenlet.dead:
+            self.points += 1  # so that a replay does not interrupt it just before its end
+            self._tasks.remove(task)
+            self.stalled = self._woken = 0
+            if task.program is not None:
+                self._program_ended(task)
+            if task.on_finish is not None:
+                task.on_finish()
+
+    def _draw(self) -> Task | None:
+        task = self.strategy.choose(self._tasks)
+        if task is not None:
+            task.ready = task.waiting = None
+        return task
+
+    def recorded(self) -> tuple[Segment, ...]:
+        """What ran, in order, for ``strategies.Replay``."""
+        if not self.segments:
+            return ()
+        *before, last = self.segments
+        return (*before, Segment(last.task, self.points))
+
+    def _record(self, task: Task) -> None:
+        """Close the last segment if another task goes on now."""
+        if self.segments and self.segments[-1].task == task.name:
+            return
+        if self.segments:
+            self.segments[-1] = Segment(self.segments[-1].task, self.points)
+        self.segments.append(Segment(task.name, 0))
+        self.points = 0
+
+    def _program_ended(self, task: Task) -> None:
+        if self.observer is not None:
+            self.observer.on_program_end(task)
+
+    def blocked(self) -> list[BlockedWait]:
+        """Every wait that is going on, in the order of ranks."""
+        waits = [task.waiting() for task in self._tasks if task.waiting is not None]
+        return sorted(waits, key=lambda wait: (wait.rank, wait.who))
+
+    def _nothing_ready(self) -> None:
+        if self.buffers:
+            self.buffers.drain_all()
+            return
+        if self._idle is None and self._wake_polls():
+            return
+        waits = self.blocked()
+        if self._idle is None:
+            if self._woken:
+                del self.segments[self._stuck_after :]  # the last tries are not part of the story
+            raise DeadlockError(waits, self.seed, self.finished)
+        self._idle(waits[0])
+
+    def _wake_polls(self) -> bool:
+        """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
+        polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
+        if not self._woken:
+            self._stuck_after = len(self.segments)
+            if self.observer is not None:
+                self.observer.on_stuck()
+        self._woken += 1
+        if not polling_tasks or self._woken > LAST_TRIES:
+            return False
+        for task in polling_tasks:
+            task.ready = None
+        return True
+
+    def _check_deadline(self) -> None:
+        assert self._deadline is not None
+        if time.monotonic() > self._deadline:
+            lines = [str(wait) for wait in self.blocked()]
+            lines += [
+                f"{task.name} goes on at {program_line(task)}"
+                for task in self._tasks
+                if task.waiting is None and task.program is not None and task.greenlet
+            ]
+            waits = "\n".join(f"  {line}" for line in lines)
+            raise CollectiveTimeoutError(
+                f"not finished within {self._timeout} s (seed {self.seed}); waiting:\n{waits}"
+            )
+
+    def _end_all(self) -> None:
+        """Unwind every task; host code may run its finally clauses but not block again."""
+        for task in self._tasks:
+            if task.greenlet:
+                self._current = task
+                for _ in range(100):
+                    try:
+                        if task.program is None:
+                            torch_state.switch(task, ended_by=greenlet.GreenletExit)
+                        else:
+                            task.greenlet.throw(greenlet.GreenletExit)
+                    except BaseException:
+                        break
+                    if task.greenlet.dead:
+                        break
+        self._current = None
+        self._tasks.clear()
+
+    def give_up_on_polls(self) -> None:
+        """Programs have polled in turn for long and nothing has changed: call it a deadlock."""
+        self.stalled = 0
+        for task in self._tasks:
+            if task.program is not None and task.waiting is None:
+                task.waiting = polling(task, None, None, self.memory)
+        self._nothing_ready()
+
+    def progress(self) -> None:
+        """Memory has changed, so a program that polls may see something new."""
+        self.stalled = self._woken = 0
+        if self._current is not None:
+            self._current.seen.clear()
+
+
+def run_interpreted(
+    launch: KernelLaunch,
+    rank: int,
+    idle: Callable[[BlockedWait], None],
+    *,
+    observer: Observer | None = None,
+) -> None:
+    """Run a kernel to its end in this thread; ``idle`` is called while all programs wait for peers."""
+    scheduler = Scheduler(idle=idle, observer=observer)
+    scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank, lambda: None))
+    try:
+        scheduler.run()
+    except TaskFailed as failure:
+        assert failure.__cause__ is not None
+        raise failure.__cause__ from None

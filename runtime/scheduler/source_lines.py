@@ -1,0 +1,135 @@
+"""Where programs and host code stand in their source, from the frames they are suspended in."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from interlace.runtime.core.errors import BlockedWait
+from interlace.runtime.interpreter.session import source_frames
+
+if TYPE_CHECKING:
+    from interlace.runtime.scheduler.task import Task
+
+
+_SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
+_COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
+
+
+def polling(
+    task: Task, seen: int | None, address: int | None, memory: MemoryNames
+) -> Callable[[], BlockedWait]:
+    """Describe a program that polls ``address``, from the frames it is suspended in."""
+
+    def describe() -> BlockedWait:
+        suspended = task.greenlet.gr_frame
+        frames = source_frames(suspended)
+        expected = source = None
+        what = "a slot" if address is None else memory.name(address)
+        where = ""
+        for frame in frames:
+            if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
+                values = frame.f_locals
+                expected = _scalar(values["epoch"])
+                source = _scalar(values.get("source"))
+                what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
+            elif not where or where.startswith(_SIGNALS):
+                where = f"{line_of(frame)} in {frame.f_code.co_name}"
+        if frames and expected is None:
+            expected = _expected(frames[0])
+        instruction = _instruction(suspended)
+        if instruction:
+            where += f", inline PTX: {instruction}"
+        return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
+
+    return describe
+
+
+class MemoryNames:
+    """Symmetric memory by address, for messages."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, str]] = []
+        self._counts: Counter[tuple[int, str]] = Counter()
+
+    def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> str:
+        """Name new memory; returns the name, "symmetric buffer 0 of rank 1"."""
+        name = f"{what} {self._counts[rank, what]} of rank {rank}"
+        self._counts[rank, what] += 1
+        self.put(base, nbytes, name)
+        return name
+
+    def put(self, base: int, nbytes: int, name: str) -> None:
+        """Memory that has a name already."""
+        self._ranges.append((base, base + nbytes, name))
+
+    def find(self, address: int) -> str | None:
+        """As "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
+        for base, end, name in reversed(self._ranges):
+            if base <= address < end:
+                return f"{name}, byte {address - base}"
+        return None
+
+    def name(self, address: int) -> str:
+        return self.find(address) or f"address {address:#x}"
+
+
+def _expected(frame: Any) -> int | None:
+    """What the line compares with, if it is a number or a scalar variable: the end of a poll."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = _COMPARED.findall(line)
+    if not found:
+        return None
+    if found[-1].isdigit():
+        return int(found[-1])
+    return _scalar(frame.f_locals.get(found[-1]))
+
+
+def _instruction(frame: Any) -> str:
+    """The PTX instruction that inline assembly is at."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith(".inline_ptx"):
+            text = getattr(frame.f_locals.get("step"), "text", "")
+            if text:
+                return str(text)
+        frame = frame.f_back
+    return ""
+
+
+def program_line(task: Task) -> str:
+    """Where a suspended program stands in its kernel."""
+    frames = source_frames(task.greenlet.gr_frame)
+    return f"{line_of(frames[0])} in {frames[0].f_code.co_name}" if frames else "its beginning"
+
+
+def user_frame(frame: Any) -> Any:
+    """The innermost frame of the user's code at or above ``frame``; None if there is none."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("interlace", "torch", "contextlib", "concurrent", "triton")):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def user_line(task: Task) -> str:
+    """Where in the user's code a suspended host task stands."""
+    return line_of(user_frame(task.greenlet.gr_frame))
+
+
+def line_of(frame: Any) -> str:
+    """As "file.py:12"; empty for None."""
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _scalar(value: Any) -> int | None:
+    handle = getattr(value, "handle", None)
+    if handle is not None:
+        return int(handle.data.ravel()[0]) if handle.data.size == 1 else None
+    return value if isinstance(value, int) else None

@@ -1,0 +1,176 @@
+"""Weak memory in the simulator: stores that become visible late, and out of order.
+
+A GPU may make the stores of a program visible to other programs in any order and at any time, until
+something orders them. The interpreter stores at once, as x86 nearly does, and so hides every missing
+release. Here a store first goes into a buffer and is *drained* into memory later:
+
+===========================  =========================================================================
+at random, in any order      a few pieces at a time, as often as the seed says; perhaps never
+release, scope sys           all that the program has stored before its last barrier, and what the one
+                             thread that releases has stored itself (scalars)
+release, scope gpu           the same becomes visible to its own rank only; scope cta: to nobody else
+fence                        as a release, for later relaxed signals
+end of the kernel            everything
+before an own access         what overlaps it: a program sees its own stores, in order
+===========================  =========================================================================
+
+So a missing release, a missing barrier, or a scope that is too narrow gives wrong results in some
+schedule. It is a model of stores only: loads are never early, which leaves missing acquires to the
+race detector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from interlace.runtime.interpreter.session import active_addresses
+
+if TYPE_CHECKING:
+    from interlace.runtime.scheduler.observer import Observer
+    from interlace.runtime.scheduler.task import Task
+
+PIECES = 4
+DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
+    come after it; ``rank_only``: visible to the own rank."""
+
+    task: Task
+    addresses: Any
+    values: Any
+    scalar: bool
+    ordered: bool = False
+    rank_only: bool = False
+    low: int = field(init=False)
+    high: int = field(init=False)  # the byte after the last
+
+    def __post_init__(self) -> None:
+        """Asked for at every load that comes while the store is pending."""
+        self.low = int(self.addresses.min())
+        self.high = int(self.addresses.max()) + self.values.dtype.itemsize
+
+    def perform(self) -> None:
+        size = self.values.dtype.itemsize
+        raw = self.values.tobytes()
+        low, count = int(self.addresses[0]), len(self.addresses)
+        if count == 1 or bool((np.diff(self.addresses) == size).all()):
+            ctypes.memmove(low, raw, count * size)
+            return
+        for index, address in enumerate(self.addresses.tolist()):
+            ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
+
+    def overlaps(self, low: int, high: int) -> bool:
+        return self.low < high and low < self.high
+
+
+class StoreBuffers:
+    """The stores of a run that are not visible yet."""
+
+    def __init__(self, seed: int, observer: Observer | None = None) -> None:
+        self._observer = observer
+        self._random = random.Random(~seed)
+        self._chance = self._random.choice(DRAIN_CHANCES)
+        self._pending: list[_Pending] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def store(self, task: Task, pointers: Any, value: Any, mask: Any) -> None:
+        """Take a store in."""
+        addresses = active_addresses(pointers, mask)
+        if not addresses.size:
+            return
+        values = np.broadcast_to(value.data, pointers.data.shape).ravel()
+        if len(values) != len(addresses):
+            shape = pointers.data.shape
+            chosen = mask if isinstance(mask, np.ndarray) else mask.data
+            values = values[np.broadcast_to(chosen, shape).ravel()]
+        self._drain_overlapping(task, addresses, values.dtype.itemsize)
+        scalar = pointers.data.size == 1
+        pieces = 1 if scalar else min(PIECES, addresses.size)
+        for part in np.array_split(np.arange(addresses.size), pieces):
+            self._pending.append(
+                _Pending(task, addresses[part].copy(), values[part].copy(), scalar)
+            )
+
+    def before_load(self, task: Task, pointers: Any) -> None:
+        """A program sees its own stores, and those its rank has been given."""
+        if self._pending:
+            addresses = np.asarray(pointers.data).ravel()
+            bits = pointers.get_element_ty().primitive_bitwidth
+            self._drain_overlapping(task, addresses, max(1, bits // 8))
+
+    def barrier(self, task: Task) -> None:
+        """What all threads stored is before whatever any of them does next."""
+        for pending in self._pending:
+            if pending.task is task:
+                pending.ordered = True
+
+    def release(self, task: Task, scope: str, *, each_thread: bool = False) -> None:
+        """Make ordered stores visible. ``each_thread``: not even scalars are without a barrier."""
+        chosen = [
+            p
+            for p in self._pending
+            if (p.task is task and (p.ordered or (p.scalar and not each_thread)))
+            or (p.rank_only and p.task.rank == task.rank)
+        ]
+        if scope == "sys":
+            self._drain(chosen)
+        elif scope == "gpu":
+            for pending in chosen:
+                pending.rank_only = True
+
+    def end(self, tasks: Sequence[Task]) -> None:
+        """The end of a kernel orders everything of its programs, and what they have acquired."""
+        programs = set(map(id, tasks))
+        ranks = {task.rank for task in tasks}
+        self._drain(
+            [
+                p
+                for p in self._pending
+                if id(p.task) in programs or (p.rank_only and p.task.rank in ranks)
+            ]
+        )
+
+    def sometimes(self) -> bool:
+        """Called at every point; whether anything became visible."""
+        if self._pending and self._random.random() < self._chance:
+            self._drain([self._random.choice(self._pending)])
+            return True
+        return False
+
+    def drain_all(self) -> None:
+        self._drain(list(self._pending))
+
+    def _drain_overlapping(self, task: Task, addresses: Any, size: int) -> None:
+        if not self._pending or not addresses.size:
+            return
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        self._drain(
+            [
+                p
+                for p in self._pending
+                if (p.task is task or (p.rank_only and p.task.rank == task.rank))
+                and p.overlaps(low, high)
+            ]
+        )
+
+    def _drain(self, chosen: Iterable[_Pending]) -> None:
+        gone = set()
+        for pending in chosen:
+            pending.perform()
+            gone.add(id(pending))
+            if self._observer is not None:
+                low, count = int(pending.addresses[0]), len(pending.addresses)
+                self._observer.on_visible(pending.task, low, count)
+        if gone:
+            self._pending = [p for p in self._pending if id(p) not in gone]

@@ -1,0 +1,66 @@
+"""What torch keeps per thread, kept per task: ranks of a simulation share a thread, but not its modes.
+
+A rank that gives way inside ``torch.no_grad()`` or ``torch.inference_mode()``, or while an AsyncTensor
+waits within torch's dispatcher, would leave its modes and its excluded dispatch keys to the rank that
+goes on, and in the end to the caller, whose tensors would have no gradients any more. So would one that
+gives way under hooks on saved tensors, as torch.utils.checkpoint sets them: others would save their tensors
+in its checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.runtime.scheduler.task import Task
+
+_C: Any = torch._C
+
+
+def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
+    """Let ``task`` go on as it was, or end; afterwards torch is as it was before.
+
+    Also one that ends needs its hooks: torch crashes where it takes away one that is not there.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    hooks = _taken_hooks()
+    inference = torch.is_inference_mode_enabled()
+    keys, own_grad_enabled, own_hooks, own_inference = task.torch_state or (
+        _keys(), grad_enabled, hooks, inference,
+    )  # fmt: skip
+    with _C._InferenceMode(own_inference), _C._ForceDispatchKeyGuard(*keys):
+        _C._set_grad_enabled(own_grad_enabled)
+        _put_hooks(own_hooks)
+        try:
+            if ended_by is None:
+                task.greenlet.switch()
+            else:
+                task.greenlet.throw(ended_by)
+        finally:
+            task.torch_state = (
+                _keys(),
+                torch.is_grad_enabled(),
+                _taken_hooks(),
+                torch.is_inference_mode_enabled(),
+            )
+            _put_hooks(hooks)
+            _C._set_grad_enabled(grad_enabled)
+
+
+def _taken_hooks() -> list[Any]:
+    """The hooks on saved tensors, the innermost last; there are none afterwards."""
+    found: list[Any] = []
+    while (pair := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.insert(0, pair)
+        _C._autograd._pop_saved_tensors_default_hooks()
+    return found
+
+
+def _put_hooks(hooks: list[Any]) -> None:
+    for pack, unpack in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _keys() -> tuple[Any, Any]:
+    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()

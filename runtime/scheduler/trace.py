@@ -1,0 +1,251 @@
+"""What a run did, and when: tiles, copies, waits and signals of every rank, from its memory operations.
+
+Kernels say nothing about themselves. The interpreter's hooks show every store and atomic of every
+program with its addresses, and that is enough::
+
+    store into a peer's memory        bytes that leave this rank
+    store into the own output         a tile is done
+    atomic that writes a slot         publish: a chunk has arrived at the slot's rank
+    atomic that reads a slot          wait, from the first poll to the last
+
+A program's time is cut where one of these ends, so its spans follow each other without gaps. Streams
+add their copies, signals and items. Turned on for a block of code::
+
+    with recording() as recorder:
+        interlace.run(fn, 4)
+    whole = merge([recorder.recording()])
+
+In ``sim`` the block goes around the run; in ``shm`` inside ``fn``, and each rank hands back its own
+part for :func:`~interlace.runtime.scheduler.recording.merge`. Compiled kernels are not seen.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
+from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.recording import (
+    MICROSECONDS,
+    STEPS,
+    TICKS,
+    Recording,
+    Signal,
+    Slot,
+    Span,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.runtime.core.accesses import Atomic
+    from interlace.runtime.scheduler.task import Task
+
+_HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
+
+# What a kernel's stores are: (into symmetric memory, elsewhere). Any other kernel: a copy, a store.
+_STORES = {
+    "all_gather_matmul_kernel": ("copy", "tile"),
+    "grouped_matmul_kernel": ("copy", "tile"),
+    "matmul_reduce_scatter_kernel": ("tile", "sum"),
+}
+
+
+@dataclass
+class _Lane:
+    """Where one program stands: ``since`` is where its last span ended."""
+
+    since: int
+    polled: Slot | None = None
+    last_poll: int = 0
+    waited: Slot | None = None
+    copied: int = 0
+    copied_to: int | None = None
+
+
+@dataclass
+class _Memory:
+    """Symmetric memory by address."""
+
+    bases: list[int] = field(default_factory=list)
+    ranges: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    buffers: dict[int, int] = field(default_factory=dict)
+
+    def add(self, rank: int, base: int, nbytes: int) -> None:
+        number = self.buffers.get(rank, 0)
+        self.buffers[rank] = number + 1
+        self.ranges[base] = (rank, number, base + nbytes)
+        self.bases = sorted(self.ranges)
+
+    def find(self, address: int) -> Slot | None:
+        index = bisect_right(self.bases, address) - 1
+        if index < 0:
+            return None
+        base = self.bases[index]
+        rank, number, end = self.ranges[base]
+        return Slot(rank, number, address - base) if address < end else None
+
+
+class Recorder(Observer):
+    """Sees stores, polls and signals, and keeps what they amount to."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._signals: list[Signal] = []
+        self._memory = _Memory()
+        self._steps: Callable[[], int] | None = None
+        self._lanes: dict[Task, _Lane] = {}
+        self._last = 0
+
+    def recording(self) -> Recording:
+        """What was recorded so far, for :func:`merge`."""
+        unit = MICROSECONDS if self._steps is None else STEPS
+        return Recording(unit, list(self._spans), list(self._signals))
+
+    def now(self) -> int:
+        """The time. Strictly increasing in ``sim``, where much can happen within one step."""
+        if self._steps is None:
+            return time.monotonic_ns()
+        self._last = max(self._last + 1, self._steps() * TICKS)
+        return self._last
+
+    # -- hooks of the place ----------------------------------------------------------------------
+
+    def attach(self, steps: Callable[[], int]) -> None:
+        """Take the time from the steps of a scheduler."""
+        self._steps = steps
+
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str = "") -> None:
+        """``memory`` is symmetric memory of ``rank``."""
+        self._memory.add(rank, memory.data_ptr(), memory.nbytes)
+
+    # -- hooks of streams ------------------------------------------------------------------------
+
+    def on_item(
+        self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
+    ) -> None:
+        """An item of a stream has ended; a copy if ``copied_to`` is its destination."""
+        rank = task.rank
+        span = Span("item", rank, f"stream {stream}", "", start, self.now(), label=label)
+        if copied_to is not None:
+            to = self._memory.find(copied_to.data_ptr())
+            peer = None if to is None else to.rank
+            away = copied_to.nbytes if peer not in (None, rank) else 0
+            span = span._replace(kind="copy", peer=peer, nbytes=away)
+        self._spans.append(span)
+
+    def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
+        """A stream has published ``slot``."""
+        self._publish(task.rank, task.who, op, self._memory.find(slot.data_ptr()), self.now())
+
+    # -- hooks of programs -----------------------------------------------------------------------
+
+    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        """A program has begun, if this is the first that is heard of it."""
+        if task is not None and task.program is not None:
+            self._lane(task)
+
+    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+        """A tile, or a piece of a copy."""
+        if task is None or task.program is None:
+            return
+        addresses = active_addresses(pointers, mask)
+        if not addresses.size:
+            return
+        place = self._memory.find(int(addresses[0]))
+        if place is not None and place.byte < _HEADER_BYTES:
+            return
+        inside, elsewhere = _STORES.get(task.program.kernel, ("copy", "store"))
+        lane = self._lane(task)
+        self._close_wait(task, lane)
+        away = place is not None and place.rank != task.rank
+        nbytes = addresses.size * pointers.get_element_ty().primitive_bitwidth // 8 if away else 0
+        if place is None:
+            self._add(task, lane, elsewhere, self.now(), slot=lane.waited)
+        elif inside == "copy":
+            lane.copied += nbytes
+            lane.copied_to = place.rank
+        else:
+            self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
+
+    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+        """A poll, or a publish."""
+        if task is None or task.program is None:
+            return
+        addresses = active_addresses(atomic.pointers, atomic.mask)
+        slot = self._memory.find(int(addresses[0])) if addresses.size else None
+        if slot is None:
+            return
+        lane = self._lane(task)
+        if atomic.reads_only:
+            self._polled(task, lane, slot)
+            return
+        self._close_wait(task, lane)
+        if lane.copied_to is not None:
+            self._add(task, lane, "copy", self.now(), peer=lane.copied_to, nbytes=lane.copied)
+            lane.copied, lane.copied_to = 0, None
+        lane.since = self.now()
+        self._publish(task.rank, task.who, task.program.op, slot, lane.since)
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def _lane(self, task: Task) -> _Lane:
+        lane = self._lanes.get(task)
+        if lane is None:
+            lane = self._lanes[task] = _Lane(self.now())
+        return lane
+
+    def _polled(self, task: Task, lane: _Lane, slot: Slot) -> None:
+        """Polls of one slot in a row are one wait. Looking for an abort is not one."""
+        if slot.byte < _CREDIT_BYTE:
+            return
+        if lane.polled != slot:
+            self._close_wait(task, lane)
+            lane.polled = slot
+        lane.last_poll = self.now()
+
+    def _close_wait(self, task: Task, lane: _Lane) -> None:
+        slot = lane.polled
+        if slot is not None:
+            lane.polled = None
+            credit = (slot.byte - _CREDIT_BYTE) // 8 if slot.byte < _HEADER_BYTES else None
+            self._add(task, lane, "wait", lane.last_poll, peer=credit, slot=slot)
+            if credit is None:
+                lane.waited = slot
+
+    def _add(self, task: Task, lane: _Lane, kind: str, end: int, **details: Any) -> None:
+        assert task.program is not None
+        op, since, lane.since = task.program.op, lane.since, end
+        self._spans.append(Span(kind, task.rank, task.who, op, since, end, **details))
+
+    def _publish(self, rank: int, lane: str, op: str, slot: Slot | None, when: int) -> None:
+        if slot is not None and slot.byte >= _HEADER_BYTES:
+            self._signals.append(Signal(when, rank, lane, op, slot))
+
+
+_current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
+    "interlace_recorder", default=None
+)
+
+
+def current() -> Recorder | None:
+    """The recorder of the block that the caller is in."""
+    return _current.get()
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what runs inside the block; see the module for where to put it."""
+    recorder = Recorder()
+    token = _current.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _current.reset(token)

@@ -1,0 +1,169 @@
+"""What one process of a :class:`~interlace.runtime.start.pool.ProcessPool` does.
+
+It takes tasks from its connection one after another: joins the group of the run, calls the
+function, leaves the group, reports. It ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from interlace.runtime.core.errors import AbortedError, PeerDiedError
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.one_host.waiting import usable_cores
+from interlace.runtime.places.shm.place import ShmPlace
+
+Setup = Callable[[Place], Any]
+"""Called with a rank's place; the place to close at the end of the run, if that is another one."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Task:
+    """One rank of one run. ``call`` is the pickle of (function, arguments, keywords, setup)."""
+
+    run: int
+    rank: int
+    world_size: int
+    store_port: int
+    place_timeout: float
+    path: list[str]
+    call: bytes
+
+
+@dataclass
+class Report:
+    """How a task ended: ``value`` is the pickle of the result or the exception, or empty.
+
+    ``when`` is on the clock that all processes of a host share. ``follows`` marks an error that is
+    another rank's fault.
+    """
+
+    failed: bool
+    value: bytes
+    when: float = 0.0
+    follows: bool = False
+    summary: str = ""
+    details: str = ""
+
+
+def serve(connection: Connection, parent_thread_stays: bool) -> None:
+    """The life of a process: ready, then one report per task until the connection closes."""
+    _end_with_parent(parent_thread_stays)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the pool
+    faulthandler.enable()
+    with contextlib.suppress(EOFError, OSError):
+        connection.send("ready")
+        while True:
+            task: Task = connection.recv()
+            # A context of its own, so that nothing a run sets reaches the next one.
+            connection.send(contextvars.Context().run(_perform, task))
+
+
+def _perform(task: Task) -> Report:
+    place: Place | None = None
+    try:
+        torch.set_num_threads(max(1, usable_cores() // task.world_size))
+        sys.path[:] += [entry for entry in task.path if entry not in sys.path]
+        function, arguments, keywords, setup = _unpickled(task.call)
+        store = _store(task.store_port)
+        place = ShmPlace.connect(
+            store,
+            task.rank,
+            task.world_size,
+            timeout=task.place_timeout,
+            name="run",
+            generation=task.run,
+        )
+        if setup is not None:
+            place = setup(place) or place
+        result = function(*arguments, **keywords)
+        place.settle()
+        report = Report(False, _pickled_result(result))
+    except BaseException as error:
+        report = _failure(error)
+        if place is not None:
+            place.abort(report.summary)
+    if place is not None:
+        place.close()
+    return report
+
+
+@functools.cache
+def _store(port: int) -> TCPStore:
+    """One client per process: torch looks names up when it connects, which may take seconds."""
+    return TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _unpickled(call: bytes) -> Any:
+    try:
+        return pickle.loads(call)
+    except Exception as error:
+        raise TypeError(
+            f"fn, its arguments or setup cannot be loaded in a new process ({error}): define them "
+            "at module level of a module that can be imported, not in an interactive session"
+        ) from error
+
+
+def _pickled_result(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
+
+
+def _failure(error: BaseException) -> Report:
+    try:
+        value = pickle.dumps(error)
+        pickle.loads(value)  # many exceptions pickle, and then fail to load
+    except Exception:
+        value = b""
+    return Report(
+        failed=True,
+        value=value,
+        when=time.monotonic(),
+        follows=isinstance(error, (AbortedError, PeerDiedError)),
+        summary=f"{type(error).__name__}: {error}",
+        details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    )
+
+
+def _end_with_parent(parent_thread_stays: bool) -> None:
+    """Die when the parent does, even by SIGKILL.
+
+    The kernel's signal comes when the *thread* that started this process ends, so it is only asked
+    for if that was the parent's main thread. The watching thread works always, unless C code of
+    this process holds the GIL forever.
+    """
+    if parent_thread_stays:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        mp_connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -1,0 +1,104 @@
+"""The place for a group of processes: shared memory if one host has them all, else ``hosts``.
+
+On GPUs, that place is the host's part of another one, which :func:`on_gpu` makes of it: it meets the other
+ranks, and knows which of them live.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda.available import gpu_problem, own_gpu
+from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.place import HostsPlace
+from interlace.runtime.places.shm.place import ShmPlace
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
+
+
+def connect_place(
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    *,
+    timeout: float,
+    name: str,
+    generation: int = 0,
+    host: str | None = None,
+) -> Place:
+    """Join the group ``name``. Collective; ``store`` may be None for a group of one.
+
+    Finds out which ranks share a host. ``timeout``, in seconds, bounds joining and every later wait;
+    ``generation`` tells groups of the same name apart that are made one after another. ``host`` says
+    what the host is to be known as; ranks that give different ones share nothing. Raises
+    CollectiveTimeoutError that names the ranks which did not come.
+    """
+    if world_size == 1:
+        return ShmPlace.connect(
+            store, rank, world_size, timeout=timeout, name=name, generation=generation
+        )
+    if store is None:
+        raise ValueError(f"store must not be None for world size {world_size}")
+    prefix = f"interlace/{name}/{generation}"
+    card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
+    cards, nonce = host_map.meet(store, rank, world_size, card, prefix=prefix, timeout=timeout)
+    place: Place
+    if all(other.host == card.host for other in cards):
+        place = ShmPlace.connect(
+            store, rank, world_size, timeout=timeout, name=name, generation=generation
+        )
+    else:
+        place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
+    host_map.forget(store, rank, prefix=prefix, nonce=nonce)  # joining has waited for everybody
+    return place
+
+
+def on_gpu(
+    host: Place,
+    device: torch.device | None = None,
+    *,
+    timeout: float,
+    high_priority: bool = False,
+) -> Place:
+    """The place on GPUs of the group whose place on the host is ``host``, and which it owns. Collective.
+
+    ``device``: this rank's, :func:`own_gpu` if None. ``high_priority``: of all its streams. Ranks of
+    several hosts get the place "nvshmem", others "cuda". Raises PlaceUnavailableError on all ranks if one
+    has no GPU, or lacks what its place needs.
+    """
+    problem = gpu_problem()
+    problems = host.exchange(problem.encode(), "joining a group on GPUs")
+    for rank, text in enumerate(problems):
+        if text:
+            raise PlaceUnavailableError(
+                f'place "cuda" needs a GPU per rank: rank {rank}: {text.decode()}'
+            )
+    device = own_gpu() if device is None else device
+    place: DeviceProcessPlace
+    if host.name == "hosts":
+        from interlace.runtime.places.nvshmem.place import NvshmemPlace
+
+        place = NvshmemPlace(host, device, timeout=timeout)
+    else:
+        from interlace.runtime.places.cuda_processes.place import CudaPlace
+
+        place = CudaPlace(host, device, timeout=timeout)
+    place.high_priority = high_priority
+    return place
+
+
+def all_have_gpus(host: Place) -> bool:
+    """Whether every rank of ``host`` can run kernels on a GPU that no other rank has. Collective."""
+    usable = (
+        not gpu_problem() and int(os.environ.get("LOCAL_RANK", "0")) < torch.cuda.device_count()
+    )
+    answers = host.exchange(b"1" if usable else b"", "joining a group")
+    return host.name == "shm" and all(answers)

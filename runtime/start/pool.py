@@ -1,0 +1,289 @@
+"""Processes that run functions as ranks: what is behind ``interlace.run(place="shm")``.
+
+A process costs seconds (it imports torch), a run costs milliseconds, so processes are kept. A run
+takes the first W processes of a pool, makes a group of them in a new generation, and collects one
+report from each. The store through which the ranks find each other is served by the parent, on a
+port of the loopback interface that the kernel chose.
+
+How a run ends::
+
+    all ranks report a result  they are returned, by rank
+    a rank raises              it aborts the group, so the others end too; the earliest error that
+                               is not the answer to another rank's end is raised, naming the rank
+    a process ends             the others find out by themselves (pidfd); rank and exit code are
+                               reported
+    timeout, or a rank that    the processes that are late are killed
+    ignores an abort
+
+Processes that ended or were killed are started again by the next run that needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
+from interlace.runtime.start.child import Report, Setup, Task, serve
+
+# A forked child could not use a GPU that its parent has used. The tests, which use none here, start
+# theirs from a fork server (tests/conftest.py).
+START_METHOD = "spawn"
+START_SECONDS = 120.0
+GRACE_SECONDS = 5.0
+
+
+class _Child:
+    """One process and the connection to it."""
+
+    def __init__(self, index: int) -> None:
+        context = multiprocessing.get_context(START_METHOD)
+        self.connection: Connection
+        self.connection, theirs = context.Pipe()
+        stays = threading.current_thread() is threading.main_thread()
+        self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=serve, args=(theirs, stays), name=f"interlace {index}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def ended(self) -> str:
+        """How the process ended, for an error message."""
+        self.process.join(GRACE_SECONDS)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"its process ended with exit code {code} ({signal.Signals(-code).name})"
+        return f"its process ended with exit code {code}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class ProcessPool:
+    """Up to ``size`` processes, started when a run first needs them."""
+
+    def __init__(self, size: int) -> None:
+        if not 1 <= size <= MAX_WORLD_SIZE:
+            raise ValueError(f"size must be within 1..{MAX_WORLD_SIZE}, got {size}")
+        self.size = size
+        self._children: dict[int, _Child] = {}
+        self._lock = threading.Lock()
+        self._store: TCPStore | None = None
+        self._runs = 0
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        world_size: int | None = None,
+        setup: Setup | None = None,
+        timeout: float = 300.0,
+        place_timeout: float | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank; what it returned, by rank.
+
+        Everything is pickled by value, tensors too. ``setup(place)`` is called on every rank before
+        ``fn``. ``timeout`` bounds the run in seconds; ``place_timeout`` bounds every wait of a rank
+        and is 9/10 of it by default, so that the rank that waits can say for whom.
+
+        Raises
+        ------
+        TypeError : ``fn``, an argument or ``setup`` cannot be pickled.
+        RankError : an exception on a rank (it is of that class too), or the end of its process.
+        CollectiveTimeoutError : names the ranks that had not finished.
+        """
+        world_size = self.size if world_size is None else world_size
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size must be within 1..{self.size}, got {world_size}")
+        call = _pickled_call(fn, args, kwargs or {}, setup)
+        with self._lock:
+            try:
+                self._start(world_size)
+                return self._run(call, world_size, timeout, place_timeout or 0.9 * timeout)
+            except Exception:
+                raise
+            except BaseException:  # KeyboardInterrupt: the ranks are in an unknown state
+                self._kill(range(self.size))
+                raise
+
+    def _run(self, call: bytes, world_size: int, timeout: float, place_timeout: float) -> list[Any]:
+        assert self._store is not None
+        self._runs += 1
+        deadline = time.monotonic() + timeout
+        for rank in range(world_size):
+            task = Task(
+                self._runs, rank, world_size, self._store.port, place_timeout, sys.path, call
+            )
+            with contextlib.suppress(OSError):  # its end is found below
+                self._children[rank].connection.send(task)
+        reports: dict[int, Report] = {}
+        first_failure: float | None = None
+        while len(reports) < world_size:
+            late = [rank for rank in range(world_size) if rank not in reports]
+            until = deadline if first_failure is None else first_failure + GRACE_SECONDS
+            arrived = self._collect(late, min(until, deadline))
+            if not arrived:
+                self._kill(late)
+                if first_failure is None:
+                    raise CollectiveTimeoutError(
+                        f"ranks {late} have not finished within {timeout:g} s", tuple(late)
+                    )
+                break
+            reports.update(arrived)
+            if first_failure is None and any(report.failed for report in arrived.values()):
+                first_failure = time.monotonic()
+        failures = [(rank, report) for rank, report in reports.items() if report.failed]
+        if failures:
+            rank, report = min(failures, key=lambda item: (item[1].follows, item[1].when))
+            raise rank_error(rank, _exception(report), report.details)
+        return [pickle.loads(reports[rank].value) for rank in range(world_size)]
+
+    def _collect(self, ranks: Sequence[int], deadline: float) -> dict[int, Report]:
+        """Wait for reports of ``ranks``, or the end of their processes. Empty at the deadline."""
+        sources: dict[Any, int] = {}
+        for rank in ranks:
+            child = self._children[rank]
+            sources[child.connection] = sources[child.process.sentinel] = rank
+        ready = mp_connection.wait(list(sources), max(0.0, deadline - time.monotonic()))
+        reports: dict[int, Report] = {}
+        for rank in {sources[source] for source in ready}:
+            child = self._children[rank]
+            try:
+                # A process may have reported and then ended: its report counts.
+                if not child.connection.poll():
+                    raise EOFError
+                reports[rank] = child.connection.recv()
+            except (EOFError, OSError):
+                when = time.monotonic()
+                reports[rank] = Report(True, b"", when, summary=child.ended())
+                self._kill([rank])
+        return reports
+
+    def _start(self, world_size: int) -> None:
+        """See to it that processes 0..world_size - 1 live and are ready."""
+        if self._store is None:
+            self._store = _loopback_store()
+        self._kill(r for r, child in self._children.items() if not child.process.is_alive())
+        new = [rank for rank in range(world_size) if rank not in self._children]
+        if new and multiprocessing.current_process().daemon:
+            raise InterlaceError("a rank of place 'shm' cannot start processes of its own")
+        for rank in new:
+            self._children[rank] = _Child(rank)
+        deadline = time.monotonic() + START_SECONDS
+        for rank in new:
+            child = self._children[rank]
+            try:
+                if child.connection.poll(max(0.0, deadline - time.monotonic())):
+                    child.connection.recv()
+                    continue
+                problem = f"its process was not ready within {START_SECONDS:g} s"
+            except (EOFError, OSError):
+                problem = child.ended()
+            self._kill(new)
+            raise InterlaceError(
+                f"rank {rank} could not be started: {problem}. A script that starts ranks needs "
+                "`if __name__ == '__main__':` around its main part: new processes import it"
+            )
+
+    def processes(self) -> list[int]:
+        """The process ids of the living processes, by rank."""
+        return [
+            child.process.pid or 0
+            for _, child in sorted(self._children.items())
+            if child.process.is_alive()
+        ]
+
+    def _kill(self, ranks: Any) -> None:
+        for rank in list(ranks):
+            child = self._children.pop(rank, None)
+            if child is not None:
+                child.kill()
+
+    def close(self) -> None:
+        """End all processes. A later run starts new ones."""
+        with self._lock:
+            self._kill(range(self.size))
+            self._store = None
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+default_pool = ProcessPool(MAX_WORLD_SIZE)
+
+
+def run_processes(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    world_size: int,
+    *,
+    timeout: float = 300.0,
+    setup: Setup | None = None,
+) -> list[Any]:
+    """:meth:`ProcessPool.run` in the pool that this process keeps until it ends."""
+    return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
+
+
+def _pickled_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    setup: Setup | None,
+) -> bytes:
+    """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
+    for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            hint = ": define it at module level of a module" if name in ("fn", "setup") else ""
+            raise TypeError(
+                f"{name} of a run in processes cannot be pickled{hint} ({error})"
+            ) from error
+    return pickle.dumps((fn, tuple(args), dict(kwargs), setup))
+
+
+def _exception(report: Report) -> BaseException:
+    """The exception of a failed report; its text in an InterlaceError if it did not pickle."""
+    if report.value:
+        with contextlib.suppress(Exception):
+            error = pickle.loads(report.value)
+            if isinstance(error, BaseException):
+                return error
+    return InterlaceError(report.summary)
+
+
+def _loopback_store() -> TCPStore:
+    """A store that only this host can reach; torch's own listener is open to the network."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )

@@ -1,0 +1,1 @@
+"""Choice of algorithm, tiles and chunks: table, caches, calibrations, cost model."""

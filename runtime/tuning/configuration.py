@@ -1,0 +1,260 @@
+"""Block sizes and launch options: what they are, the defaults, and how to say others for a block of code.
+
+The defaults are rows of ``table.py``. What a fused op of a group takes, with measured rows and the
+cost model, is the business of ``tuning.py``; plain collectives and offline builds take :func:`choose` and
+:func:`gpu_default`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from interlace.runtime.core.place import Place
+from interlace.runtime.tuning import table
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the kernels of one call are built and launched.
+
+    ``copiers`` programs push chunks inside the all-gather kernel; 0 leaves that to the copy engine.
+    ``chunks`` is how many chunks a shard is sent in. ``programs`` bounds a persistent grid (0: as
+    many as the place keeps resident). ``descriptors`` allows the TMA path where shapes permit it.
+
+    ``epilogue_subtile`` is in how many parts a tile is stored, ``output_descriptors`` whether by TMA
+    where nobody publishes it. ``flatten`` makes one loop of tiles and their k loops, so that the loads of
+    a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
+    of their own. Without TMA none of the last three applies.
+
+    ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    copiers: int = 1
+    copy_rows: int = 16
+    copy_columns: int = 512
+    chunks: int = 2
+    programs: int = 0
+    descriptors: bool = True
+    block_elements: int = 4096
+    epilogue_subtile: int = 1
+    output_descriptors: bool = False
+    flatten: bool = False
+    warp_specialize: bool = False
+    multimem: bool = False
+
+    def inner_block(self, descriptors: str) -> int:
+        """``BLOCK_K`` for a path of the matmul; ranks need not agree on it.
+
+        Without descriptors every element of B's tile has an address of its own: at 32 the addresses
+        of a 256 wide tile spill on 9.0 (24 bytes), at 16 they do not. Not measured on a GPU.
+        """
+        return min(self.block_k, 16) if self.block_n >= 256 and not descriptors else self.block_k
+
+    @property
+    def stored_parts(self) -> int:
+        """``epilogue_subtile``, or fewer where parts of a narrow tile were less than TMA stores."""
+        return min(self.epilogue_subtile, max(1, self.block_n // SMALLEST_DOT))
+
+
+_KINDS = {each.name: type(each.default) for each in fields(Configuration)}
+
+
+SMALLEST_DOT = 16
+"""The smallest extent of a block that ``tl.dot`` takes, and of columns that TMA stores."""
+
+# Each field's own bounds, where it is no bool: powers of two because of tl.arange. 2**20 numbers is as
+# large as Triton lets a block be; extents of tiles go up to the square root of that.
+_POWERS = {
+    "block_m": (SMALLEST_DOT, 1024),
+    "block_n": (SMALLEST_DOT, 1024),
+    "block_k": (SMALLEST_DOT, 1024),
+    "copy_rows": (1, 1024),
+    "copy_columns": (16, 1024),
+    "block_elements": (1, 1 << 20),
+}
+_ONE_OF = {"num_warps": (1, 2, 4, 8, 16), "epilogue_subtile": (1, 2, 4)}
+_FROM = {"group_m": 1, "num_stages": 1, "chunks": 1, "copiers": 0, "programs": 0}
+_MOST = 1 << 16
+
+
+def check_values(values: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError naming the field unless all are fields, and values that they can have.
+
+    >>> check_values({"block_m": 48})
+    Traceback (most recent call last):
+    ValueError: block_m is 48; it must be a power of two within 16..1024
+    """
+    for name, value in values.items():
+        kind = _KINDS.get(name)
+        if kind is None:
+            raise TypeError(
+                f"{name!r} is no field of the configuration; there are {', '.join(_KINDS)}"
+            )
+        if type(value) is not kind:
+            what = "True or False" if kind is bool else f"an int, {_allowed(name)}"
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {what}")
+        if isinstance(value, int) and kind is int and not _fits(name, value):
+            raise ValueError(f"{name} is {value!r}; it must be {_allowed(name)}")
+
+
+def _fits(name: str, value: int) -> bool:
+    if name in _POWERS:
+        least, most = _POWERS[name]
+        return least <= value <= most and value & (value - 1) == 0
+    return value in _ONE_OF[name] if name in _ONE_OF else _FROM[name] <= value <= _MOST
+
+
+def _allowed(name: str) -> str:
+    if name in _POWERS:
+        least, most = _POWERS[name]
+        return f"a power of two within {least}..{most}"
+    if name in _ONE_OF:
+        return f"one of {', '.join(map(str, _ONE_OF[name]))}"
+    meaning = {"programs": ", where 0 is as many as are resident", "copiers": ", where 0 is none"}
+    return f"within {_FROM[name]}..{_MOST}{meaning.get(name, '')}"
+
+
+_override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.ContextVar(
+    "interlace_configuration", default=None
+)
+
+
+@contextmanager
+def override(**values: int | bool) -> Iterator[None]:
+    """Within the block, every configuration has these values; ``interlace.configured``.
+
+    They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
+    have to give the same ones; fused ops raise ValueError if they do not. A value that a field cannot have,
+    or a name of none, is a ValueError or TypeError on entering the block: see :func:`check_values`.
+
+    >>> import interlace, torch
+    >>> def on_rank():
+    ...     with interlace.configured(block_m=64, chunks=1):
+    ...         return interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum()
+    >>> interlace.run(on_rank, 2)
+    [tensor(128.), tensor(128.)]
+    """
+    check_values(values)
+    token = _override.set({**(_override.get() or {}), **values})
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def override_key() -> tuple[tuple[str, int | bool], ...]:
+    """What :func:`override` has set here, to be compared; () for nothing."""
+    values = _override.get()
+    return tuple(sorted(values.items())) if values else ()
+
+
+def set_override(values: dict[str, int | bool]) -> None:
+    """As :func:`override`, for the rest of the current context."""
+    check_values(values)
+    _override.set(dict(values))
+
+
+def current_override() -> dict[str, int | bool]:
+    """What :func:`override` has set here, for handing on to another thread or process."""
+    return dict(_override.get() or {})
+
+
+def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
+    """What the table calls the dtype of the operands."""
+    if dtype.itemsize == 1:
+        return "fp8 fast" if fast_accum else "fp8 exact"
+    return "16 bit" if dtype.itemsize == 2 else "fp32"
+
+
+def extents_class(columns: int, inner: int) -> str:
+    """What the table calls a matmul whose extents are, or are no, multiples of 16."""
+    return "odd N" if columns % 16 else "odd K" if inner % 16 else "even"
+
+
+def sending(dtype: torch.dtype) -> dict[str, int]:
+    """How shards are sent where nothing else is said."""
+    wide = dtype == torch.float32
+    return table.SENDING_FP32 if wide else table.SENDING
+
+
+def gpu_default(
+    capability: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int = 4096,
+    inner: int = 4096,
+    *,
+    fast_accum: bool = True,
+    grouped: bool = False,
+) -> Configuration:
+    """What a GPU of compute ``capability`` (90 is 9.0) runs where nothing is known of the shape.
+
+    The first row of the table's ``TILES`` that fits. ``interlace build`` shows that no default spills.
+
+    Ranks must agree on what they signal: ``block_m`` depends on ``rows`` alone (those of the longest
+    shard) and ``block_n`` not on ``inner``, which may differ between ranks.
+    """
+    extents = extents_class(columns, inner)
+    fitting = table.tiles(capability, dtype_class(dtype, fast_accum=fast_accum), extents)
+    few = "few" if rows <= table.FEW_ROWS else "many"
+    tile = next(tile for tile in fitting if tile.rows in (few, table.ANY))
+    changed = table.GROUPED.get((tile.dtype, extents), {}) if grouped else {}
+    return Configuration(**{**sending(dtype), **tile.values, **changed})
+
+
+def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
+    """For the interpreter: blocks that cover the extents, within the table's bounds."""
+    extents = {"block_m": rows, "block_n": columns, "block_k": inner, "copy_columns": inner}
+    blocks = {name: _block(extents[name], *bounds) for name, bounds in table.INTERPRETED.items()}
+    return Configuration(**blocks, **table.INTERPRETED_VALUES)  # type: ignore[arg-type]
+
+
+def capability_of(place: Place) -> int:
+    """Of the GPU of a rank: 90 is 9.0."""
+    major, minor = torch.cuda.get_device_capability(place.device)
+    return 10 * major + minor
+
+
+def choose(
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    fast_accum: bool = True,
+    grouped: bool = False,
+) -> Configuration:
+    """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
+    if place.interpreted:
+        chosen = interpreted_default(rows, columns, inner)
+    else:
+        chosen = gpu_default(
+            capability_of(place),
+            dtype,
+            rows,
+            columns,
+            inner,
+            fast_accum=fast_accum,
+            grouped=grouped,
+        )
+    return replace(chosen, **current_override())  # type: ignore[arg-type]
+
+
+def _block(extent: int, smallest: int, largest: int) -> int:
+    """The power of two that covers ``extent``, within bounds: few, large tiles suit an interpreter."""
+    block = smallest
+    while block < extent and block < largest:
+        block *= 2
+    return block

@@ -1,0 +1,114 @@
+"""A cost model of the fused ops on one node: what a configuration should take, by arithmetic.
+
+Closed forms of what ``benchmarks/model.py`` simulates::
+
+    matmul  = max(waves of tiles * time of a tile, bytes read / memory bandwidth)
+    gather  = bytes received / bandwidth of who sends, and some time per chunk
+    fused   = max(matmul, gather + what is left to multiply when the last chunk has come)
+
+It ranks configurations and is good for nothing else: its figures are predictions from data sheets and
+guesses (``chips.py``), held against no measurement. Only sums, products and quotients, so that every
+rank of a group computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from interlace.kernels.launch_formulas import ceil_div, chunk_rows
+from interlace.runtime.tuning.chips import Chip
+from interlace.runtime.tuning.configuration import Configuration
+
+LARGE_TILE = 128 * 256
+HOST_US = 150.0  # assumed: a call that is not planned
+SEND_US = 12.0  # published: 5-7 us for each of a copy and its signal (arXiv 2602.21548)
+WORTH_IT = 1.05  # predicted gain that another configuration than the default takes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fused op as a rank sees it, the same on all ranks.
+
+    ``rows``: of the longest shard, of all rows for an op that shards none. ``columns``, ``inner``: of the
+    widest weight and the longest contraction of all ranks. ``extents``: "even", "odd N" or "odd K", if it
+    does not follow from them.
+    """
+
+    op: str
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    inner: int
+    world_size: int
+    fast_accum: bool = True
+    extents: str = ""
+
+    @property
+    def whole(self) -> int:
+        """Shards that a rank multiplies."""
+        return 1 if self.op == "matmul_all_reduce" else self.world_size
+
+
+def tile_rate(chip: Chip, configuration: Configuration) -> float:
+    """Of the tensor cores' rate, what tiles of this size get: smaller ones load more per product."""
+    rate, area = 1.0, configuration.block_m * configuration.block_n
+    while area < LARGE_TILE:
+        rate *= chip.small_tile_rate
+        area *= 2
+    return rate
+
+
+def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks: int = 1) -> float:
+    """The persistent matmul alone, its rows in ``chunks`` per shard, on the SMs that copy nothing."""
+    c, p = configuration, problem
+    itemsize = p.dtype.itemsize
+    if itemsize not in chip.tflops:
+        return float("inf")
+    sms = max(1, chip.sms - c.copiers)
+    tiles_m = p.whole * ceil_div(p.rows, c.block_m)
+    waves = ceil_div(tiles_m * ceil_div(p.columns, c.block_n), sms)
+    rate = chip.tflops[itemsize] * 1e6 / chip.sms * tile_rate(chip, c)
+    tile = 2.0 * c.block_m * c.block_n * p.inner / rate + chip.tile_us
+    weight = p.columns * p.inner * itemsize
+    bands = 1
+    if weight > chip.l2_mb * 1e6 / 2:
+        bands = p.whole * chunks * ceil_div(ceil_div(p.rows, c.block_m * chunks), c.group_m)
+    reads = p.whole * p.rows * p.inner * itemsize + bands * weight
+    return max(waves * tile, reads / (chip.memory_gbs * 1e3))
+
+
+def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> float:
+    """The whole op by its fused kernel."""
+    c, p = configuration, problem
+    others, itemsize = p.world_size - 1, p.dtype.itemsize
+    if p.op == "all_gather_matmul":
+        size = max(1, chunk_rows([p.rows], c.block_m, c.chunks))
+        chunks = max(1, ceil_div(p.rows, size))
+        by = min(chip.link_gbs, c.copiers * chip.copy_gbs) if c.copiers else chip.link_gbs
+        sending = others * p.rows * p.inner * itemsize / (by * 1e3)
+        sending += 0.0 if c.copiers else others * chunks * chip.copy_us
+        matmul = matmul_us(chip, p, c, chunks)
+        fused = max(matmul, sending + matmul * min(p.rows, size) / max(1, p.rows * p.world_size))
+        # sends by copy engine are not planned (cuda/plans.py): the host issues each of them anew
+        host = 0.0 if c.copiers else HOST_US + others * chunks * SEND_US
+        return max(fused, host)
+    pushed = others * p.rows * p.columns * itemsize / (chip.link_gbs * 1e3)
+    return max(matmul_us(chip, p, c), pushed)
+
+
+def best(
+    chip: Chip, problem: Problem, default: Configuration, candidates: Iterable[Configuration]
+) -> tuple[Configuration, float]:
+    """The candidate that is predicted fastest, if by ``WORTH_IT``, else ``default``; and its gain."""
+    base = fused_us(chip, problem, default)
+    chosen, least = default, base
+    for each in candidates:
+        predicted = fused_us(chip, problem, each)
+        if predicted < least:
+            chosen, least = each, predicted
+    if not least or base < least * WORTH_IT:
+        return default, 1.0
+    return chosen, base / least

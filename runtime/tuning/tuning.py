@@ -1,0 +1,379 @@
+"""What a fused op runs, and with which configuration: looked up, predicted, or the default.
+
+In this order, the first that answers::
+
+    explicit   ``configuration.override`` of the caller: the values that it names, over all below
+    exact      a row for the bucket of the problem: of the cache of ``interlace tune``, then of the table
+    nearest    a row of the same op, dtype and kind of extents whose bucket is near: cache, then table
+    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest,
+               with links as fast as ``interlace calibrate`` has measured a gather among so many ranks, if
+               it has; on CPUs whether all-gather + matmul is pipelined, if it has
+    default    the table's tiles for the architecture; of an unknown one those that run on any
+
+A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two are near if they
+are at most ``NEAR`` doublings apart, where one of the world size counts twice.
+
+Ranks must not differ in it. All that goes in is equal on all ranks: the problem is agreed on before; the
+arithmetic is exact; the table is part of the package. What may differ is exchanged once per group: the
+chip (if ranks have several kinds, all take what runs on any) and a digest of the rows that the cache has
+for this machine. If that differs, rank 0 is asked, once per problem, and its row counts on all ranks, with
+a warning. So a rank whose file was lost or written meanwhile never runs something else than its peers. Of
+calibrations, which are exchanged whole, rank 0's counts likewise.
+
+The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
+schedule on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.place import Place
+from interlace.runtime.tuning import cache, calibration, configuration, cost_model
+from interlace.runtime.tuning import table as tuning_table
+from interlace.runtime.tuning.chips import chip_of
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.cost_model import Problem as Problem
+from interlace.runtime.tuning.valid_configurations import sending_candidates, why_not
+
+NEAR = 2
+MOST_CHOICES = 1024
+MIXED = 0  # no chip's capability: what fits any
+SIM = "sim"
+SMALLEST_PIPELINED_SHARD_US = tuning_table.threshold("smallest_pipelined_shard_us")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``algorithm``: what "auto" is; "" leaves it to ``auto.py``. ``source``: who says so."""
+
+    configuration: Configuration
+    algorithm: str
+    source: str
+
+
+Bucket = tuple[int, int, int, int]  # world, rows, columns, inner
+
+
+def power(value: int) -> int:
+    """The exponent of the smallest power of two that is not below ``value``.
+
+    >>> power(1), power(4096), power(4097)
+    (0, 12, 13)
+    """
+    return max(0, value - 1).bit_length()
+
+
+def bucket_of(problem: Problem) -> Bucket:
+    """
+    >>> import torch
+    >>> bucket_of(Problem("all_gather_matmul", torch.bfloat16, 1000, 3584, 8192, 6))
+    (8, 1024, 4096, 8192)
+    """
+    p = problem
+    return (
+        1 << power(p.world_size),
+        1 << power(p.rows),
+        1 << power(p.columns),
+        1 << power(p.inner),
+    )
+
+
+def distance(a: Bucket, b: Bucket) -> int:
+    """In doublings; one of the world size is two."""
+    steps = [abs(power(x) - power(y)) for x, y in zip(a, b, strict=True)]
+    return sum(steps) + steps[0]
+
+
+def dtype_name(problem: Problem) -> str:
+    """As cache files have it."""
+    name = str(problem.dtype).removeprefix("torch.")
+    exact = problem.dtype.itemsize == 1 and not problem.fast_accum
+    return f"{name} exact" if exact else name
+
+
+def extents_of(problem: Problem) -> str:
+    return problem.extents or configuration.extents_class(problem.columns, problem.inner)
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+AnyRow = TypeVar("AnyRow", cache.Row, tuning_table.Shape)
+
+
+def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
+    """The row whose bucket is nearest and near, and how far it is; of several the first by bucket."""
+    found = [
+        (steps, at, row)
+        for row in rows
+        for at in [(row.world, row.rows, row.columns, row.inner)]
+        if (steps := distance(at, bucket)) <= NEAR
+    ]
+    if not found:
+        return None
+    steps, _, row = min(found, key=lambda each: each[:2])
+    return row, steps
+
+
+def cached_rows(rows: Sequence[cache.Row], problem: Problem) -> list[cache.Row]:
+    """Those of the same op, dtype and kind of extents."""
+    kind = (problem.op, dtype_name(problem), extents_of(problem))
+    return [row for row in rows if (row.op, row.dtype, row.extents) == kind]
+
+
+def table_rows(capability: int, problem: Problem) -> list[tuning_table.Shape]:
+    """Likewise; the table's rows are all for extents that are multiples of 16."""
+    dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
+    kind = (problem.op, capability, dtype, "even")
+    return [
+        row
+        for row in tuning_table.SHAPES
+        if (row.op, row.arch, row.dtype, extents_of(problem)) == kind
+    ]
+
+
+# -- without a group -------------------------------------------------------------------------------
+
+
+def default(capability: int | None, problem: Problem) -> Configuration:
+    """Of the table; ``capability`` None is the interpreter."""
+    p = problem
+    if capability is None:
+        return configuration.interpreted_default(p.rows, p.columns, p.inner)
+    odd = extents_of(p)
+    columns, inner = (1 if odd == "odd N" else 16), (1 if odd == "odd K" else 16)
+    return configuration.gpu_default(
+        capability, p.dtype, p.rows, columns, inner, fast_accum=p.fast_accum
+    )
+
+
+def decide(
+    capability: int | None,
+    problem: Problem,
+    cached: tuple[cache.Row, int] | None,
+    *,
+    algorithm: str = "auto",
+    one_node: bool = True,
+    gather: Gather | None = None,
+) -> Choice:
+    """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
+
+    ``algorithm``: what the caller asked for, whose measured values then count. ``gather``: how fast the
+    links between the ranks are, where that was measured.
+    """
+    base = default(capability, problem)
+    if problem.world_size == 1:
+        return Choice(base, "", "default: a world of one")
+    table = None
+    if capability and one_node:
+        table = nearest(table_rows(capability, problem), bucket_of(problem))
+    near: list[tuple[int, int, Choice]] = []
+    if cached is not None and (choice := _of_cache(capability, problem, base, *cached, algorithm)):
+        near.append((cached[1], 0, choice))
+    if table is not None:
+        row, steps = table
+        how = "exact" if not steps else "nearest"
+        text = f"{how} row of the table ({row.source})"
+        near.append((steps, 1, Choice(replace(base, **row.values), row.algorithm, text)))
+    for exact in (True, False):
+        for steps, _, choice in sorted(near, key=lambda each: each[1]):
+            if exact is (steps == 0):
+                return choice
+    if capability is None:
+        return Choice(base, "", "default: blocks that cover the extents, for the interpreter")
+    chip = chip_of(capability)
+    if chip is not None and one_node:
+        by = "cost model"
+        if gather is not None:
+            chip = replace(chip, link_gbs=gather.received_gbs)
+            by = f"cost model with links of {chip.link_gbs:.3g} GB/s, calibrated {gather.date}"
+        best, gain = cost_model.best(chip, problem, base, _alternatives(capability, problem, base))
+        if best != base:
+            return Choice(best, "", f"{by}: predicted {gain:.2f} times as fast as the default")
+    known = any(tile.arch == capability // 10 for tile in tuning_table.TILES)
+    of = f"sm_{capability}" if known else "any GPU"
+    return Choice(base, "", f"default: the table's tiles for {of}")
+
+
+def _of_cache(
+    capability: int | None,
+    problem: Problem,
+    base: Configuration,
+    row: cache.Row,
+    steps: int,
+    algorithm: str,
+) -> Choice | None:
+    """None if it does not fit the chip."""
+    values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
+    made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
+    if capability is not None and why_not(made, capability, problem.dtype.itemsize):
+        return None
+    how = "exact" if not steps else "nearest"
+    return Choice(made, row.algorithm, f"{how} row of the cache, measured {row.date}".rstrip())
+
+
+def _alternatives(
+    capability: int, problem: Problem, base: Configuration
+) -> Iterable[Configuration]:
+    """What the cost model chooses from: the table's tiles, and for a gather who sends how much at once."""
+    dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
+    for tile in tuning_table.tiles(capability, dtype, extents_of(problem)):
+        made = replace(base, **tile.values)
+        yield made
+        if problem.op == "all_gather_matmul":
+            yield from sending_candidates(made)
+
+
+def gather_problem(
+    communicator: Communicator,
+    dtype: torch.dtype,
+    rows: int,
+    columns: Sequence[int],
+    inner: int,
+    *,
+    fast_accum: bool = True,
+) -> Problem:
+    """Of all-gather + matmul; ``columns`` are those of all weights of all ranks."""
+    kinds = {configuration.extents_class(each, inner) for each in columns}
+    extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
+    size = communicator.world_size
+    op = "all_gather_matmul"
+    return Problem(op, dtype, rows, max(columns), inner, size, fast_accum, extents)
+
+
+# -- of a group ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How long an all_gather takes here among the ranks of a group, and when that was measured."""
+
+    link: calibration.Link
+    date: str
+
+    @property
+    def received_gbs(self) -> float:
+        """GB/s that a rank receives of large messages: all of the whole but its own part."""
+        return self.link.protocols[-1].gb_per_s * (self.link.ranks - 1) / self.link.ranks
+
+
+def own_gather(place: Place) -> Gather | None:
+    """What this rank's calibration says, where it counts: among processes of one node."""
+    if place.name == SIM or place.nodes is not None or place.virtual:
+        return None
+    meshes = calibration.read(place.device.type)
+    found = calibration.find(meshes, calibration.OWN, (place.world_size,))
+    return None if found is None else Gather(found.link(0, "all_gather"), found.date)
+
+
+def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
+    """ "pipelined" or "unfused" for all-gather + matmul, and why."""
+    p = problem
+    whole = p.world_size * p.rows * p.inner * p.dtype.itemsize
+    shard_us = gather.link.us(whole) / (p.world_size - 1)
+    algorithm = "pipelined" if shard_us >= SMALLEST_PIPELINED_SHARD_US else "unfused"
+    return algorithm, f"calibration of {gather.date}: {shard_us:.0f} us until a shard is here"
+
+
+@dataclass
+class _Agreed:
+    """What the ranks of a group know together."""
+
+    capability: int | None
+    rows: tuple[cache.Row, ...]
+    asks: bool  # rank 0, because caches differ
+    gather: Gather | None = None
+    chosen: dict[Any, Choice] = field(default_factory=dict)
+
+
+_groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
+_read: dict[tuple[str, str], tuple[cache.Row, ...]] = {}
+
+
+def own_rows(place: Place) -> tuple[cache.Row, ...]:
+    """What this rank's cache has for its machine; read once per process and file."""
+    if place.nodes is not None or (place.name == SIM and cache.VARIABLE not in os.environ):
+        return ()
+    file = cache.path()
+    if file is None:
+        return ()
+    key = (f"{place.name} {place.device}", str(file))
+    if key not in _read:
+        _read[key] = cache.rows_for(cache.machine(place.name, place.device), file)
+    return _read[key]
+
+
+def forget() -> None:
+    """Read the cache anew at the next call of each group, which all ranks of it have to do."""
+    _read.clear()
+    _groups.clear()
+
+
+def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
+    """For ``problem`` by ``algorithm``, the same on every rank. Collective at the first call of a kind."""
+    agreed = _groups.get(communicator)
+    if agreed is None:
+        agreed = _groups[communicator] = _agree(communicator, problem.op)
+    explicit = configuration.override_key()
+    key = (problem, algorithm, explicit)
+    choice = agreed.chosen.get(key)
+    if choice is None:
+        place = communicator.place
+        found = nearest(cached_rows(agreed.rows, problem), bucket_of(problem))
+        if agreed.asks:
+            found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
+        one_node = place.nodes is None
+        gather, on_cpus = agreed.gather, place.direct_access
+        choice = decide(
+            agreed.capability, problem, found, algorithm=algorithm, one_node=one_node, gather=gather
+        )
+        sought = on_cpus and not choice.algorithm and problem.op == "all_gather_matmul"
+        if gather is not None and sought:
+            named, source = by_calibration(problem, gather)
+            choice = replace(choice, algorithm=named, source=source)
+        if explicit:
+            made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]
+            choice = replace(choice, configuration=made, source="explicit")
+        if len(agreed.chosen) >= MOST_CHOICES:  # on all ranks at once
+            agreed.chosen.clear()
+        agreed.chosen[key] = choice
+    return choice
+
+
+def _agree(communicator: Communicator, op: str) -> _Agreed:
+    place = communicator.place
+    capability = None if place.interpreted else configuration.capability_of(place)
+    rows = own_rows(place)
+    if place.name == SIM or place.world_size == 1:  # one process, so one cache
+        return _Agreed(capability, rows, asks=False)
+    gather = own_gather(place)
+    mine = (capability, cache.digest(rows), len(rows), str(cache.path()), gather)
+    everyone = [pickle.loads(each) for each in place.exchange(pickle.dumps(mine), op)]
+    if any(each[0] != capability for each in everyone):
+        return _Agreed(MIXED, (), asks=False)
+    asks = any(each[1] != everyone[0][1] for each in everyone)
+    if mine[1] != everyone[0][1]:
+        _, _, count, file, _ = everyone[0]
+        warnings.warn(
+            f"tuning caches differ between ranks: rank {place.rank} has {len(rows)} rows for this machine "
+            f"in {mine[3]}, rank 0 has {count} in {file}; rank 0's are used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if gather != everyone[0][-1]:
+        warnings.warn(
+            f"calibrations differ between ranks: rank {place.rank} has {gather}, rank 0 "
+            f"{everyone[0][-1]}; rank 0's is used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return _Agreed(capability, rows, asks, everyone[0][-1])

@@ -1,0 +1,95 @@
+"""Which configurations a GPU can run, by arithmetic alone, and the candidates that tuning tries.
+
+Bounds on the safe side: what passes fits; what is refused might have fitted after all. Registers are
+bounded for the accumulator only, so a candidate that passes may still spill, which its time shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from interlace.runtime.tuning.chips import shared_bytes
+from interlace.runtime.tuning.configuration import SMALLEST_DOT, Configuration, check_values
+
+MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
+WARP = 32
+BARRIERS = 16  # bytes of a stage, at most
+
+Tile = tuple[int, int, int, int]  # block_m, block_n, block_k, num_warps
+
+
+def shared_needed(configuration: Configuration, itemsize: int, output_itemsize: int = 2) -> int:
+    """Bytes for the operands of all stages, and for the part of a tile that is stored at once.
+
+    >>> shared_needed(Configuration(block_m=128, block_n=256, block_k=64, num_stages=4), 2) >> 10
+    256
+    """
+    c = configuration
+    loads = c.num_stages * ((c.block_m + c.block_n) * c.block_k * itemsize + BARRIERS)
+    return loads + c.block_m * (c.block_n // c.epilogue_subtile) * output_itemsize
+
+
+def why_not(configuration: Configuration, capability: int, itemsize: int) -> str:
+    """Why a GPU of ``capability`` cannot run a matmul with it; "" if it can.
+
+    >>> why_not(Configuration(block_m=256, block_n=256, num_stages=6, num_warps=16), 90, 2)
+    '524384 bytes of shared memory, sm_90 has 232448'
+    """
+    c = configuration
+    try:
+        check_values(asdict(c))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if c.block_n // c.epilogue_subtile < SMALLEST_DOT:
+        return f"epilogue_subtile is {c.epilogue_subtile} of {c.block_n} columns"
+    each = c.block_m * c.block_n // (c.num_warps * WARP)
+    if each > MOST_ACCUMULATORS and capability // 10 != 10:  # 10.x has tensor memory
+        return f"{each} accumulators of a thread, more than {MOST_ACCUMULATORS}"
+    needed, most = shared_needed(c, itemsize), shared_bytes(capability)
+    if needed > most:
+        return f"{needed} bytes of shared memory, sm_{capability} has {most}"
+    return ""
+
+
+def most_stages(configuration: Configuration, capability: int, itemsize: int) -> int:
+    """As many as fit, at most 6; 0 if not even 2 do."""
+    for stages in range(6, 1, -1):
+        if not why_not(replace(configuration, num_stages=stages), capability, itemsize):
+            return stages
+    return 0
+
+
+def tile_candidates(
+    default: Configuration, capability: int, itemsize: int
+) -> Iterator[Configuration]:
+    """``default``, and it with other tiles: sensible sizes and warps, as many stages as fit, or one less.
+
+    What follows from the operands (descriptors) and how shards are sent stays.
+    """
+    yield default
+    sizes = (64, 128, 256)
+    inner = (32, 64) if itemsize == 4 else (64, 128) if itemsize == 2 else (64, 128, 256)
+    for block_m in sizes:
+        for block_n in sizes:
+            for block_k in inner:
+                for warps in (4, 8):
+                    parts = min(4, max(1, block_n // 64)) if default.epilogue_subtile > 1 else 1
+                    made = replace(
+                        default,
+                        block_m=block_m,
+                        block_n=block_n,
+                        block_k=block_k,
+                        num_warps=warps,
+                        epilogue_subtile=4 if parts == 3 else parts,
+                    )
+                    most = most_stages(made, capability, itemsize)
+                    for stages in range(max(2, most - 1), most + 1):
+                        yield replace(made, num_stages=stages)
+
+
+def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:
+    """The same tiles, with shards in more and fewer chunks, by the copy engine or by programs."""
+    for copiers in (0, 8, 16, 32):
+        for chunks in (1, 2, 4, 8):
+            yield replace(configuration, copiers=copiers, chunks=chunks)
