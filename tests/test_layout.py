@@ -66,6 +66,15 @@ def test_no_circle_of_files() -> None:
     assert house.circles(GRAPH) == []
 
 
+def test_no_circle_of_benchmarks() -> None:
+    folder = house.ROOT / "benchmarks"
+    paths = {file.relative_to(folder).with_suffix(""): file for file in folder.rglob("*.py")}
+    texts = {".".join(name.parts): file.read_text() for name, file in paths.items()}
+    graph = house.edges(texts)
+    assert graph["predict"] >= {"model.tables", "model.simulation.machines"}
+    assert house.circles(graph) == []
+
+
 def test_no_circle_of_folders() -> None:
     assert house.circles(house.folder_edges(FILES, GRAPH)) == []
 

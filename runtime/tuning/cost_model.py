@@ -1,6 +1,6 @@
 """A cost model of the fused ops on one node: what a configuration should take, by arithmetic.
 
-Closed forms of what ``benchmarks/model.py`` simulates::
+Closed forms of what ``benchmarks/predict.py`` simulates::
 
     matmul  = max(waves of tiles * time of a tile, bytes read / memory bandwidth)
     gather  = bytes received / bandwidth of who sends, and some time per chunk

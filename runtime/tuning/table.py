@@ -11,7 +11,7 @@ INTERPRETED tiles in the interpreter, which wants few and large ones
 A source begins with one of these words, and ``tests/sim/test_tuning_table.py`` holds it to them:
 
 measured   in a file of ``benchmarks/results``, which is named
-model      predicted by ``benchmarks/model.py``; no measurement
+model      predicted by ``benchmarks/predict.py``; no measurement
 published  by somebody else, named
 assumed    a choice; what can be said for it is said
 

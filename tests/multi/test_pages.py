@@ -137,7 +137,7 @@ two
     ("line", "words"),
     [
         ("python -m interlace doctor", ["-m", "interlace", "doctor"]),
-        ("python benchmarks/model.py --fit", ["benchmarks/model.py", "--fit"]),
+        ("python benchmarks/predict.py --fit", ["benchmarks/predict.py", "--fit"]),
         ("python -m interlace doctor | cat", None),
         ("python job.py", None),
         ("python -m interlacer", None),
@@ -168,7 +168,7 @@ def test_what_runs_in_a_fork(line: str, words: list[str] | None) -> None:
         ("```bash\npython -m interlace verify docs/none.py::f\n```", "there is no docs/none.py"),
         ("```bash\ntorchrun --nproc-per-node 2 none.py\n```", "there is no none.py"),
         ("```bash\nmake everything\n```", "no ['everything']"),
-        ("```bash\npython benchmarks/model.py --nodez 4\n```", "no ['--nodez']"),
+        ("```bash\npython benchmarks/predict.py --nodez 4\n```", "no ['--nodez']"),
         ("```bash\nls && frobnicate\n```", "what is frobnicate?"),
         ("As `python -m interlace doctor --now` says.", "do not parse"),
         ("As `make\ntoast` says.", "no ['toast']"),

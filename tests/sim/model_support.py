@@ -1,4 +1,4 @@
-"""The model's modules for its tests: benchmarks/ is no package, so they are imported from its folder."""
+"""The model's modules for its tests: benchmarks/ is no package, so they are imported from that folder."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def module(name: str) -> Any:
 
 
 def machine(name: str = "h100x8") -> Any:
-    return module("model_machines").machine_named(name)
+    return module("model.simulation.machines").machine_named(name)
 
 
 def shape(op: str, m: int = 4096, n: int = 1792, k: int = 4096, w: int = 8, nodes: int = 1) -> Any:
-    return module("model_kernels").Shape(op, m, n, k, w, nodes)
+    return module("model.simulation.kernels").Shape(op, m, n, k, w, nodes)
 
 
 def predict(*arguments: Any, **options: Any) -> Any:
-    return module("model_predict").predict(*arguments, **options)
+    return module("model.predict").predict(*arguments, **options)
 
 
 def configured(op_shape: Any, **values: Any) -> Any:
     """The default configuration of a shape, with other values."""
-    return dataclasses.replace(module("model_predict").default_configuration(op_shape), **values)
+    return dataclasses.replace(module("model.predict").default_configuration(op_shape), **values)

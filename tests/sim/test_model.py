@@ -30,7 +30,7 @@ from sim.model_support import (
 
 
 def test_a_power_budget_is_shared() -> None:
-    engine = module("model_engine")
+    engine = module("model.simulation.engine")
     simulation = engine.Simulation()
     cores = engine.Cores(simulation, 8, 4.0)
     ends = {}
@@ -49,7 +49,7 @@ def test_a_power_budget_is_shared() -> None:
 
 
 def test_a_stall_delays_what_is_at_work_and_nothing_else() -> None:
-    engine = module("model_engine")
+    engine = module("model.simulation.engine")
     simulation = engine.Simulation()
     cores = engine.Cores(simulation, 2, 2.0)
     ends = []
@@ -68,7 +68,7 @@ def test_a_stall_delays_what_is_at_work_and_nothing_else() -> None:
 
 
 def test_transfers_take_turns_on_a_link() -> None:
-    engine = module("model_engine")
+    engine = module("model.simulation.engine")
     simulation = engine.Simulation()
     wire, fast = engine.Link("wire", 1.0), engine.Link("fast", math.inf)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_transfers_take_turns_on_a_link() -> None:
 
 
 def test_a_wait_that_nobody_ends_is_an_error() -> None:
-    engine = module("model_engine")
+    engine = module("model.simulation.engine")
     simulation = engine.Simulation()
 
     def waits() -> Any:
@@ -113,7 +113,7 @@ def test_nothing_is_busier_than_always(op: str, algorithm: str, name: str, every
 
 
 def test_a_link_that_is_used_twice_at_once_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = module("model_engine")
+    engine = module("model.simulation.engine")
 
     def without_queue(self: Any, now: float, nbytes: float) -> float:
         self.busy += nbytes / self.rate
@@ -128,8 +128,8 @@ def test_a_link_that_is_used_twice_at_once_would_be_seen(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("op", BOTH)
 def test_every_peer_gets_every_byte_once(op: str) -> None:
     case = shape(op, 1024, 1024, 2048, 4)
-    for name in module("model_predict").INTERLACE:
-        if name in module("model_predict").algorithms(op):
+    for name in module("model.predict").INTERLACE:
+        if name in module("model.predict").algorithms(op):
             found = predict(machine(), case, name, everyone=True)
             total = found.usage.links["sends"] * found.microseconds * machine().link_gbs * 1e3
             assert total == pytest.approx(case.moved_bytes * 3 / 4, rel=1e-6), name
@@ -139,7 +139,7 @@ def test_every_peer_gets_every_byte_once(op: str) -> None:
 
 
 def limit(**values: float) -> Any:
-    machines = module("model_machines")
+    machines = module("model.simulation.machines")
     quick = {"hbm_gbs": math.inf, "sum_gbs": math.inf, "local_copy_gbs": math.inf}
     return machines.ideal(machine(), **{**quick, **values})
 
@@ -151,7 +151,7 @@ def test_with_an_infinite_link_fused_is_the_matmul_alone(op: str) -> None:
     alone = predict(infinite, dataclasses.replace(case, world_size=1)).microseconds
     fused = predict(infinite, case).microseconds
     assert fused == pytest.approx(alone, rel=1e-9)
-    library = module("model_matmul").library_us(infinite, case.m, case.n, case.k)
+    library = module("model.simulation.matmul").library_us(infinite, case.m, case.n, case.k)
     assert 0.95 * library < fused < 1.15 * library  # 131 programs instead of 132, other tiles
 
 
@@ -242,7 +242,7 @@ def test_nobody_reads_before_it_is_there(op: str) -> None:
 
 @pytest.mark.parametrize("op", BOTH)
 def test_without_waits_that_would_be_seen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, engine = module("model_cluster"), module("model_engine")
+    cluster, engine = module("model.simulation.cluster"), module("model.simulation.engine")
 
     def always(self: Any, *names: Any) -> Any:
         signal = engine.Signal()
@@ -323,7 +323,7 @@ def test_unequal_shards_are_simulated_rank_by_rank() -> None:
 
 
 def test_node_orders_are_permutations() -> None:
-    nodes_module = module("model_nodes")
+    nodes_module = module("model.simulation.nodes")
     for nodes in ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2]):
         counts = [2] * len(nodes)
         for rank in range(len(nodes)):
@@ -336,7 +336,7 @@ def test_node_orders_are_permutations() -> None:
 
 
 def test_the_best_chunk_is_no_worse_than_any_other() -> None:
-    choose = module("model_choose")
+    choose = module("model.choose")
     best = choose.best_chunk(machine(), 8192, 1792, 4096)
     for chunks in (1, 2, 4, 8):
         tried = configured(best.shape, chunks=chunks)
@@ -348,7 +348,7 @@ def test_the_best_chunk_is_no_worse_than_any_other() -> None:
 
 
 def test_thin_shards_are_not_cut_and_a_slow_link_wants_finer_chunks() -> None:
-    choose = module("model_choose")
+    choose = module("model.choose")
     assert choose.best_chunk(machine(), 2048, 6656, 16384).chunks == 1
     slow = choose.best_chunk(machine("h200-pcie"), 8192, 7168, 8192, 2)
     assert slow.chunks > choose.best_chunk(machine(), 8192, 7168, 8192, 2).chunks
@@ -357,7 +357,7 @@ def test_thin_shards_are_not_cut_and_a_slow_link_wants_finer_chunks() -> None:
 def test_sending_to_the_same_rank_is_predicted_to_cost() -> None:
     effects = {
         effect.order: effect.relative
-        for effect in module("model_choose").order_effects(machine(), shape(SCATTER, 8192, 4096))
+        for effect in module("model.choose").order_effects(machine(), shape(SCATTER, 8192, 4096))
     }
     assert effects["owner_order"] == 1 and effects["rank 0 first"] > 1.1
 

@@ -14,7 +14,7 @@ from sim.model_support import machine, module
 
 @pytest.fixture(scope="module")
 def compared() -> list[Any]:
-    found: list[Any] = module("model_published").compare_all()
+    found: list[Any] = module("model.published").compare_all()
     return found
 
 
@@ -22,7 +22,7 @@ def compared() -> list[Any]:
 
 
 def test_every_parameter_has_a_source() -> None:
-    machines = module("model_machines")
+    machines = module("model.simulation.machines")
     for each in machines.MACHINES.values():
         assert set(each.sources) == set(machines.PARAMETERS)
         for name, source in each.sources.items():
@@ -33,15 +33,15 @@ def test_every_parameter_has_a_source() -> None:
 
 def test_fitted_parameters_are_fitted() -> None:
     """Hardly any other value of the parameter is better."""
-    fits = module("model_fit").FITS
+    fits = module("model.fit").FITS
     for fit in fits:
-        machines = module("model_machines").MACHINES
+        machines = module("model.simulation.machines").MACHINES
         assert machines[fit.machine].sources[fit.parameter].startswith("fitted: ")
         per_figure = 1e-3 * len(fit.errors(machines[fit.machine]))
         assert fit.loss(fit.stored()) <= fit.loss(fit.best(12)) + 2 * per_figure, fit.parameter
         assert fit.loss(1.5 * fit.stored()) > fit.loss(fit.stored()), fit.parameter
     named = {(fit.machine, fit.parameter) for fit in fits}
-    for name, each in module("model_machines").MACHINES.items():
+    for name, each in module("model.simulation.machines").MACHINES.items():
         for parameter, source in each.sources.items():
             if source.startswith("fitted: ") and "taken over" not in source:
                 base = name if (name, parameter) in named else "h100x8"
@@ -65,7 +65,7 @@ def test_published_speedups_are_met_as_the_page_says(compared: list[Any]) -> Non
 
 
 def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
-    tables, model = module("model_tables"), module("model")
+    tables, model = module("model.tables"), module("predict")
     text, here = model.PAGE.read_text(), model.calibrated(machine())
     made = [
         tables.parameters(here),
@@ -75,7 +75,7 @@ def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
         tables.not_modelled(),
         tables.one_node(here, lambda said: None),
     ]
-    assert model.page_with(text, made) == text, "run benchmarks/model.py --docs"
+    assert model.page_with(text, made) == text, "run benchmarks/predict.py --docs"
     names = {match[1] for match in model.MARK.findall(text)}
     assert names > {table.name for table in made}
     for image in ("published", "rows", "chunks", "timeline", "nodes"):
@@ -85,7 +85,7 @@ def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
 def result_file(folder: Path, device: str, power: float, link: float, correct: bool = True) -> None:
     """What gpu.py would have written on a machine of that power and PCIe bandwidth."""
     real = machine("h200-pcie").with_values("assumed: test", power_tflops=power)
-    library = module("model_matmul").library_us
+    library = module("model.simulation.matmul").library_us
     records = []
     for m in (2048, 8192):
         times = {"torch.mm": {"median": library(real, m, 7168, 8192)}}
@@ -100,7 +100,7 @@ def result_file(folder: Path, device: str, power: float, link: float, correct: b
 
 
 def test_measured_figures_replace_published_ones(tmp_path: Path) -> None:
-    calibration = module("model_calibration")
+    calibration = module("model.calibration")
     assert calibration.calibrated(machine("h200-pcie"), tmp_path) is machine("h200-pcie")
     assert calibration.compare_measured(machine("h200-pcie"), tmp_path) == []
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0)
@@ -114,7 +114,7 @@ def test_measured_figures_replace_published_ones(tmp_path: Path) -> None:
 
 
 def test_wrong_results_are_not_used(tmp_path: Path) -> None:
-    calibration = module("model_calibration")
+    calibration = module("model.calibration")
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0, correct=False)
     found = calibration.calibrated(machine("h200x8"), tmp_path)
     assert found.power_tflops == machine("h200x8").power_tflops
@@ -126,7 +126,7 @@ def test_wrong_results_are_not_used(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "model.json"
     arguments = ["--machine", "h200-pcie", "--json", str(written)]
-    assert module("model").main(arguments) == 0
+    assert module("predict").main(arguments) == 0
     printed = capsys.readouterr().out
     assert "Predicted microseconds on h200-pcie" in printed and "held out" in printed
     document = json.loads(written.read_text())
@@ -140,7 +140,7 @@ def test_one_table_and_the_plot_beside_it(
 ) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--table", "nodes", "--nodes", "2", "--plot", str(tmp_path)]
-    assert module("model").main(arguments) == 0
+    assert module("predict").main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Predicted microseconds on nodes of h100x8")
     assert "Parameters of" not in printed
@@ -150,7 +150,7 @@ def test_one_table_and_the_plot_beside_it(
 def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
-    drawn = module("model_plots").draw_all(machine(), compared, None, tmp_path, said.append)
+    drawn = module("model.plots").draw_all(machine(), compared, None, tmp_path, said.append)
     assert {path.name for path in drawn} == {
         f"model-{name}.png" for name in ("published", "rows", "chunks", "timeline")
     }
@@ -160,7 +160,7 @@ def test_plots(tmp_path: Path, compared: list[Any]) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
-        module("model").main(["--plot", "nowhere"])
+        module("predict").main(["--plot", "nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,6 @@ def test_what_cannot_be_is_said_before_anything_is_computed(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        module("model").main(arguments)
+        module("predict").main(arguments)
     found = capsys.readouterr()
     assert said in found.err and not found.out

@@ -1,7 +1,7 @@
-"""The fitted parameters, each refitted: ``python benchmarks/model.py --fit``.
+"""The fitted parameters, each refitted: ``python benchmarks/predict.py --fit``.
 
 One parameter of one machine at a time, to the figures named, by the least squares of relative errors. All
-other published figures are held out. Stored values are in ``model_machines``; a test compares them.
+other published figures are held out. Stored values are in ``simulation.machines``; a test compares them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model_kernels import Shape, nccl_us
-from model_machines import MACHINES, Machine
-from model_matmul import library_us, teraflops
-from model_predict import predict
-from model_published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
+from model.predict import predict
+from model.published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
+from model.simulation.kernels import Shape, nccl_us
+from model.simulation.machines import MACHINES, Machine
+from model.simulation.matmul import library_us, teraflops
 
 
 def least(loss: Callable[[float], float], low: float, high: float, steps: int = 24) -> float:
@@ -50,7 +50,7 @@ class Fit:
     errors: Errors
 
     def stored(self) -> float:
-        """The value in ``model_machines``."""
+        """The value in ``simulation.machines``."""
         return float(getattr(MACHINES[self.machine], self.parameter))
 
     def loss(self, value: float) -> float:

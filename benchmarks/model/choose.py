@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from model_kernels import Shape
-from model_machines import Machine
-from model_matmul import BYTES
-from model_predict import default_configuration, orders, predict
-
 from interlace.kernels import launch_formulas as formulas
+from model.predict import default_configuration, orders, predict
+from model.simulation.kernels import Shape
+from model.simulation.machines import Machine
+from model.simulation.matmul import BYTES
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
 COPIERS = (0, 32)

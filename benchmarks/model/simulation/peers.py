@@ -17,15 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from model_cluster import Cluster
-from model_engine import Cores, Process
-from model_kernels import Multiplier, Shape, library_matmul, persistent
-from model_matmul import BYTES, Tiling, triton_tiling
-from model_nodes import gather as interlace_node_gather
-
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration
+from model.simulation.cluster import Cluster
+from model.simulation.engine import Cores, Process
+from model.simulation.kernels import Multiplier, Shape, library_matmul, persistent
+from model.simulation.matmul import BYTES, Tiling, triton_tiling
+from model.simulation.nodes import gather as interlace_node_gather
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model_kernels import Shape
-from model_machines import MACHINES, Machine
-from model_predict import predict
+from model.predict import predict
+from model.simulation.kernels import Shape
+from model.simulation.machines import MACHINES, Machine
 
 TOLERANCE = 0.15
 TD = "Triton-distributed README, asset/*.png"

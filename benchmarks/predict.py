@@ -1,7 +1,7 @@
-"""What fused ops should take on machines that are not here: ``python benchmarks/model.py``.
+"""Predicted times of the fused ops on GPUs that are not here: ``python benchmarks/predict.py``.
 
-A discrete-event model of tiles, SMs, copy engines and links: docs/model.md says how it works and how far to
-trust it. Prints, for one machine of ``model_machines.MACHINES``: its parameters with their sources;
+The package ``model`` is a discrete-event model of tiles, SMs, copy engines and links; docs/model.md says
+how it works and how far to trust it. This script prints for one machine: its parameters with their sources;
 published speedups beside the model's; predictions on 8 ranks and on 2 to 128 nodes; the recommended
 chunks and orders; and what depends on figures that nobody has published. Nothing of it is measured,
 unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device, which are used and named.
@@ -26,18 +26,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import model_tables as tables
-from model_calibration import calibrated
-from model_choose import Recommendation, best_chunk
-from model_machines import MACHINES, Machine, machine_named
-from model_plots import draw_all, require_matplotlib
-from model_predict import predict
-from model_published import Compared, compare_all
-from model_tables import Progress, Table
+from model import tables as tables
+from model.calibration import calibrated
+from model.choose import Recommendation
+from model.plots import draw_all, require_matplotlib
+from model.published import Compared, compare_all
+from model.simulation.machines import MACHINES, Machine, machine_named
+from model.tables import Progress, Table
 
 from interlace.cli.output.files import refuse_unwritable
-
-__all__ = ["best_chunk", "calibrated", "machine_named", "predict"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
 IMAGES = PAGE.parent / "images"
@@ -116,7 +113,7 @@ def document(machine: Machine, made: Sequence[Table], recommended: Sequence[Reco
     """As JSON."""
     return json.dumps(
         {
-            "what": "predicted by benchmarks/model.py; nothing here is measured unless it says so",
+            "what": "predicted by benchmarks/predict.py; nothing here is measured unless it says so",
             "machine": machine.name,
             "parameters": {
                 name: {"value": getattr(machine, name), "source": source}

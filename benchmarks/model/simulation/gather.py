@@ -12,14 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model_cluster import Cluster
-from model_engine import Process
-from model_kernels import Logged, Multiplier, Shape, Span, library_matmul, persistent, tiling_of
-from model_matmul import BYTES
-
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import arrival_order, chunks_of
 from interlace.runtime.tuning.configuration import Configuration
+from model.simulation.cluster import Cluster
+from model.simulation.engine import Process
+from model.simulation.kernels import (
+    Logged,
+    Multiplier,
+    Shape,
+    Span,
+    library_matmul,
+    persistent,
+    tiling_of,
+)
+from model.simulation.matmul import BYTES
 
 
 def fused(

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from model_engine import Cores, Link, Process, Signal, Simulation, transfer
-from model_machines import Machine
-
 from interlace.runtime.tuning.configuration import Configuration
+from model.simulation.engine import Cores, Link, Process, Signal, Simulation, transfer
+from model.simulation.machines import Machine
 
 Distance = tuple[int, int]
 

@@ -3,9 +3,9 @@
 Every parameter has a source, which begins with one of
 
 ``published``  a figure that somebody has published, named
-``fitted``     chosen by ``model_fit.py`` so that the model gives figures that somebody has published; which
+``fitted``     chosen by ``fit.py`` so that the model gives figures that somebody has published; which
                figures is said, and all others are held out
-``measured``   from a file in ``benchmarks/results`` (``model_calibration.py``)
+``measured``   from a file in ``benchmarks/results`` (``calibration.py``)
 ``assumed``    a guess; nothing here was measured
 
 One set of parameters per machine: none is chosen per shape, op or algorithm.

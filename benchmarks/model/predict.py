@@ -2,7 +2,7 @@
 
 Algorithms of interlace: ``fused`` (the copy engine sends), ``fused by SMs`` (copier programs send),
 ``pipelined``, ``interlace unfused``; on several nodes ``fused`` is the hierarchical one. Of others:
-``unfused`` (NCCL and cuBLAS), ``symm_mem`` and those of ``model_peers``.
+``unfused`` (NCCL and cuBLAS), ``symm_mem`` and those of ``simulation.peers``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import model_gather
-import model_nodes
-import model_peers as peers
-import model_reduce
 import torch
-from model_cluster import Cluster, everyone_of
-from model_engine import Process
-from model_kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
-from model_machines import Machine
 
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from model.simulation import gather, nodes, peers, reduce
+from model.simulation.cluster import Cluster, everyone_of
+from model.simulation.engine import Process
+from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
+from model.simulation.machines import Machine
 
 HOPPER = 90
-NODE_SUMMERS = 16  # programs that sum for other nodes, see model_nodes
+NODE_SUMMERS = 16  # programs that sum for other nodes, see simulation/nodes.py
 INTERLACE = ("fused", "fused by SMs", "pipelined", "interlace unfused")
 
 
@@ -102,7 +99,7 @@ _SUMMERS = {
 def orders(shape: Shape) -> tuple[str, ...]:
     """Orders of ``fused`` to compare; the first is what the kernels do, or would."""
     if shape.op == "all_gather_matmul":
-        return tuple(model_nodes.GATHER_ORDERS) if shape.nodes > 1 else ("interleaved", "by source")
+        return tuple(nodes.GATHER_ORDERS) if shape.nodes > 1 else ("interleaved", "by source")
     if shape.op == "matmul_reduce_scatter":
         return tuple(name for name in _SUMMERS if name) if shape.nodes > 1 else tuple(OWNER_ORDERS)
     return ()
@@ -131,27 +128,25 @@ def _process(
 
     def one(cluster: Cluster, rank: int, shape: Shape) -> Process:
         if shape.op == "matmul_all_reduce":
-            return model_reduce.all_reduce(cluster, rank, shape, configuration, log)
+            return reduce.all_reduce(cluster, rank, shape, configuration, log)
         gathers = shape.op == "all_gather_matmul"
         if algorithm == "pipelined":
             if gathers:
-                return model_gather.pipelined(cluster, rank, shape, rows, configuration)
-            return model_reduce.pipelined(cluster, rank, shape, rows)
+                return gather.pipelined(cluster, rank, shape, rows, configuration)
+            return reduce.pipelined(cluster, rank, shape, rows)
         if algorithm == "interlace unfused":
-            unfused = model_gather.unfused if gathers else model_reduce.unfused
+            unfused = gather.unfused if gathers else reduce.unfused
             return unfused(cluster, rank, shape, rows)
         if shape.nodes > 1:
             if gathers:
                 taken = order or "node_order"
-                return model_nodes.gather(cluster, rank, shape, rows, configuration, order=taken)
-            return model_nodes.scatter(
-                cluster, rank, shape, rows, configuration, summers=_SUMMERS[order]
-            )
+                return nodes.gather(cluster, rank, shape, rows, configuration, order=taken)
+            return nodes.scatter(cluster, rank, shape, rows, configuration, summers=_SUMMERS[order])
         if gathers:
             taken = order or "interleaved"
-            return model_gather.fused(cluster, rank, shape, rows, configuration, log, taken)
+            return gather.fused(cluster, rank, shape, rows, configuration, log, taken)
         owners = None if order is None else OWNER_ORDERS[order](rank, shape.world_size)
-        return model_reduce.fused(cluster, rank, shape, rows, configuration, log, owners)
+        return reduce.fused(cluster, rank, shape, rows, configuration, log, owners)
 
     return Simulated(one, equal_rows=False)
 

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from model_cluster import Cluster, Usage
-from model_engine import Process
-from model_machines import Machine
-from model_matmul import (
+from interlace.kernels.launch_formulas import ceil_div
+from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
+from interlace.runtime.tuning.configuration import Configuration
+from model.simulation.cluster import Cluster, Usage
+from model.simulation.engine import Process
+from model.simulation.machines import Machine
+from model.simulation.matmul import (
     BYTES,
     Tiling,
     compute_us,
@@ -19,10 +22,6 @@ from model_matmul import (
     traffic_bytes,
     triton_tiling,
 )
-
-from interlace.kernels.launch_formulas import ceil_div
-from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
-from interlace.runtime.tuning.configuration import Configuration
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

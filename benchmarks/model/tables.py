@@ -1,12 +1,12 @@
-"""The tables that ``model.py`` prints and ``docs/model.md`` shows. Everything predicted is called so."""
+"""The tables that ``predict.py`` prints and ``docs/model.md`` shows. Everything predicted is called so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from model_calibration import compare_measured
-from model_choose import (
+from model.calibration import compare_measured
+from model.choose import (
     ROWS,
     SHAPES,
     Recommendation,
@@ -14,11 +14,11 @@ from model_choose import (
     recommended,
     sensitivities,
 )
-from model_fit import FITS
-from model_kernels import Shape
-from model_machines import PARAMETERS, Machine
-from model_predict import default_configuration, predict
-from model_published import NOT_MODELLED, Compared
+from model.fit import FITS
+from model.predict import default_configuration, predict
+from model.published import NOT_MODELLED, Compared
+from model.simulation.kernels import Shape
+from model.simulation.machines import PARAMETERS, Machine
 
 Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)

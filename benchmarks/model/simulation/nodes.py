@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from model_cluster import Cluster
-from model_engine import Process
-from model_kernels import Multiplier, Shape, persistent, tiling_of
-from model_matmul import BYTES, Tiling
-from model_reduce import sum_tile_us
-
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.nodes import order as node_order
 from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
+from model.simulation.cluster import Cluster
+from model.simulation.engine import Process
+from model.simulation.kernels import Multiplier, Shape, persistent, tiling_of
+from model.simulation.matmul import BYTES, Tiling
+from model.simulation.reduce import sum_tile_us
 
 SUM_BYTES = 4  # partial sums travel in fp32
 

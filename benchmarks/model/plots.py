@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model_choose import ROWS, SHAPES
-from model_kernels import Shape, Span
-from model_machines import Machine
-from model_predict import default_configuration, predict
-from model_published import TOLERANCE, Compared
-from model_tables import Table
+from model.choose import ROWS, SHAPES
+from model.predict import default_configuration, predict
+from model.published import TOLERANCE, Compared
+from model.simulation.kernels import Shape, Span
+from model.simulation.machines import Machine
+from model.tables import Table
 
 Progress = Callable[[str], None]
 CHUNKS = (1, 2, 4, 8)

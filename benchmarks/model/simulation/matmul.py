@@ -13,9 +13,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from model_machines import Machine
-
 from interlace.kernels.launch_formulas import ceil_div
+from model.simulation.machines import Machine
 
 BYTES = 2  # of an element: bf16
 _FULL = 128 * 256 / (128 + 256)  # a tile of this form keeps the tensor cores busy

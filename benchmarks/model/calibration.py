@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_fit import least
-from model_kernels import Shape
-from model_machines import Machine
-from model_matmul import BYTES, library_us, matmul_us, triton_tiling
-from model_predict import default_configuration, predict
+from model.fit import least
+from model.predict import default_configuration, predict
+from model.simulation.kernels import Shape
+from model.simulation.machines import Machine
+from model.simulation.matmul import BYTES, library_us, matmul_us, triton_tiling
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 DEVICES = {
     "H200": "h200",
     "H100": "h100x8",
