@@ -177,7 +177,7 @@ BAD = [
     ),
     (foreign_calls, JIT + "def f(x, n):\n    if n > 0:\n        x = libdevice.rint(x)"),
     (foreign_calls, JIT + "def f(x, N):\n    if tl.program_id(0) < N:\n        nvshmem_quiet()"),
-    (foreign_calls, JIT + "def f(x, put):\n    if put:\n        nvshmem.put_block(x, x, 1, 1)"),
+    (foreign_calls, JIT + "def f(x, put):\n    if put:\n        nvshmem.signal(x, 1, 9, 1)"),
     (memory_ordering, JIT + "def f(p):\n    tl.atomic_add(p, 1)"),
     (memory_ordering, "from triton.language import atomic_cas"),
     (memory_ordering, JIT + "def f(p):\n    publish(p, scope='gpu')"),

@@ -111,7 +111,7 @@ def _reduce_scatter(arch: int, put: str) -> Entry:
     multiples = ("piece", "stride", "partial_offset", "landing_offset")
     tensors = ("input_ptr", "output_ptr")
     return Entry(
-        f"{_MODULE}_reduction",
+        "interlace.kernels.nodes.reduction",
         "node_reduce_scatter_kernel",
         put,
         arch,

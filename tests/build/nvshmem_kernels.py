@@ -8,28 +8,16 @@ from interlace.kernels.nodes import nvshmem
 
 
 @triton.jit
-def every_function_kernel(address_ptr, results_ptr, nbytes, pe, LINKED: tl.constexpr):
+def every_function_kernel(address_ptr, nbytes, pe, LINKED: tl.constexpr):
     """Of no use but to be linked."""
     if LINKED:
-        nvshmem.put_block(address_ptr, address_ptr, nbytes, pe)
-        nvshmem.put_signal_block(
-            address_ptr, address_ptr, nbytes, address_ptr, 1, nvshmem.SIGNAL_SET, pe
-        )
         nvshmem.put_signal_nbi_block(
-            address_ptr, address_ptr, nbytes, address_ptr, 1, nvshmem.SIGNAL_ADD, pe
+            address_ptr, address_ptr, nbytes, address_ptr, 1, nvshmem.SIGNAL_SET, pe
         )
         lane = tl.arange(0, 32)
         nvshmem.signal(address_ptr + lane, 1, nvshmem.SIGNAL_SET, lane)
         nvshmem.wait_until(address_ptr, nvshmem.COMPARE_GE, 1)
-        value = nvshmem.signal_wait_until(address_ptr, nvshmem.COMPARE_EQ, 2)
-        tl.store(results_ptr, value)
-        nvshmem.fence()
         nvshmem.quiet()
-        tl.store(results_ptr + 1, nvshmem.peer_pointer(address_ptr, pe))
-        tl.store(results_ptr + 2, nvshmem.multicast_pointer(nvshmem.TEAM_SHARED, address_ptr))
-        nvshmem.barrier_block(nvshmem.TEAM_WORLD)
-        nvshmem.sync_block(nvshmem.TEAM_NODE)
-        tl.store(results_ptr + 3, nvshmem.my_pe() + nvshmem.n_pes())
 
 
 @core.extern

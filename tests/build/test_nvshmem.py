@@ -35,7 +35,7 @@ EVERYTHING = Entry(
     "every_function_kernel",
     "",
     90,
-    {"address_ptr": "*i64", "results_ptr": "*i64", "nbytes": "i32", "pe": "i32"},
+    {"address_ptr": "*i64", "nbytes": "i32", "pe": "i32"},
     {"LINKED": True},
     num_warps=1,
     default=False,
