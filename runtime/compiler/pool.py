@@ -1,8 +1,8 @@
-"""Compile kernels in worker processes, from a process that may interpret them.
+"""Worker processes that compile kernels, for a process that may interpret them.
 
 In a process that interprets kernels, ``@triton.jit`` has already made interpreted functions of them, so
 others compile: one per core, each without ``TRITON_INTERPRET``. A compiler that crashes takes its worker
-along; the kernel is reported and the next worker goes on. Workers end with the call, also when it
+along; the kernel is reported and another worker takes its place. Workers end with the call, also when it
 is interrupted; should this process be killed, they end when they find their input closed.
 """
 
@@ -15,8 +15,8 @@ import queue
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import IO
 
@@ -35,96 +35,46 @@ def compile_all(
     """Compile and measure ``requests``; results in the same order.
 
     ``workers`` is one per core by default. ``on_result`` is called with the number of each request as it
-    is done, by one thread at a time.
+    is done, in the caller's thread.
     """
     if os.environ.get(COMPILING):
         raise ReenteredError(
             "a file that is loaded for its kernel compiles kernels before it defines that one"
         )
-    pool = _Pool(requests, on_result)
+    if not requests:
+        return []
     count = min(len(requests), workers or os.cpu_count() or 1)
-    threads = [threading.Thread(target=pool.work, name=f"compile {i}") for i in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        pool.stop()
-        for thread in threads:
-            thread.join()
-        raise
-    if pool.failure is not None:
-        raise pool.failure
-    return [pool.results[index] for index in range(len(requests))]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    with contextlib.ExitStack() as leaving:
+        started = [leaving.enter_context(_Worker()) for _ in range(count)]
+        threads = leaving.enter_context(ThreadPoolExecutor(count, "compile"))
+        for worker in started:
+            leaving.callback(worker.kill)
+            idle.put(worker)
+        # before that: of a call that fails nothing more is begun
+        leaving.callback(threads.shutdown, wait=False, cancel_futures=True)
 
+        def compiled(request: Request) -> Measurement:
+            worker = idle.get()
+            try:
+                return worker.compile(request)
+            finally:
+                idle.put(worker)
 
-class _Pool:
-    """The requests of one call, and what is known of them."""
-
-    def __init__(
-        self, requests: Sequence[Request], on_result: Callable[[int, Measurement], None]
-    ) -> None:
-        self.results: dict[int, Measurement] = {}
-        self.failure: BaseException | None = None
-        self._requests, self._on_result = requests, on_result
-        self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(len(requests)):
-            self._todo.put(index)
-        self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
-        self._stopped = False
-
-    def work(self) -> None:
-        """Take requests until there are none, or until the call is stopped."""
-        worker: _Worker | None = None
-        try:
-            while not self._stopped:
-                index = self._todo.get_nowait()
-                worker = worker or self._new_worker()
-                measurement = worker.compile(self._requests[index])
-                if measurement is None:
-                    measurement = Measurement(error=worker.last_words())
-                    self._end(worker)
-                    worker = None
-                with self._lock:
-                    self.results[index] = measurement
-                    if not self._stopped:
-                        self._on_result(index, measurement)
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            self.failure = error
-            self.stop()
-        finally:
-            if worker:
-                self._end(worker)
-
-    def stop(self) -> None:
-        """End all workers, whatever they do."""
-        self._stopped = True
-        with self._lock:
-            for worker in self._workers:
-                worker.kill()
-
-    def _new_worker(self) -> _Worker:
-        with self._lock:
-            worker = _Worker()
-            self._workers.add(worker)
-            if self._stopped:
-                worker.kill()
-            return worker
-
-    def _end(self, worker: _Worker) -> None:
-        worker.close()
-        with self._lock:
-            self._workers.discard(worker)
+        futures = {threads.submit(compiled, each): index for index, each in enumerate(requests)}
+        for future in as_completed(futures):
+            on_result(futures[future], future.result())
+    return [future.result() for future in futures]
 
 
 class _Worker:
-    """One compiling process."""
+    """One compiling process, and after a crash the next one."""
 
     def __init__(self) -> None:
+        self._killed = False
+        self._start()
+
+    def _start(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this function
         settings = {
@@ -141,46 +91,49 @@ class _Worker:
             text=True,
             env={**os.environ, **settings},
         )
+        if self._killed:
+            self._process.kill()
 
-    def compile(self, request: Request) -> Measurement | None:
-        """The result, or None if the process has ended instead."""
+    def compile(self, request: Request) -> Measurement:
+        """The result; an error if the process has ended instead."""
         assert self._process.stdin and self._process.stdout
         said_before = os.fstat(self._errors.fileno()).st_size
-        try:
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(encode(request) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        line = self._process.stdout.readline()
+            line = self._process.stdout.readline()
         if not line:
-            return None
+            code = self._finish()
+            last_words = " ".join(self._said(0).strip().splitlines()[-3:])
+            self._errors.close()
+            self._start()
+            return Measurement(error=f"the compiler ended with code {code}: {last_words}")
         measurement = decode_measurement(line)
         if measurement.error is None:
             return measurement
         said = [measurement.error, *_diagnostics(self._said(said_before))]
         return replace(measurement, error="; ".join(said))
 
-    def last_words(self) -> str:
-        """How the process ended, with the end of what it wrote."""
-        self._finish()
-        said = self._said(0).strip().splitlines()
-        return f"the compiler ended with code {self._process.returncode}: {' '.join(said[-3:])}"
-
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does, and every later one. From any thread."""
+        self._killed = True
         self._process.kill()
 
-    def close(self) -> None:
-        """Wait until the process has ended, which it does when it has done its work."""
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self._finish()
         self._errors.close()
 
-    def _finish(self) -> None:
+    def _finish(self) -> int:
+        """Wait until the process has ended, which it does without input; its exit code."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait()
+        return self._process.wait()
 
     def _said(self, start: int) -> str:
         size = os.fstat(self._errors.fileno()).st_size

@@ -303,7 +303,7 @@ SCRIPT = """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language as tl
-    from interlace.verify.lint_check.check.check import lint
+    from interlace.verify.lint_check.check import lint
 
     @triton.jit
     def script_kernel(x_ptr, BLOCK: tl.constexpr):
