@@ -59,6 +59,7 @@ class Mutant:
 
     def write(self, folder: pathlib.Path) -> None:
         """The mutated source, into a package of ``folder``, or into a file of it."""
+        assert (ROOT / self.file).is_file(), self.file
         if not self.of_kernels:
             (folder / f"{self.package}.py").write_text(self.source())
             return

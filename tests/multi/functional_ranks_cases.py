@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace import functional
+from interlace.groups.specs import describe
 
 Tensors = list[torch.Tensor]
 
@@ -185,7 +186,7 @@ def _moves() -> list[Case]:
 
 def shifted(group: Any) -> list[int]:
     """Every rank to the next."""
-    size = functional.describe(group)[1]
+    size = describe(group)[1]
     return [(rank + 1) % size for rank in range(size)]
 
 

@@ -77,14 +77,14 @@ def matmul_all_reduce() -> None:
 # Each with the file whose stores have to wait.
 OPS: dict[Callable[[], None], str] = {
     all_gather: "transfer",
-    reduce_scatter: "reduction",
-    all_reduce: "reduction",
-    multimem_all_gather: "multimem",
-    multimem_reduce_scatter: "multimem",
-    multimem_all_reduce: "multimem",
+    reduce_scatter: "collectives/reduction",
+    all_reduce: "collectives/reduction",
+    multimem_all_gather: "collectives/multimem",
+    multimem_reduce_scatter: "collectives/multimem",
+    multimem_all_reduce: "collectives/multimem",
     all_gather_matmul: "transfer",
-    matmul_reduce_scatter: "matmul_reduce_scatter",
-    matmul_all_reduce: "matmul_all_reduce",
+    matmul_reduce_scatter: "fused/matmul_reduce_scatter",
+    matmul_all_reduce: "fused/matmul_all_reduce",
 }
 
 

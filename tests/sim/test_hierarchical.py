@@ -375,20 +375,20 @@ _CREDIT = "ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1"
 _OWNER = "ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1"
 _SUMMER = "if wait_credit(peers_ptr, rank, world_size, summing, epoch) >= epoch - 1:"
 MUTANTS = [
-    ("all_gather", "stores", _mutant("nobody waits to land", "hierarchical", (_LAND_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("passed on at once", "hierarchical", (_PUT_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("no credit of the peer", "hierarchical", (_CREDIT, "ready = epoch"))),
+    ("all_gather", "stores", _mutant("nobody waits to land", "nodes/moves", (_LAND_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("passed on at once", "nodes/moves", (_PUT_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("no credit of the peer", "nodes/moves", (_CREDIT, "ready = epoch"))),
     (
         "all_gather",
         "late",
-        _mutant("not quiet", "hierarchical", (_QUIET, _QUIET.replace("late", ""))),
+        _mutant("not quiet", "nodes/moves", (_QUIET, _QUIET.replace("late", ""))),
     ),
     (
         "all_gather",
         "stores",
         _mutant(
             "signalled before it is put",
-            "hierarchical",
+            "nodes/moves",
             ('        if PUT == "stores":\n',
              "        publish(peer_pointer(peers_ptr, world_size + peer, slot_byte), epoch)\n"
              '        if PUT == "stores":\n'),
@@ -399,7 +399,7 @@ MUTANTS = [
         "stores",
         _mutant(
             "one member not waited for",
-            "hierarchical_reduction",
+            "nodes/reduction",
             ("    for member in range(num_members):\n        source =",
              "    for member in range(num_members - 1):\n        source ="),
         ),
@@ -407,14 +407,14 @@ MUTANTS = [
     (
         "reduce_scatter",
         "stores",
-        _mutant("one region for all members", "hierarchical_reduction", (" + own_member * stride", "")),
+        _mutant("one region for all members", "nodes/reduction", (" + own_member * stride", "")),
     ),
     (
         "reduce_scatter",
         "stores",
         _mutant(
             "one landing place for all nodes",
-            "hierarchical_reduction",
+            "nodes/reduction",
             ("landing_offset + (own_node * stride + element) * 4",
              "landing_offset + ((own_node * 0 + 1) * stride + element) * 4"),
         ),
@@ -422,12 +422,12 @@ MUTANTS = [
     (
         "reduce_scatter",
         "stores",
-        _mutant("no credit of the owner", "hierarchical_reduction", (_OWNER, "ready = epoch")),
+        _mutant("no credit of the owner", "nodes/reduction", (_OWNER, "ready = epoch")),
     ),
     (
         "reduce_scatter",
         "stores",
-        _mutant("no credit of who sums", "hierarchical_reduction", (_SUMMER, "if epoch >= 0:")),
+        _mutant("no credit of who sums", "nodes/reduction", (_SUMMER, "if epoch >= 0:")),
     ),
 ]  # fmt: skip
 
@@ -443,7 +443,7 @@ def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.P
 def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
     all_of_them = "for number in range(num_partners):"
     kept_back = all_of_them.replace("(num", "(1, num")
-    mutant = _mutant("a credit kept back", "hierarchical", (all_of_them, kept_back))
+    mutant = _mutant("a credit kept back", "nodes/moves", (all_of_them, kept_back))
     with mutated(mutant, tmp_path), filled():
         report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)
     assert "credit" in str(report) or "deadlock" in str(report).lower(), str(report)
