@@ -431,7 +431,7 @@ def _reduction(
     """A fused reduction, with the ``types`` and the constants that it has of its own."""
     configuration, shared, constants, divisible = _matmul(arch, operands)
     return Entry(
-        f"interlace.kernels.{op}",
+        f"interlace.kernels.fused.{op}",
         f"{op}_kernel",
         operands.describe() + (" average" if average else ""),
         arch,

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from house import module_name
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import catalogue, worker
 from interlace.runtime.compiler.build import Report, build
@@ -127,7 +128,7 @@ def test_a_disassembly_is_made_once(
 def test_catalogue_covers_every_kernel(arch: int) -> None:
     shipped = set()
     for file in KERNELS.rglob("*.py"):
-        module = f"interlace.kernels.{file.stem}"
+        module = module_name("kernels" / file.relative_to(KERNELS))
         names = vars(importlib.import_module(module)).items()
         shipped |= {
             (module, name)

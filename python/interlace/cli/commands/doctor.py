@@ -8,7 +8,6 @@ doctor()           prints them, as tables or as JSON
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,11 @@ OLDEST_CAPABILITY = (8, 0)
 def collect() -> Facts:
     """Facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
-    facts["places"] = judge_places(facts, _shipped("cuda"), _shipped("nvshmem"))
+    facts["places"] = judge_places(facts)
     return facts
 
 
-def judge_places(facts: Facts, cuda_shipped: bool = True, nvshmem_shipped: bool = True) -> Facts:
+def judge_places(facts: Facts) -> Facts:
     """Per place whether it works with these facts: {"works": bool, "why": str}."""
     host, gpus, interpreted = facts["host"], facts["gpus"], facts["triton"]["interpreted"]
     compiler = "kernels are loaded for the compiler: set TRITON_INTERPRET=1 before Python starts"
@@ -60,7 +59,7 @@ def judge_places(facts: Facts, cuda_shipped: bool = True, nvshmem_shipped: bool 
     note = "plain collectives between hosts, by gloo; fused ops among the ranks of one host"
     place("hosts", missing, note)
 
-    missing = [] if cuda_shipped else ["this installation has no place 'cuda' yet"]
+    missing = []
     if not isinstance(gpus, list):
         missing.append(f"CUDA fails: {_reason(gpus)}")
     elif not gpus:
@@ -76,9 +75,7 @@ def judge_places(facts: Facts, cuda_shipped: bool = True, nvshmem_shipped: bool 
     note = "one GPU: virtual ranks only" if alone else f"peer access: {facts['peer_access']}"
     place("cuda", missing, note)
 
-    missing = [m for m in on_gpu if "place 'cuda'" not in m]
-    if not nvshmem_shipped:
-        missing.insert(0, "this installation has no place 'nvshmem' yet")
+    missing = list(on_gpu)
     backend, library = facts["nvshmem"]["torch_backend"], facts["nvshmem"]["device_library"]
     if backend is not True:
         reason = "" if backend is False else f": {_reason(backend)}"
@@ -182,7 +179,3 @@ def _show(value: Any) -> str:
 
 def _reason(value: Any) -> str:
     return str(value["error"]) if isinstance(value, dict) else "not on this system"
-
-
-def _shipped(place: str) -> bool:
-    return importlib.util.find_spec(f"interlace.runtime.place_{place}") is not None
