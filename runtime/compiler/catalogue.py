@@ -412,7 +412,8 @@ def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
     constants = _loop(operands.configuration(arch), operands, published=True)
     types = {**tables, **numbers, **multiples, **_scales(operands)}
     entry = _reduction(arch, operands, "matmul_node_reduce_scatter", types, False, constants)
-    return replace(entry, divisible=(*entry.divisible, *multiples))
+    module = "interlace.kernels.nodes.matmul_reduce_scatter"
+    return replace(entry, module=module, divisible=(*entry.divisible, *multiples))
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:

@@ -18,14 +18,9 @@ from rich.console import Console
 
 import interlace
 from interlace.benchmark.runs import tune as measuring
+from interlace.benchmark.runs import tune_candidates
 from interlace.benchmark.runs.tune import CandidateError, Outcome, Timed, TuneRequest, search
-from interlace.benchmark.runs.tune_candidates import (
-    Candidate,
-    candidates,
-    made,
-    problem_of,
-    untuned,
-)
+from interlace.benchmark.runs.tune_candidates import Candidate, made, problem_of, untuned
 from interlace.cli import main
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.command import tune
@@ -348,7 +343,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pa
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
 def test_candidates_for_a_gpu(op: str, capability: int) -> None:
     problem = problem_of(op, torch.bfloat16, 8192, 3584, 8192, 8)
-    found = candidates("cuda", capability, problem)
+    found = tune_candidates.candidates("cuda", capability, problem)
     assert found[0].default and not any(each.default for each in found[1:])
     assert len({(each.algorithm, each.values) for each in found}) == len(found)
     assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}

@@ -1,8 +1,7 @@
 """Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
 
-Each has an internal form, ``_all_reduce(communicator, ...)``, which returns ``Work | None``. It checks this
-rank's arguments, looks up the :class:`Call` that the ranks have to agree on, and hands dense tensors to the
-group's engine. A misuse on one rank is reported on all.
+Each has an internal form, ``_all_reduce(communicator, ...)``: it checks this rank's arguments, looks up the
+:class:`Call` that ranks agree on, and hands dense tensors to the engine. Misuse is reported on all ranks.
 """
 
 from __future__ import annotations
