@@ -36,7 +36,6 @@ def call(*command: object, cwd: pathlib.Path) -> str:
         env=clean,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done.stdout

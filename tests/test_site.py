@@ -53,7 +53,6 @@ def offline(*command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=110,
     )
 
 

@@ -30,7 +30,7 @@ def test_large(world_size: int) -> None:
 def test_async_ops_return_before_the_others_have_called(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    assert interlace.run(api_ranks.held_back, 2, fifo, place="shm", timeout=60) == [12, 12]
+    assert interlace.run(api_ranks.held_back, 2, fifo, place="shm") == [12, 12]
 
 
 def test_monitored_barrier_names_who_is_missing() -> None:
@@ -48,7 +48,7 @@ def test_what_one_rank_refuses_all_refuse() -> None:
 
 
 def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
-    interlace.run(refused_calls.refused_by_rank_1, 2, place="shm", timeout=60)
+    interlace.run(refused_calls.refused_by_rank_1, 2, place="shm")
 
 
 def test_a_message_of_another_length_or_dtype() -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def on_ranks(function: Any, world_size: int, path: Path, *args: Any) -> list[Any]:
     """``function`` on ``world_size`` ranks, which meet in a file of the folder ``path``."""
-    return interlace.run(function, world_size, str(path / "store"), *args, place="shm", timeout=60)
+    return interlace.run(function, world_size, str(path / "store"), *args, place="shm")
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -267,6 +267,5 @@ def test_entry_point_under_torchrun(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr[-4000:]

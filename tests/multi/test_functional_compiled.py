@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=110)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 # -- every op ------------------------------------------------------------------------------------------

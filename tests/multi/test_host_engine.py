@@ -14,7 +14,7 @@ from multi import engine_ranks
 
 
 def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(fn, world_size, *args, place="shm", timeout=60)
+    return interlace.run(fn, world_size, *args, place="shm")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -96,7 +96,7 @@ def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
 
 def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
     with pytest.raises(interlace.InterlaceError):
-        interlace.run(engine_ranks.killed_in_broadcast, 3, str(tmp_path), place="shm", timeout=15)
+        interlace.run(engine_ranks.killed_in_broadcast, 3, str(tmp_path), place="shm")
     for rank in (0, 1):
         assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
 

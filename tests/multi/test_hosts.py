@@ -48,7 +48,7 @@ def outcome() -> Any:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
     found: list[Any] = [None] * len(cards)
 
     def join(rank: int) -> None:
-        found[rank] = hosts.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=20)
+        found[rank] = hosts.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=300)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
     for thread in threads:

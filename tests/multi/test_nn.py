@@ -12,7 +12,7 @@ from multi import nn_ranks as ranks
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=100)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 @functools.cache

@@ -48,7 +48,6 @@ def differences(document: str, folder: pathlib.Path) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
     found = differences(ALL[name], tmp_path)

@@ -20,9 +20,7 @@ def failures(
     """Of all cases, run in one process group; by rank."""
     backend, world_size = request.param
     store = str(tmp_path_factory.mktemp("styles") / "store")
-    found: Any = interlace.run(
-        style_ranks.run_all, world_size, backend, store, place="shm", timeout=100
-    )
+    found: Any = interlace.run(style_ranks.run_all, world_size, backend, store, place="shm")
     return list(found)
 
 

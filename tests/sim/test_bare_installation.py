@@ -20,7 +20,6 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", HIDING + script, str(ROOT)],
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

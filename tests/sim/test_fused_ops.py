@@ -145,7 +145,7 @@ def cases(draw: Any, *, gather: bool) -> Case:
 
 def run(case: Case, function: Any) -> list[Any]:
     with poisoned() as done, override(**case.configuration):
-        results = interlace.run(function, case.world, case, seed=case.seed, timeout=100)
+        results = interlace.run(function, case.world, case, seed=case.seed)
     assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
     return results
 
