@@ -61,10 +61,6 @@ PRELOADED = [
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="more schedules, as in make verify")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Processes of ranks start in milliseconds."""

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tiers import thorough
+
 HERE = pathlib.Path(__file__).parent
 
 SLOW = """
@@ -75,7 +77,7 @@ def test_a_dead_worker_ends_the_run(tmp_path: pathlib.Path) -> None:
     assert "crashed while running 'test_c.py::test_c1'" in said and "exit status 1" in said
 
 
-@pytest.mark.thorough
+@thorough
 def test_without_the_guard_it_never_ends(tmp_path: pathlib.Path) -> None:
     for name, text in DIES.items():
         (tmp_path / name).write_text(text)
@@ -84,6 +86,7 @@ def test_without_the_guard_it_never_ends(tmp_path: pathlib.Path) -> None:
         run(tmp_path, *options, change="del pytest_configure", limit=40)
 
 
+@thorough
 @pytest.mark.parametrize("guarded", [True, False])
 def test_whose_pipe_is_held_by_another_is_found_dead(guarded: bool, tmp_path: pathlib.Path) -> None:
     """Without the guard the run ends after that other process."""

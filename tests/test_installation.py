@@ -14,6 +14,8 @@ import zipfile
 
 import pytest
 
+from tiers import thorough
+
 ROOT = pathlib.Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results")
 HOMES = {"interlace/kernels": "kernels", "interlace/runtime": "runtime", "": "python"}
@@ -90,6 +92,7 @@ def test_the_wheel_has_every_file_and_no_other(
     assert "Requires-Python: <3.14,>=3.10" in metadata and "Requires-Dist: torch" in metadata
 
 
+@thorough
 def test_it_installs_and_works_in_a_new_environment(
     source: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

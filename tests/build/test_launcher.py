@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import thorough
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPT = """
@@ -64,6 +66,7 @@ print("the same")
 """
 
 
+@thorough
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_direct_way_hands_over_what_tritons_own_does(tmp_path: Path) -> None:
     done = subprocess.run(

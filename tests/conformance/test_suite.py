@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import thorough
+
 pytest.importorskip("expecttest", reason="torch's tests need it")
 
 SCRIPT = Path(__file__).with_name("run_suite.py")
@@ -31,6 +33,7 @@ CHOICE = (
 )
 
 
+@thorough
 def test_choice_of_torch_tests() -> None:
     patterns = [f"^{name}$" for name in CHOICE]
     done = subprocess.run(

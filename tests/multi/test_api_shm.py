@@ -10,9 +10,10 @@ import pytest
 import interlace
 import refused_calls
 from multi import api_ranks
+from tiers import few
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", few([2, 3], 3))
 def test_every_operation(world_size: int) -> None:
     counts = interlace.run(api_ranks.every_operation, world_size, place="shm")
     assert min(counts) > 200

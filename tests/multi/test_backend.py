@@ -17,6 +17,7 @@ import torch
 import interlace
 import torch_names
 from multi import backend_group_ranks, backend_ranks
+from tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -246,6 +247,7 @@ dist.destroy_process_group()
 """
 
 
+@thorough
 def test_entry_point_under_torchrun(tmp_path: Path) -> None:
     """torch finds the backend by its entry point, and loads nothing of it before it is used.
 

@@ -22,6 +22,7 @@ from interlace.cli.bench import bench
 from interlace.cli.bench_options import BenchOptions
 from interlace.cli.outputs import refuse_unwritable
 from support import under_torchrun
+from tiers import thorough
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
 FAST: dict[str, Any] = {"repetitions": 2}
@@ -218,6 +219,7 @@ def test_less_than_a_kernel(name: str, tmp_path: pathlib.Path) -> None:
 # -- how it is started ---------------------------------------------------------------------------------
 
 
+@thorough
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "out.json"
     printed = under_torchrun(
@@ -234,6 +236,7 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     assert list(found) == ["auto", "gloo"] and all(row["right"] for row in found.values())
 
 
+@thorough
 def test_a_plot_is_written(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
@@ -255,6 +258,7 @@ assert main([*arguments, "--plot", "plot.png"]) == 2
 """
 
 
+@thorough
 def test_without_rich_and_matplotlib() -> None:
     command = [sys.executable, "-c", WITHOUT]
     done = subprocess.run(command, capture_output=True, text=True)

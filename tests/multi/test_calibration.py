@@ -16,6 +16,7 @@ from interlace.runtime import calibration
 from interlace.tensor.calibration import Request, measured, on_rank
 from multi import calibration_ranks
 from support import under_torchrun
+from tiers import thorough
 
 SLOW, FAST = 1e6, 1.0
 
@@ -89,6 +90,7 @@ def print_nothing(done: int, total: int) -> None:
     """Progress, for nobody."""
 
 
+@thorough
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     """Its processes are the ranks."""
     file = tmp_path / "calibration.json"

@@ -14,6 +14,7 @@ import interlace
 from multi import functional_ranks as ranks
 from multi import functional_ranks_misuse as wrong
 from multi.functional_ranks_cases import CASES
+from tiers import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 SUM = [[3.0, 3.0], [3.0, 3.0]]
@@ -187,7 +188,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place, traced", [("sim", False), ("shm", True)])
+@pytest.mark.parametrize("place, traced", few([("sim", False), ("shm", True)], ("sim", False)))
 def test_unwaited_results_at_exit(tmp_path: Path, place: str, traced: bool) -> None:
     script = tmp_path / "exits.py"
     script.write_text(EXIT.format(place=place, traced=traced))

@@ -10,6 +10,7 @@ import pytest
 import interlace
 from interlace.runtime import steps
 from multi import steps_ranks
+from tiers import few, thorough
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
@@ -20,17 +21,22 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("world_size", "which"),
-    [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
+    few(
+        [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
+        (3, "all"),
+        (2, "odd"),
+    ),
 )
 def test_every_op_in_every_size(world_size: int, which: str) -> None:
     assert run(steps_ranks.every_size, world_size, world_size, which) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", few([2, 3], 2))
 def test_every_dtype(world_size: int) -> None:
     assert run(steps_ranks.every_dtype, world_size) == [[]] * world_size
 
 
+@thorough
 def test_as_many_rounds_as_steps_take_and_more() -> None:
     assert run(steps_ranks.many_rounds, 2) == [[]] * 2
 

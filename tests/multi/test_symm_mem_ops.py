@@ -12,6 +12,7 @@ import torch
 
 import interlace
 from multi import symm_mem_ranks
+from tiers import thorough
 
 
 def on_ranks(function: Any, world_size: int, path: Path, *args: Any) -> list[Any]:
@@ -76,6 +77,7 @@ def test_inductors_own_pass(tmp_path: Path) -> None:
         assert right == [True] * 2
 
 
+@thorough
 @pytest.mark.parametrize("first", ["interlace", "torch.distributed._symmetric_memory"])
 def test_order_of_imports(first: str) -> None:
     """Kernels are there whether torch has defined its ops before or after; its others stay."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiers import thorough
+
 ROOT = Path(__file__).parents[2]
 
 HIDING = """
@@ -23,6 +25,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@thorough
 def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
         "sys.path[:0] = [sys.argv[1] + '/benchmarks', sys.argv[1] + '/tests']\n"
@@ -36,6 +39,7 @@ def test_the_scripts_for_a_gpu_import() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@thorough
 def test_the_commands_for_a_gpu_run() -> None:
     done = run(
         "from interlace.cli.main import run\n"
