@@ -1,4 +1,5 @@
-# Everything runs in .venv, which is made from pyproject.toml on first use and again when that changes.
+# Everything runs in .venv, which is made from pyproject.toml on first use and again when that changes; each
+# target installs what it needs and no more: interlace alone, its tests, or its documentation.
 # Another Python:   make test PYTHON=python3.12
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
@@ -11,46 +12,54 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 endif
 PIP_FLAGS ?=
 PY := .venv/bin/python
+EXTRAS_test := [test,plot]
+EXTRAS_docs := [docs]
+# An empty value lets Python write bytecode, whatever the environment says: workers share it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SITE ?= build/site
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance verify verify-fast lint format docs bench clean
+.NOTPARALLEL:
+.PHONY: help demo test test-all conformance verify verify-fast lint format docs bench clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first of these makes .venv. pip's default torch brings several GB of CUDA packages; without a"
 	@echo "GPU, let PIP_FLAGS name PyTorch's CPU wheels too (--extra-index-url or --find-links)."
 
-demo: .venv/stamp  ## run the demonstration; needs no GPU
+demo: .venv/demo  ## run the demonstration; needs no GPU
 	$(PY) -m interlace demo
 
-test: .venv/stamp  ## run the tests; those that need a GPU are skipped without one
-	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: .venv/test  ## run the tests; those that need a GPU are skipped without one
+	$(PYTEST)
 
-conformance: .venv/stamp  ## torch's own tests of process groups, on interlace as a backend; minutes
+test-all: test .venv/docs  ## and those that take long for what they find
+	$(PYTEST) -m thorough
+
+conformance: .venv/test  ## torch's own tests of process groups, on interlace as a backend; minutes
 	$(PY) tests/conformance/run_suite.py
 
-verify: .venv/stamp  ## races, schedules, lint and protocols of everything that is shipped; minutes
+verify: .venv/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60
-	$(PY) -m pytest -q --thorough tests/sim/test_determinism.py
+	$(PY) -m pytest -q -m thorough tests/sim/test_determinism.py
 
-verify-fast: .venv/stamp  ## less of the same: 2 and 3 ranks, one architecture; under a minute
+verify-fast: .venv/demo  ## less of the same: 2 and 3 ranks, one architecture; under a minute
 	$(PY) -m interlace verify all --quick
 
-lint: .venv/stamp  ## ruff, its formatter in check mode, and mypy
+lint: .venv/test  ## ruff, its formatter in check mode, and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: .venv/stamp  ## apply ruff's fixes and formatting
+format: .venv/test  ## apply ruff's fixes and formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: .venv/stamp  ## build the documentation site into build/site; needs no network
+docs: .venv/docs  ## build the documentation site into build/site; needs no network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
 
-bench: .venv/stamp  ## run the benchmarks
+bench: .venv/test  ## run the benchmarks
 	$(PY) benchmarks/run.py
 
 clean:  ## remove .venv and everything that tools leave behind
@@ -58,12 +67,12 @@ clean:  ## remove .venv and everything that tools leave behind
 	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that failed is tried again.
-.venv/stamp: pyproject.toml
+.venv/demo .venv/test .venv/docs: .venv/%: pyproject.toml
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
 		echo "interlace needs Python 3.10 to 3.13. '$(PYTHON)' says:" \
 			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \
 		echo "Name one that will do: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
 	@rm -f $@
 	"$(PYTHON)" -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -e ".[test,plot]"
+	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -e ".$(EXTRAS_$*)"
 	@touch $@

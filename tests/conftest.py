@@ -1,7 +1,6 @@
 """What every test runs under: where kernels run, one thread, and which tests this machine can do.
 
-The per-test abort timer is pytest-timeout (see pyproject.toml): it dumps the stack of every thread
-and ends the run, because a kernel that hangs sits in C code which an exception cannot leave.
+Limits of time are in guard.py.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ try:
     import hypothesis
 except ImportError:  # tests/gpu does without
     hypothesis = None  # type: ignore[assignment]
+
+pytest_plugins = ("guard",)
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -58,10 +59,6 @@ PRELOADED = [
 ]
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="more schedules, as in make verify")
 
 
 @pytest.fixture(scope="session", autouse=True)

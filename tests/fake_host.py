@@ -121,7 +121,7 @@ def look(seconds_later: float = 0.0) -> None:
     place._watched().look(place, time.monotonic() + seconds_later)
 
 
-def run(function: Callable[[], Any], world_size: int, *, timeout: float = 20.0) -> list[Any]:
+def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0) -> list[Any]:
     """Run ``function`` on every rank; what it returned, by rank."""
     turns = Turns(world_size, timeout)
     fake_cuda.gpu().let_hosts_run = lambda: let_others_run(turns)

@@ -311,7 +311,6 @@ def run_bash(text: str, folder: pathlib.Path) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
     )
     printed = f"{done.stdout}\n{done.stderr[-3000:]}"
     assert done.returncode == 0, f"exit status {done.returncode} of\n{text}\n{printed}"

@@ -47,7 +47,6 @@ def under_torchrun(command: str, *options: str) -> str:
         [sys.executable, "-m", "torch.distributed.run", *arguments, *options],
         capture_output=True,
         text=True,
-        timeout=100,
         env=dict(os.environ, OMP_NUM_THREADS="1"),
     )
     assert done.returncode == 0, done.stderr

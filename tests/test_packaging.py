@@ -162,9 +162,7 @@ def test_one_module_object() -> None:
         "import sys, interlace, interlace.kernels, interlace.runtime\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('kernels', 'runtime')])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip().splitlines()[-1] == "[]"
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import pages
+from tiers import thorough
 
 ROOT = pages.ROOT
 # Whose names have to be on pages below docs/reference.
@@ -53,12 +54,12 @@ def offline(*command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=110,
     )
 
 
+@thorough
 def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
-    here = ("-o", ".venv/stamp", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
+    here = ("-o", ".venv/docs", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
     done = offline(*shlex.split("make docs"), *here)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.html")}
@@ -77,6 +78,7 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     assert "Any strides." in (tmp_path / "reference/fused/index.html").read_text()
 
 
+@thorough
 def test_a_link_to_nowhere_is_seen(tmp_path: pathlib.Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text("# One\n\n[two](#two)\n")

@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import pathlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,6 +20,7 @@ from interlace.runtime.compiler import catalogue, worker
 from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
+from tiers import few
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -33,6 +33,13 @@ def representatives(arch: int) -> list[Entry]:
 
 OLDER = [entry for entry in representatives(80) if entry.kernel == "all_gather_matmul_kernel"]
 CHOSEN = [*representatives(90), *representatives(100), *OLDER]
+QUICK = [
+    entry
+    for entry in representatives(90)
+    if entry.kernel
+    in ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "all_gather_kernel")
+]
+assert len(QUICK) == 3
 
 
 def mutant(kernel: str, types: dict[str, str], **constants: int) -> Entry:
@@ -70,19 +77,25 @@ MUTANTS = {
 
 
 @pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Report]]:
-    """By name (of a mutant: what it must be accused of) and architecture."""
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], Report]:
+    """By name (of a mutant: what it must be accused of) and architecture; of the tests that run."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [each["entry"] for each in asked if each.get("entry") in CHOSEN]
     folder = tmp_path_factory.mktemp("modules")
     (folder / "compiler_that_exits.py").write_text("import os\nos._exit(7)\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
         patch.syspath_prepend(folder)
-        made = build([*CHOSEN, *MUTANTS.values()])
-    names = [entry.name for entry in CHOSEN] + list(MUTANTS)
-    yield {(name, report.arch): report for name, report in zip(names, made, strict=True)}
+        made = build([*chosen, *MUTANTS.values()])
+    names = [entry.name for entry in chosen] + list(MUTANTS)
+    return {(name, report.arch): report for name, report in zip(names, made, strict=True)}
 
 
-@pytest.mark.parametrize("entry", CHOSEN, ids=lambda entry: f"{entry.name} sm_{entry.arch}")
+@pytest.mark.parametrize(
+    "entry", few(CHOSEN, *QUICK), ids=lambda entry: f"{entry.name} sm_{entry.arch}"
+)
 def test_kernel(entry: Entry, reports: dict[tuple[str, int], Report]) -> None:
     report = reports[entry.name, entry.arch]
     assert report.problems() == []

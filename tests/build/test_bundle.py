@@ -44,7 +44,7 @@ def cuobjdump(option: str, cubin: pathlib.Path) -> str:
     import triton
 
     command = [triton.knobs.nvidia.cuobjdump.path, option, str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def differences(facts: dict[str, Any], cubin: pathlib.Path) -> list[str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import thorough
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPT = """
@@ -65,12 +67,12 @@ print("the same")
 """
 
 
+@thorough
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_direct_way_hands_over_what_tritons_own_does(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(BENCHMARKS), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0 and "the same" in done.stdout, done.stderr[-3000:]

@@ -25,6 +25,7 @@ from interlace.kernels import signal
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import Request, decode_request, encode, jitted_function
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
+from tiers import thorough
 
 MUTANTS = pathlib.Path(__file__).parent / "mutant_kernels.py"
 
@@ -215,6 +216,7 @@ def test_text_and_json(reports: dict[str, LintReport]) -> None:
     )
 
 
+@thorough
 def test_example() -> None:
     results = doctest.testmod(importlib.import_module("interlace.verify.lint_check.check"))
     assert results.attempted and not results.failed
@@ -313,6 +315,7 @@ SCRIPT = """
 """
 
 
+@thorough
 def test_script_that_lints_at_its_top_level(tmp_path: pathlib.Path) -> None:
     """Loaded by path in the worker, it must not start another worker there."""
     script = tmp_path / "linted"
@@ -322,7 +325,6 @@ def test_script_that_lints_at_its_top_level(tmp_path: pathlib.Path) -> None:
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=60,
         env=os.environ | {"PYTHONPATH": paths},
     )
     assert run.stdout.split() == ["True", "True"], run.stderr
@@ -339,6 +341,7 @@ WITH_MORE = (
 )
 
 
+@thorough
 def test_a_compiling_process_brings_no_torch_and_all_of_interlace_if_asked(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -384,6 +387,5 @@ def test_a_compiling_process_starts_whatever_is_on_the_path(safe_path: str) -> N
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from interlace.runtime.compiler import catalogue_collectives
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.entry import Entry
+from tiers import thorough
 
 ARCHES = (80, 90, 100)
 # One of each kernel: the rest differ in dtype and unit, and are built with the whole catalogue.
@@ -50,6 +51,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@thorough
 def test_words_are_whole_and_relaxed(ptx: dict[str, str]) -> None:
     """One 64-bit access each way per word, of system scope, and never a weak one."""
     for name, text in ptx.items():
@@ -64,6 +66,7 @@ def test_words_are_whole_and_relaxed(ptx: dict[str, str]) -> None:
 SUMS = {"bf16": "acc::f32.v4.bf16x2", "fp16": "acc::f32.v4.f16x2", "fp32": "v4.f32"}
 
 
+@thorough
 def test_the_switch_sends_and_sums(ptx: dict[str, str]) -> None:
     for name, text in ptx.items():
         if not name.startswith("multimem"):

@@ -25,6 +25,7 @@ from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry
 from interlace.runtime.compiler.catalogue_nodes import between_nodes, linked
 from interlace.runtime.core.errors import PlaceUnavailableError
+from tiers import few, thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
@@ -65,6 +66,7 @@ def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[Report], l
     return reports, [file.read_text() if file.exists() else "" for file in files]
 
 
+@thorough
 @pytest.mark.parametrize("arch", ARCHES)
 def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
     """All that is declared is defined; and the host finds where NVSHMEM's state is to be put."""
@@ -117,7 +119,7 @@ def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Pat
     assert "does not compile" in reports[0].problems()[0]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", few(ARCHES, 90))
 def test_kernels_without_a_library_are_clean(arch: int) -> None:
     """The same kernels with puts that are stores: rules of memory ordering, registers, stack."""
     for report in build(list(between_nodes(arch))):

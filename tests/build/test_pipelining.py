@@ -17,6 +17,7 @@ from interlace.runtime.compiler import catalogue
 from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.catalogue import Entry, Operands
 from mutations import Edit, Mutant, importable
+from tiers import thorough
 
 KERNELS = {
     "gather": catalogue.all_gather_matmul,
@@ -86,6 +87,7 @@ def stage_bytes(entry: Entry) -> int:
 PIPELINED = [name for name in ENTRIES if name != "mutant"]
 
 
+@thorough
 @pytest.mark.parametrize("name", PIPELINED)
 def test_all_stages_are_there(name: str, built: dict[str, Built]) -> None:
     entry, report, _ = built[name]
@@ -94,12 +96,14 @@ def test_all_stages_are_there(name: str, built: dict[str, Built]) -> None:
     assert report.shared >= entry.num_stages * stage_bytes(entry)
 
 
+@thorough
 def test_a_loop_that_is_not_pipelined_is_seen(built: dict[str, Built]) -> None:
     entry, report, _ = built["mutant"]
     assert report.problems() == []
     assert report.shared < 2 * stage_bytes(entry)
 
 
+@thorough
 @pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("90")])
 def test_products_of_hopper_are_asynchronous(name: str, built: dict[str, Built]) -> None:
     """One product is still running when the next is begun; only at the end of a tile all are waited for."""
@@ -111,12 +115,14 @@ def test_products_of_hopper_are_asynchronous(name: str, built: dict[str, Built])
         assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", ptx)
 
 
+@thorough
 @pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("100")])
 def test_products_of_blackwell_are_of_its_tensor_memory(name: str, built: dict[str, Built]) -> None:
     _, _, ptx = built[name]
     assert "tcgen05.mma" in ptx and "wgmma" not in ptx
 
 
+@thorough
 @pytest.mark.parametrize("name", PIPELINED)
 def test_loads_and_stores_by_descriptor(name: str, built: dict[str, Built]) -> None:
     entry, _, ptx = built[name]
@@ -132,6 +138,7 @@ def test_which_tiles_leave_by_descriptor() -> None:
     assert not by["reduce 90"] and not by["specialized scatter 100"]
 
 
+@thorough
 def test_warps_are_specialized_on_blackwell_only(built: dict[str, Built]) -> None:
     """Triton 3.7 refuses on Hopper where there is a wait in the kernel, and compiles as if not asked."""
     for name in ("specialized", "specialized scatter"):

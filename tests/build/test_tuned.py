@@ -13,6 +13,7 @@ from interlace.runtime.compiler.catalogue import Entry, Operands
 from interlace.runtime.tuning import table, valid_configurations
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
+from tiers import thorough
 
 
 def of_row(arch: int, dtype: str, extents: str, rows: str) -> Configuration:
@@ -52,6 +53,7 @@ def reports() -> dict[str, Report]:
     return dict(zip(CASES, made, strict=True))
 
 
+@thorough
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_within_the_bounds(name: str, reports: dict[str, Report]) -> None:
     arch, configuration, _ = CASES[name]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import thorough
+
 pytest.importorskip("expecttest", reason="torch's tests need it")
 
 SCRIPT = Path(__file__).with_name("run_suite.py")
@@ -31,13 +33,13 @@ CHOICE = (
 )
 
 
+@thorough
 def test_choice_of_torch_tests() -> None:
     patterns = [f"^{name}$" for name in CHOICE]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "-w", "2", *patterns],
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.startswith(f"interlace, 2 ranks: {len(CHOICE)} tests, {len(CHOICE)} pass"), (

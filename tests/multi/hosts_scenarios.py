@@ -473,8 +473,8 @@ def dying_while_others_receive(group: Communicator) -> list[str]:
 FAILING = (
     Failing(timing_out, range(5), 2.0),
     Failing(timing_out_between_hosts, (0, 3), 2.0),
-    Failing(aborting, range(5), 20.0),
-    Failing(leaving, range(5), 20.0),
-    Failing(dying, range(5), 20.0),
-    Failing(dying_while_others_receive, range(4), 20.0),
+    Failing(aborting, range(5), 300.0),
+    Failing(leaving, range(5), 300.0),
+    Failing(dying, range(5), 300.0),
+    Failing(dying_while_others_receive, range(4), 300.0),
 )

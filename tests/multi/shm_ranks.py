@@ -387,7 +387,7 @@ def connect_again(port: int, times: int) -> int:
 
     store = TCPStore("127.0.0.1", port, is_master=False)
     for _ in range(times):
-        again = ShmPlace.connect(store, place.rank, place.world_size, timeout=20, name="again")
+        again = ShmPlace.connect(store, place.rank, place.world_size, timeout=300, name="again")
         again.exchange(b"", "again")
         again.close()
     place.exchange(b"", "all")

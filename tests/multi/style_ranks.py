@@ -318,6 +318,6 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         for name, text in interlace.run(
-            run_all, int(sys.argv[2]), sys.argv[1], f"{folder}/store", place="shm", timeout=60
+            run_all, int(sys.argv[2]), sys.argv[1], f"{folder}/store", place="shm"
         )[0].items():
             print(name, text)

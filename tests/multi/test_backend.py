@@ -17,13 +17,14 @@ import torch
 import interlace
 import torch_names
 from multi import backend_group_ranks, backend_ranks
+from tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 
 
 def on_ranks(function: Any, world_size: int, path: Path, *args: Any) -> list[Any]:
     """``function`` on ``world_size`` ranks, which meet in a file of the folder ``path``."""
-    return interlace.run(function, world_size, str(path / "store"), *args, place="shm", timeout=60)
+    return interlace.run(function, world_size, str(path / "store"), *args, place="shm")
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -246,6 +247,7 @@ dist.destroy_process_group()
 """
 
 
+@thorough
 def test_entry_point_under_torchrun(tmp_path: Path) -> None:
     """torch finds the backend by its entry point, and loads nothing of it before it is used.
 
@@ -267,6 +269,5 @@ def test_entry_point_under_torchrun(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -11,7 +11,7 @@ from multi import backend_failure_ranks as ranks
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=60)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 def test_a_backward_whose_peer_has_left_raises(tmp_path: Path) -> None:

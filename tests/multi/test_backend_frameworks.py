@@ -17,7 +17,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Of all cases, run in one process group; by rank."""
     folder = tmp_path_factory.mktemp("frameworks")
     return interlace.run(
-        framework_ranks.run_all, framework_ranks.WORLD_SIZE, str(folder), place="shm", timeout=60
+        framework_ranks.run_all, framework_ranks.WORLD_SIZE, str(folder), place="shm"
     )
 
 

@@ -16,6 +16,7 @@ from interlace.runtime.tuning import calibration
 from interlace.tensor.mesh.calibration import Request, measured, on_rank
 from multi import calibration_ranks
 from support import under_torchrun
+from tiers import thorough
 
 SLOW, FAST = 1e6, 1.0
 
@@ -32,7 +33,7 @@ def files(folder: pathlib.Path, *latencies: float | None) -> list[str]:
 
 
 def chosen(names: list[str], agrees: bool = True) -> list[dict[str, Any]]:
-    found: Any = interlace.run(calibration_ranks.choices, 2, names, agrees, place="shm", timeout=60)
+    found: Any = interlace.run(calibration_ranks.choices, 2, names, agrees, place="shm")
     return list(found)
 
 
@@ -79,7 +80,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
 
 def test_meshes_of_two_dimensions() -> None:
     request = Request((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
-    times = interlace.run(on_rank, 4, request, print_nothing, place="shm", timeout=60)
+    times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
     found = measured(request, times, "interlace", "shm")
     assert [(link.dim, link.ranks) for link in found.links] == [(0, 2)] * 4 + [(1, 2)] * 4
@@ -89,6 +90,7 @@ def print_nothing(done: int, total: int) -> None:
     """Progress, for nobody."""
 
 
+@thorough
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     """Its processes are the ranks."""
     file = tmp_path / "calibration.json"

@@ -16,19 +16,20 @@ import interlace.compile
 from interlace import functional
 from multi import compile_ranks
 from multi.compile_ranks import GATHER, PATTERNS, SCATTER
+from tiers import few, thorough
 
 TOLERANCE = 1e-4
 
 
 def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
     path = str(tmp_path / "store")
-    return interlace.run(function, world_size, path, *args, place="shm", timeout=100)
+    return interlace.run(function, world_size, path, *args, place="shm")
 
 
 @pytest.mark.parametrize(
     ("codegen", "world_size", "blocks"),
     # the pass is over before code is generated, so not every one with every number of ranks
-    [("aot_eager", 4, 1), ("inductor", 2, 2)],
+    few([("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 4, 1)),
 )
 def test_transformer_fuses_4_of_4_per_block(
     tmp_path: Path, codegen: str, world_size: int, blocks: int
@@ -65,6 +66,7 @@ def test_patterns(tmp_path: Path) -> None:
         assert reason in results[name][3][0]
 
 
+@thorough
 def test_patterns_on_4_ranks(tmp_path: Path) -> None:
     names = [
         "3-D, dim 1",
@@ -77,6 +79,7 @@ def test_patterns_on_4_ranks(tmp_path: Path) -> None:
     check_patterns(tmp_path, 4, [name for name in names if name in PATTERNS], "aot_eager")
 
 
+@thorough
 def test_patterns_through_inductor(tmp_path: Path) -> None:
     names = [
         "3-D, dim 1",
@@ -162,7 +165,10 @@ def test_collectives_of_other_kinds_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]
+    "options",
+    few(
+        [{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}], {"policy": "never"}
+    ),
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
     """Of a tensor that changes afterwards, and of one that the caller may change."""
@@ -193,12 +199,13 @@ def test_wrong_options() -> None:
         torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
 
 
+@thorough
 def test_the_graphs_in_the_docs() -> None:
     """docs/compile.md shows what docs/examples/fusion.py prints."""
     root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "docs/examples/fusion.py")]
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     shown = [
         block for block in (root / "docs/compile.md").read_text().split("```") if "arg0_1" in block

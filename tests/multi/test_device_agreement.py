@@ -6,6 +6,7 @@ import pytest
 
 import interlace
 from multi import agreement_ranks
+from tiers import thorough
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -28,6 +29,7 @@ def test_a_mismatch_is_found_by_every_rank(known: bool) -> None:
         assert "number differs between ranks: 1 on rank 0, 2 on rank 2" in said, (rank, texts)
 
 
+@thorough
 def test_more_kinds_of_calls_than_are_kept() -> None:
     assert interlace.run(agreement_ranks.many_calls, 2, 1100, place="shm") == [True, True]
 

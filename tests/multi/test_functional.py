@@ -14,13 +14,14 @@ import interlace
 from multi import functional_ranks as ranks
 from multi import functional_ranks_misuse as wrong
 from multi.functional_ranks_cases import CASES
+from tiers import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 SUM = [[3.0, 3.0], [3.0, 3.0]]
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=100)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -187,13 +188,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place, traced", [("sim", False), ("shm", True)])
+@pytest.mark.parametrize("place, traced", few([("sim", False), ("shm", True)], ("sim", False)))
 def test_unwaited_results_at_exit(tmp_path: Path, place: str, traced: bool) -> None:
     script = tmp_path / "exits.py"
     script.write_text(EXIT.format(place=place, traced=traced))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
 

@@ -14,12 +14,13 @@ from multi import functional_ranks
 from multi import functional_ranks_compiled as ranks
 from multi import functional_ranks_groups as groups
 from multi.functional_ranks_cases import CASES
+from tiers import few, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=110)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 # -- every op ------------------------------------------------------------------------------------------
@@ -33,19 +34,22 @@ ONCE = [  # every op, every reduction, every position of the dimension; the rest
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", few([False, True], True))
 def test_every_op_in_one_graph(explicit: bool) -> None:
     """Forward and backward, with fullgraph: waits that are written and waits at the first use."""
     names = ONCE if explicit else [name for name in CASES if name not in ONCE[:-2]]
     on_ranks(ranks.in_one_graph, 2, "aot_eager", explicit, names)
 
 
+@thorough
 def test_every_op_in_one_graph_of_inductor() -> None:
     names = [name for name in ONCE if "product" not in name and "min" not in name]
     on_ranks(ranks.in_one_graph, 2, "inductor", False, names)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce avg", "matmul_reduce_scatter avg", "1 several"])
+@pytest.mark.parametrize(
+    "kind", few(["all_reduce avg", "matmul_reduce_scatter avg", "1 several"], "1 several")
+)
 def test_results_that_leave_a_graph_unwaited(kind: str) -> None:
     """With gradients through them."""
     expected = [name for name in CASES if kind in name]
@@ -95,7 +99,7 @@ def test_out_and_ops_in_place() -> None:
 # -- Inductor ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", few([False, True], True))
 def test_inductor_reduces_in_place(cache: bool) -> None:
     """What nobody needs any more is not copied; without the lowering it is an op out of place."""
     for code in on_ranks(ranks.generated, 2, cache):
@@ -107,6 +111,7 @@ def test_inductor_reduces_in_place(cache: bool) -> None:
         assert before.count("empty_strided") == 1, "a copy was made"
 
 
+@thorough
 def test_inductor_keeps_work_between_start_and_wait() -> None:
     """``reorder_for_locality`` would put it behind the wait."""
     for code in on_ranks(ranks.generated_overlap, 2):
@@ -148,6 +153,7 @@ def test_groups_of_torch(tmp_path: Path, backend: str) -> None:
         assert found == {name: [members] * 2 for name, members in right.items()}
 
 
+@thorough
 def test_another_group_is_another_graph(tmp_path: Path) -> None:
     """A graph made for one group must not be taken for another one of the same size."""
     for rank, found in enumerate(on_ranks(groups.one_after_another, 4, str(tmp_path / "store"))):

@@ -10,27 +10,33 @@ import pytest
 import interlace
 from interlace.runtime.places.shm.machine_code import steps
 from multi import steps_ranks
+from tiers import few, thorough
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
 
 def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(fn, world_size, *args, place="shm", timeout=60)
+    return interlace.run(fn, world_size, *args, place="shm")
 
 
 @pytest.mark.parametrize(
     ("world_size", "which"),
-    [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
+    few(
+        [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
+        (3, "all"),
+        (2, "odd"),
+    ),
 )
 def test_every_op_in_every_size(world_size: int, which: str) -> None:
     assert run(steps_ranks.every_size, world_size, world_size, which) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", few([2, 3], 2))
 def test_every_dtype(world_size: int) -> None:
     assert run(steps_ranks.every_dtype, world_size) == [[]] * world_size
 
 
+@thorough
 def test_as_many_rounds_as_steps_take_and_more() -> None:
     assert run(steps_ranks.many_rounds, 2) == [[]] * 2
 
@@ -63,7 +69,7 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 @pytest.mark.parametrize("nbytes", [16, 1 << 20, 40 << 20])
 def test_a_death_is_told_to_all_and_names_the_rank(nbytes: int, tmp_path: Path) -> None:
     with pytest.raises(interlace.InterlaceError):
-        interlace.run(steps_ranks.died, 3, str(tmp_path), nbytes, place="shm", timeout=15)
+        interlace.run(steps_ranks.died, 3, str(tmp_path), nbytes, place="shm")
     for rank in (0, 1):
         assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
 
@@ -93,4 +99,4 @@ def test_another_thread_than_the_main_one() -> None:
 @pytest.mark.parametrize("op", [steps_ranks.small_op, steps_ranks.middle_op])
 def test_ctrl_c_while_a_peer_is_late(op: Any, tmp_path: Path) -> None:
     seconds = run(steps_ranks.interrupted, 2, str(tmp_path), op)
-    assert 0 <= seconds[0] < 1
+    assert 0 <= seconds[0] < 60  # and not at the end of the wait itself, 270 s

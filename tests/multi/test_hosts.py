@@ -49,7 +49,7 @@ def outcome() -> Any:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import linear_cases
 
 
 def test_values_and_gradients() -> None:
-    interlace.run(every_case, 2, place="shm", timeout=100)
+    interlace.run(every_case, 2, place="shm")
 
 
 def every_case() -> None:
@@ -20,4 +20,4 @@ def every_case() -> None:
 
 
 def test_layers_side_by_side() -> None:
-    interlace.run(linear_cases.side_by_side, 2, place="shm", timeout=100)
+    interlace.run(linear_cases.side_by_side, 2, place="shm")

@@ -13,12 +13,12 @@ from multi import mesh_ranks
 @pytest.mark.parametrize("columns", [4, 5])
 def test_gradients(columns: int) -> None:
     """Of even and of uneven chunks."""
-    found = interlace.run(mesh_ranks.gradients, 2, columns, place="shm", timeout=60)
+    found = interlace.run(mesh_ranks.gradients, 2, columns, place="shm")
     assert found == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 def test_beside_torchs_functions(tmp_path: pathlib.Path, backend: str) -> None:
     store = str(tmp_path / "store")
-    found = interlace.run(mesh_ranks.beside_torch, 4, backend, store, place="shm", timeout=60)
+    found = interlace.run(mesh_ranks.beside_torch, 4, backend, store, place="shm")
     assert found == [[]] * 4

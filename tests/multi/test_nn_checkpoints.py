@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=100)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 @pytest.mark.parametrize("size, forms", [(4, ("mesh", "world")), (2, ("none", "ranks"))])

@@ -15,7 +15,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm", timeout=100)
+    return interlace.run(function, world_size, *args, place="shm")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

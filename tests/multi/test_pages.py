@@ -8,6 +8,7 @@ import re
 import pytest
 
 import pages
+from tiers import few
 
 ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
 LINES = [
@@ -16,6 +17,12 @@ LINES = [
     for block in pages.blocks(document)
     for line in block.lines
 ]
+LONG = {
+    f"docs/{name}.md"
+    for name in (
+        "aot", "kernels", "layers", "megatron", "model", "places", "tensor", "torchtitan", "tune", "verify",
+    )
+}  # fmt: skip
 NOT_RUN = [
     pytest.param(line, id=f"{said} needs {line.needs}")
     for said, _, line in LINES
@@ -48,8 +55,7 @@ def differences(document: str, folder: pathlib.Path) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", few(ALL, *(name for name in ALL if name not in LONG)))
 def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
     found = differences(ALL[name], tmp_path)
     assert not found, "\n\n".join(found)

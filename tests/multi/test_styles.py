@@ -9,10 +9,18 @@ import pytest
 
 import interlace
 from multi import style_ranks
+from tiers import thorough
 
 
 @pytest.fixture(
-    scope="module", params=[("interlace", 2), ("gloo", 2), ("interlace", 4), ("gloo", 4)]
+    scope="module",
+    params=[
+        ("interlace", 2),
+        *(
+            pytest.param(each, marks=thorough)
+            for each in (("gloo", 2), ("interlace", 4), ("gloo", 4))
+        ),
+    ],
 )
 def failures(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -20,9 +28,7 @@ def failures(
     """Of all cases, run in one process group; by rank."""
     backend, world_size = request.param
     store = str(tmp_path_factory.mktemp("styles") / "store")
-    found: Any = interlace.run(
-        style_ranks.run_all, world_size, backend, store, place="shm", timeout=100
-    )
+    found: Any = interlace.run(style_ranks.run_all, world_size, backend, store, place="shm")
     return list(found)
 
 

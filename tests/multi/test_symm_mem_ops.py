@@ -12,10 +12,11 @@ import torch
 
 import interlace
 from multi import symm_mem_ranks
+from tiers import thorough
 
 
 def on_ranks(function: Any, world_size: int, path: Path, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, str(path / "store"), *args, place="shm", timeout=60)
+    return interlace.run(function, world_size, str(path / "store"), *args, place="shm")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -76,6 +77,7 @@ def test_inductors_own_pass(tmp_path: Path) -> None:
         assert right == [True] * 2
 
 
+@thorough
 @pytest.mark.parametrize("first", ["interlace", "torch.distributed._symmetric_memory"])
 def test_order_of_imports(first: str) -> None:
     """Kernels are there whether torch has defined its ops before or after; its others stay."""
@@ -91,6 +93,6 @@ print(sum(has("symm_mem::" + name, "CPU") for name in NAMES), len(NAMES))
 print(has("symm_mem::fused_all_gather_matmul", "CUDA"), "interlace.ops" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["18", "18", "True", "False"], done.stderr

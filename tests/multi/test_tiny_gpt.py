@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from multi import gpt_ranks
+from tiers import thorough
 
 SMALL = "--steps 4 --hidden 16 --layers 1 --length 8 --batch 4"
 
@@ -27,6 +28,7 @@ def ran(
     return ended.value.code, capsys.readouterr().out
 
 
+@thorough
 @pytest.mark.parametrize(
     "options", ["--data-parallel ddp", "--data-parallel fsdp --resume-tp 1 --resume-dp 2"]
 )
@@ -42,6 +44,7 @@ def test_losses_are_those_of_one_process(
     assert ("no plot" in text) != drawn
 
 
+@thorough
 def test_other_losses_are_found(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     train = gpt_ranks.train_without_moments
     status, text = ran(monkeypatch, capsys, train, f"--dp 1 --out {tmp_path}")

@@ -19,7 +19,7 @@ WORLD = tune_ranks.PROBLEM.world_size
 
 
 def run(folder: pathlib.Path, agrees: bool = True) -> list[dict[str, object]]:
-    return interlace.run(tune_ranks.choices, WORLD, str(folder), agrees, place="shm", timeout=60)
+    return interlace.run(tune_ranks.choices, WORLD, str(folder), agrees, place="shm")
 
 
 def test_equal_caches_need_no_words(tmp_path: pathlib.Path) -> None:
@@ -81,4 +81,4 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("place", ["shm"])
 def test_ranks_with_different_explicit_configurations_are_told(place: str) -> None:
     with pytest.raises(ValueError, match="configuration differs between ranks"):
-        interlace.run(tune_ranks.different, 2, place=place, timeout=60)
+        interlace.run(tune_ranks.different, 2, place=place)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiers import thorough
+
 ROOT = Path(__file__).parents[2]
 
 HIDING = """
@@ -20,10 +22,10 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", HIDING + script, str(ROOT)],
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 
+@thorough
 def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
         "sys.path[:0] = [sys.argv[1] + '/benchmarks', sys.argv[1] + '/tests']\n"
@@ -37,6 +39,7 @@ def test_the_scripts_for_a_gpu_import() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@thorough
 def test_the_commands_for_a_gpu_run() -> None:
     done = run(
         "from interlace.cli.main import run\n"

@@ -62,7 +62,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch
     except CollectiveTimeoutError as raised:
         error = raised
     assert error is not None
-    assert "an op has waited 20 s for rank 1: slot at byte" in str(error)
+    assert "an op has waited 300 s for rank 1: slot at byte" in str(error)
 
 
 def _layout(*, data: bool = False) -> Any:
@@ -160,7 +160,7 @@ def test_the_thread_looks_by_itself_and_ends(monkeypatch: pytest.MonkeyPatch) ->
         place = own_place()
         watchdog = Watchdog(place, 5.0)
         watchdog.look_after()
-        seen = all(looks.acquire(timeout=5) for _ in range(2))
+        seen = all(looks.acquire() for _ in range(2))
         thread = watchdog._thread
         watchdog.stop()
         assert thread is not None and not thread.is_alive()

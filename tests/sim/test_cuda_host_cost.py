@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tiers import thorough
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALLS = 10_000
 
@@ -42,6 +44,7 @@ def kept_by(call: Callable[[], object], times: int) -> int:
     return blocks() - before
 
 
+@thorough
 def test_ten_thousand_calls_keep_no_memory(host_cost: Any) -> None:
     for name, call in host_cost.candidates(torch.device("cpu")).items():
         assert kept_by(call, CALLS) < CALLS // 20, name

@@ -1,7 +1,7 @@
 """Results do not depend on the schedule, a seed is a schedule, and ops in flight never meet.
 
-50 schedules per kernel, or 200 with --thorough, as ``make verify`` runs it; outputs must be the same
-bits in all of them, on poisoned memory.
+20 schedules per kernel, or 200 where there is time, as in ``make verify``; outputs must be the same bits
+in all of them, on poisoned memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import interlace
 from interlace.runtime.tuning.configuration import override
 from support import noise, payload, poisoned, schedule_digest, slow_rank, starved
+from tiers import few
 
-SEEDS, THOROUGH = 50, 200
 WORLD = 2
 TILES = {
     "block_m": 16,
@@ -76,12 +76,9 @@ def bits(results: list[torch.Tensor]) -> list[str]:
     return [hashlib.sha1(t.contiguous().numpy().tobytes()).hexdigest() for t in results]
 
 
+@pytest.mark.parametrize("seeds", few([20, 200], 20))
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.__name__)
-def test_same_bits_in_every_schedule(
-    op: Callable[[int], torch.Tensor], pytestconfig: pytest.Config
-) -> None:
-    seeds = THOROUGH if pytestconfig.getoption("thorough") else SEEDS
-
+def test_same_bits_in_every_schedule(op: Callable[[int], torch.Tensor], seeds: int) -> None:
     def on_rank() -> tuple[torch.Tensor, str]:
         result = op(interlace.get_rank())
         return result, schedule_digest()
@@ -171,7 +168,7 @@ def in_flight(group: Any, call: int) -> list[tuple[Any, Callable[[Any], bool]]]:
     return [(work, correct) for work, correct in started]
 
 
-@pytest.mark.parametrize("slow", [None, 0, 1, 2])
+@pytest.mark.parametrize("slow", few([None, 0, 1, 2], None, 1))
 def test_ops_in_flight_do_not_meet(slow: int | None) -> None:
     def on_rank() -> None:
         pair = interlace.new_group([2, 0])

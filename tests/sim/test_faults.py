@@ -210,7 +210,7 @@ class Ranks:
 
     def run(self, kernel: Any, *, rank: int = 0, programs: int = 1, **arguments: Any) -> int:
         """The number of steps that the schedule took."""
-        scheduler = Scheduler(0, block_polls=False, timeout=60)
+        scheduler = Scheduler(0, block_polls=False, timeout=300)
 
         def launch() -> None:
             body = program_function(kernel, {"peers_ptr": self.peers, "rank": rank, **arguments})

@@ -119,7 +119,7 @@ class Seen:
 
 def run_alone(launch: KernelLaunch) -> None:
     """Run the programs of one kernel, and nothing else."""
-    scheduler = Scheduler(0, block_polls=False, timeout=60)
+    scheduler = Scheduler(0, block_polls=False, timeout=300)
 
     def programs() -> None:
         body = program_function(launch.kernel, launch.arguments)

@@ -80,7 +80,7 @@ def on_rank(case: Case) -> Any:
 
 def check(case: Case) -> None:
     with poisoned() as done, override(**case.configuration):
-        results = interlace.run(on_rank, case.world, case, seed=case.seed, timeout=100)
+        results = interlace.run(on_rank, case.world, case, seed=case.seed)
     if case.algorithm in ("fused", "pipelined"):  # a collective's words need no workspace
         assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
     parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
@@ -171,7 +171,7 @@ def test_rows_that_are_late(slow: int) -> None:
     """A rank that falls behind is waited for, and its workspace not overwritten."""
     case = Case(EXCHANGE, 2, [[18, 1, 17, 3], [2, 20, 16, 5]], 8, 16)
     with starved(slow_rank(slow)), override(block_m=16, block_n=16, programs=2):
-        results = interlace.run(lambda: [on_rank(case) for _ in range(3)], 2, timeout=100)
+        results = interlace.run(lambda: [on_rank(case) for _ in range(3)], 2)
     for first, *later in results:
         for other in later:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

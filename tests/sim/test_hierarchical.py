@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from mutant_checks import filled
 from mutations import Edit, Mutant, mutated
 from sim.node_support import SMALL, TILES, TWO, on_nodes
 from support import noise, payload, poison, poisoned
+from tiers import few, thorough
 
 PUTS = ("stores", "late")
 LAYOUTS = [(0, 0), (0, 1), TWO, (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 0, 1), (5, 2, 2, 2, 5)]
@@ -175,7 +177,12 @@ def everything(group: Communicator, dtype: torch.dtype, length: int) -> list[tup
 
 @pytest.mark.parametrize(
     ("nodes", "put"),
-    [*((nodes, "stores") for nodes in LAYOUTS), (TWO, "late"), (LAYOUTS[-1], "late")],
+    few(
+        [*((nodes, "stores") for nodes in LAYOUTS), (TWO, "late"), (LAYOUTS[-1], "late")],
+        ((0, 0), "stores"),
+        ((0, 1, 0, 1), "stores"),
+        (LAYOUTS[-1], "late"),
+    ),
     ids=str,
 )
 def test_collectives(nodes: tuple[int, ...], put: str) -> None:
@@ -197,13 +204,17 @@ def test_collectives(nodes: tuple[int, ...], put: str) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "put"),
-    [
-        ("fused", torch.float32, "stores"),
+    few(
+        [
+            ("fused", torch.float32, "stores"),
+            ("fused", torch.bfloat16, "late"),
+            ("pipelined", torch.bfloat16, "stores"),
+            ("unfused", torch.float32, "late"),
+            ("auto", torch.float64, "stores"),
+        ],
         ("fused", torch.bfloat16, "late"),
-        ("pipelined", torch.bfloat16, "stores"),
-        ("unfused", torch.float32, "late"),
         ("auto", torch.float64, "stores"),
-    ],
+    ),
 )
 def test_fused_ops(algorithm: str, dtype: torch.dtype, put: str) -> None:
     nodes = (0, 0, 1, 1, 1)
@@ -341,21 +352,30 @@ OPS = (
 )
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("put", PUTS)
+@pytest.mark.parametrize(
+    ("op", "put"),
+    few(
+        itertools.product(OPS, PUTS),
+        ("all_gather", "stores"),
+        ("reduce_scatter", "late"),
+        ("all_to_all", "stores"),
+        ("matmul_reduce_scatter", "stores"),
+    ),
+)
 def test_no_races(op: str, put: str) -> None:
     report = races(in_flight(op, put=put), 4, seeds=1)
     assert report.clean, str(report)
     assert report.events > 1000
 
 
+@thorough
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_no_races_on_nodes_that_differ_in_size(op: str) -> None:
     report = races(in_flight(op, (0, 1, 1, 0, 1), "late"), 5, seeds=1)
     assert report.clean, str(report)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("op", few(["all_gather", "reduce_scatter", "all_to_all"], "all_to_all"))
 def test_any_schedule_with_late_stores(op: str) -> None:
     report = schedules(in_flight(op), 4, n=4, store_buffers=True, workers=1)
     assert report.clean, str(report)
@@ -432,14 +452,20 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+QUICK = ("one member not waited for", "nobody waits to land", "passed on at once")
+
+
 @pytest.mark.parametrize(
-    ("op", "put", "mutant"), MUTANTS, ids=lambda value: getattr(value, "name", value)
+    ("op", "put", "mutant"),
+    few(MUTANTS, *(case for case in MUTANTS if case[2].name in QUICK)),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.Path) -> None:
     with mutated(mutant, tmp_path), filled():
         assert first_fault(in_flight(op, put=put), 4, range(6))
 
 
+@thorough
 def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
     all_of_them = "for number in range(num_partners):"
     kept_back = all_of_them.replace("(num", "(1, num")

@@ -238,7 +238,7 @@ def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
 
 def run_alone(launch: KernelLaunch) -> None:
     """The kernel on rank 0, once more, while no other rank does anything."""
-    scheduler = Scheduler(0, block_polls=False, timeout=60)
+    scheduler = Scheduler(0, block_polls=False, timeout=300)
 
     def programs() -> None:
         body = program_function(launch.kernel, launch.arguments)

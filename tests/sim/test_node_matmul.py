@@ -21,6 +21,7 @@ from mutant_checks import filled
 from mutations import Edit, Mutant, mutated
 from sim.node_support import TILES, TWO, on_nodes
 from support import noise, payload, poisoned
+from tiers import few, thorough
 
 THREE_TWO, TWO_THREE, TWO_FOUR = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1)
 FILE = "kernels/nodes/matmul_reduce_scatter.py"
@@ -63,15 +64,20 @@ def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("of", "put", "dtype"),
-    [
+    few(
+        [
+            (TWO, "late", torch.float32),
+            (THREE_TWO, "stores", torch.bfloat16),
+            (TWO_THREE, "late", torch.float16),
+            (TWO_FOUR, "stores", torch.float32),
+            ((1, 0, 0, 1, 0), "late", torch.bfloat16),
+            ((0, 1), "stores", torch.float32),
+            ((0, 0), "stores", torch.float32),
+        ],
         (TWO, "late", torch.float32),
-        (THREE_TWO, "stores", torch.bfloat16),
-        (TWO_THREE, "late", torch.float16),
-        (TWO_FOUR, "stores", torch.float32),
         ((1, 0, 0, 1, 0), "late", torch.bfloat16),
         ((0, 1), "stores", torch.float32),
-        ((0, 0), "stores", torch.float32),
-    ],
+    ),
     ids=str,
 )
 def test_results(of: tuple[int, ...], put: str, dtype: torch.dtype) -> None:
@@ -191,7 +197,12 @@ def in_flight(of: tuple[int, ...], put: str = "stores", calls: int = 4) -> Calla
 
 
 @pytest.mark.parametrize(
-    ("of", "put"), [(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")], ids=str
+    ("of", "put"),
+    few(
+        [(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")],
+        ((0, 1, 1, 0, 1), "late"),
+    ),
+    ids=str,
 )
 def test_no_races(of: tuple[int, ...], put: str) -> None:
     report = races(in_flight(of, put, 3), len(of), seeds=1)
@@ -199,6 +210,7 @@ def test_no_races(of: tuple[int, ...], put: str) -> None:
     assert report.events > 1000
 
 
+@thorough
 def test_any_schedule_with_late_stores() -> None:
     report = schedules(in_flight(TWO), 4, n=4, store_buffers=True, workers=1)
     assert report.clean, str(report)

@@ -13,6 +13,7 @@ from interlace.verify.suite.targets import TARGETS
 from mutant_checks import caught
 from mutations import Case, Mutant
 from protocol_mutants import CASES
+from tiers import few, thorough
 
 BY_NAME = {case.mutant.name: case for case in CASES}
 
@@ -45,7 +46,12 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "_") for name in BY_NAME])
+QUICK = [BY_NAME[name] for name in ("release dropped", "acquire dropped", "credit not waited for")]
+
+
+@pytest.mark.parametrize(
+    "case", few(CASES, *QUICK), ids=[name.replace(" ", "_") for name in BY_NAME]
+)
 def test_mutant_is_caught(case: Case, folder: pathlib.Path) -> None:
     expected = TEXTS.get(case.mutant.name)
     quick = expected is None and case.check == "races"
@@ -68,6 +74,7 @@ KERNEL_VARIANTS = [
 WAITED_FOR_TWICE = ["reduce_scatter multimem", "all_reduce multimem"]
 
 
+@thorough
 @pytest.mark.parametrize(
     ("name", "target"),
     [
@@ -90,18 +97,23 @@ def test_edits_must_match() -> None:
 
 @pytest.mark.parametrize(
     ("name", "variant", "world_size"),
-    [
+    few(
+        [
+            ("signal", "kernels", 3),
+            ("all_gather_matmul", "fused", 2),
+            ("matmul_reduce_scatter", "pipelined", 3),
+            ("matmul_all_reduce", "unfused", 2),
+            ("reduce_scatter", "copy", 4),
+            ("all_gather", "low_latency", 3),
+            ("all_reduce", "low_latency", 3),
+            ("broadcast", "low_latency", 2),
+            ("all_reduce", "multimem", 2),
+            ("all_gather_matmul", "switch", 2),
+        ],
         ("signal", "kernels", 3),
         ("all_gather_matmul", "fused", 2),
-        ("matmul_reduce_scatter", "pipelined", 3),
-        ("matmul_all_reduce", "unfused", 2),
-        ("reduce_scatter", "copy", 4),
-        ("all_gather", "low_latency", 3),
-        ("all_reduce", "low_latency", 3),
         ("broadcast", "low_latency", 2),
-        ("all_reduce", "multimem", 2),
-        ("all_gather_matmul", "switch", 2),
-    ],
+    ),
 )
 def test_what_is_not_mutated_is_clean(name: str, variant: str, world_size: int) -> None:
     """All of them, on all world sizes: ``make verify`` and, in part, ``make verify-fast``."""

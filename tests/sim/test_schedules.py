@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,10 +140,8 @@ def test_polls_of_several_places_in_turn_are_a_deadlock_at_once() -> None:
     def on_rank() -> None:
         kernels.poll_in_turn[(1,)](torch.zeros(8, dtype=torch.int32), 8)
 
-    begin = time.monotonic()
     with pytest.raises(interlace.DeadlockError, match="poll_in_turn program 0"):
-        interlace.run(on_rank, 2)
-    assert time.monotonic() - begin < 30, "found by its polls, not by a timeout"
+        interlace.run(on_rank, 2)  # a CollectiveTimeoutError if it were not found by its polls
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -152,7 +149,7 @@ def test_who_spins_lets_others_go_on(seed: int) -> None:
     """Under priorities too, where the spinning program may be the first of all."""
     plain, many = launch(kernels.wait_plainly), launch(kernels.wait_for_one_of_many, 100)
     for fn in (plain, many):
-        assert schedules(fn, 2, seeds=[seed], workers=1, timeout=30).clean
+        assert schedules(fn, 2, seeds=[seed], workers=1).clean
 
 
 def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
@@ -173,7 +170,7 @@ def test_spins_that_write_what_is_there_are_polls(seed: int) -> None:
         memory = buffer()
         kernels.take_flags_that_are_not_set_yet[(8,)](memory.peers, interlace.get_rank())
 
-    assert schedules(eight, 2, seeds=[seed], workers=1, timeout=30).clean
+    assert schedules(eight, 2, seeds=[seed], workers=1).clean
     if not seed:
         with pytest.raises(interlace.DeadlockError, match="take_flags_that_are_not_set_yet"):
             interlace.run(lambda: eight() if interlace.get_rank() == 0 else buffer() and None, 2)

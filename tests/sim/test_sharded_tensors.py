@@ -193,7 +193,7 @@ def told(good: Any, bad: Any) -> list[str]:
             return str(error)
         return "nothing"
 
-    return interlace.run(ranks, 2, timeout=30)
+    return interlace.run(ranks, 2)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -446,7 +446,7 @@ MISUSE: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("good", "bad", "words"), MISUSE, ids=[case[2] for case in MISUSE])
 def test_misuse_on_one_rank_is_raised_on_all(good: Any, bad: Any, words: str) -> None:
-    told = interlace.run(on_one(good, bad), 3, timeout=30)
+    told = interlace.run(on_one(good, bad), 3)
     assert all(words in each for each in told), told
 
 
@@ -483,4 +483,4 @@ def test_a_rank_that_fails_in_backward_ends_all() -> None:
         all_gather_v(all_gather_v(between)).sum().backward()
 
     with pytest.raises(RankError, match="rank 1"):
-        interlace.run(broken, 2, timeout=30)
+        interlace.run(broken, 2)

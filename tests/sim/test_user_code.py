@@ -101,6 +101,6 @@ def test_triton_imported_first_says_what_to_do() -> None:
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1 and "import interlace first" in done.stderr

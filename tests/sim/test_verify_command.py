@@ -18,6 +18,7 @@ from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import Plan, Result
 from mutations import mutated
 from protocol_mutants import CASES
+from tiers import thorough
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "one_shot_all_reduce.py"
 FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
@@ -58,6 +59,7 @@ def test_a_users_function_is_run_and_its_kernels_are_linted(
     assert int(checks["races"]["count"].split()[0]) > 100
 
 
+@thorough
 def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None:
     wrong = EXAMPLE.read_text().replace("release.sys.cas", "relaxed.sys.cas")
     (tmp_path / "wrong.py").write_text(wrong)
@@ -164,6 +166,7 @@ def f():
 """
 
 
+@thorough
 def test_every_form_of_a_kernel_is_linted_and_json_stays_json(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,99 @@
+"""A slow test fails alone, a dead worker ends the run: small runs of pytest, with the guard and without."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tiers import thorough
+
+HERE = pathlib.Path(__file__).parent
+
+SLOW = """
+import time, interlace
+def test_before(): pass
+def test_slow():
+    interlace.run(lambda: time.sleep({seconds}), 2)
+def test_after():
+    assert interlace.run(interlace.get_rank, 2) == [0, 1]
+"""
+# The second worker begins with these; what it has done when it dies counts as not done for xdist.
+DIES = {
+    "test_a.py": "def test_a(): pass",
+    "test_b.py": "import time\ndef test_b(): time.sleep(1)\ndef test_b2(): time.sleep(1)",
+    "test_c.py": "import os\ndef test_c(): pass\ndef test_c1(): os._exit(1)\ndef test_c2(): pass\n",
+}
+# A child of the worker that dies has its pipe, and lives on.
+HELD = """
+import os, pathlib, time
+def test_dies():
+    if os.fork() == 0:
+        until = time.monotonic() + {seconds}
+        while not pathlib.Path("end").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        pathlib.Path("ended").touch()
+        os._exit(0)
+    os._exit(1)
+"""
+
+
+def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
+    """What a run of pytest prints, and its exit status; ``change`` one of the guard's hooks."""
+    (folder / "guarded.py").write_text(f"import guard\nfrom guard import *\n{change}\n")
+    command = ("-m", "pytest", "-q", "-p", "guarded", "-p", "no:cacheprovider", *options)
+    with open(folder / "said", "w") as said:  # a pipe would be held open, too
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), *sys.path])},
+            stdout=said,
+            stderr=said,
+            timeout=limit,
+        )
+    return f"{(folder / 'said').read_text()}\nexit status {done.returncode}"
+
+
+def test_a_slow_test_fails_alone(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=100_000))
+    said = run(tmp_path, "-o", "limit=1", change="guard.busy = lambda: 2.0")
+    assert "test_slow.py::test_slow has taken more than 2 s" in said
+    assert "1 failed, 2 passed" in said and "Thread 0x" in said and "exit status 1" in said
+
+
+def test_where_others_are_busy_it_may_take_longer(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=1.5))
+    said = run(tmp_path, "-o", "limit=0.5", change="guard.busy = lambda: 1000.0")
+    assert "3 passed" in said and "exit status 0" in said
+
+
+def test_a_dead_worker_ends_the_run(tmp_path: pathlib.Path) -> None:
+    for name, text in DIES.items():
+        (tmp_path / name).write_text(text)
+    said = run(tmp_path, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert "crashed while running 'test_c.py::test_c1'" in said and "exit status 1" in said
+
+
+@thorough
+def test_without_the_guard_it_never_ends(tmp_path: pathlib.Path) -> None:
+    for name, text in DIES.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(subprocess.TimeoutExpired):
+        options = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+        run(tmp_path, *options, change="del pytest_configure", limit=40)
+
+
+@thorough
+@pytest.mark.parametrize("guarded", [True, False])
+def test_whose_pipe_is_held_by_another_is_found_dead(guarded: bool, tmp_path: pathlib.Path) -> None:
+    """Without the guard the run ends after that other process."""
+    (tmp_path / "test_held.py").write_text(HELD.format(seconds=100_000 if guarded else 8))
+    try:
+        said = run(tmp_path, "-n", "1", change="" if guarded else "del pytest_testnodeready")
+        assert "crashed while running" in said and "exit status 1" in said
+        assert (tmp_path / "ended").exists() is not guarded
+    finally:
+        (tmp_path / "end").touch()
