@@ -1,7 +1,8 @@
 """The house in figures: which folder may import which, how large it is, and how tangled.
 
-    python tests/house.py            the figures, without those that run code
-    python tests/house.py --trips    also the files that a call enters on its way to the launch
+    python tests/house.py            the figures
+    python tests/house.py --graph    the graphs of README.md
+    python tests/house.py --draw     docs/images/house.svg
 
 ``FOLDERS`` is the plan: a line per folder, lowest first, with the folders that its files may import.
 ``tests/test_layout.py`` holds the code against it.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import sys
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -270,3 +272,131 @@ def files_in(files: Iterable[pathlib.PurePath]) -> dict[str, int]:
     for file in files:
         counts[folder_of(file)] = counts.get(folder_of(file), 0) + (file.name != "__init__.py")
     return counts
+
+
+# -- the graph, for people ---------------------------------------------------------------------
+
+
+def floors() -> dict[str, dict[str, set[str]]]:
+    """Folders right below ``runtime`` and ``interlace``: what each needs, less what that needs itself."""
+    found = {}
+    for top in ("runtime", "interlace"):
+        direct: dict[str, set[str]] = {}
+        for folder, allowed in FOLDERS.items():
+            name = _below(folder, top)
+            if name:
+                needed = {_below(other, top) for other in allowed.split()}
+                direct.setdefault(name, set()).update(needed - {"", name})
+        found[top] = {
+            name: {n for n in needed if not any(n in _all(direct, o) for o in needed - {n})}
+            for name, needed in direct.items()
+        }
+    return found
+
+
+def _below(folder: str, top: str) -> str:
+    return folder.removeprefix(top + "/").split("/")[0] if folder.startswith(top + "/") else ""
+
+
+def _all(graph: dict[str, set[str]], name: str) -> set[str]:
+    """All that ``name`` needs, and what that needs, and so on."""
+    return graph[name].union(*(_all(graph, each) for each in graph[name]))
+
+
+def graph_text() -> str:
+    """A line per folder, lowest first, with what it needs."""
+    lines = []
+    for top, graph in floors().items():
+        lines += [f"{top}/"]
+        for name in sorted(graph, key=lambda name: (len(_all(graph, name)), name)):
+            lines.append(f"    {name:<18}{' '.join(sorted(graph[name]))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def drawing() -> str:
+    """The same as SVG: what needs nothing at the bottom, arrows to what a folder needs."""
+    width, high, wide, top, parts, places = 900, 30, 152, 20, [], {}
+    for title, graph in reversed(floors().items()):
+        depths: dict[str, int] = {}
+        for name in sorted(graph, key=lambda name: len(_all(graph, name))):
+            depths[name] = 1 + max((depths[each] for each in graph[name]), default=-1)
+        rows = [
+            sorted(n for n in depths if depths[n] == d) for d in range(max(depths.values()) + 1)
+        ]
+        parts.append(f'<text x="10" y="{top + 12}" class="title">{title}/</text>')
+        for row in reversed(rows):
+            top += high + 34
+            for number, name in enumerate(row):
+                places[name] = (width * (number + 0.5) / len(row), top)
+        for name, needed in graph.items():
+            x, y = places[name]
+            for to_x, to_y in (places[each] for each in sorted(needed)):
+                start, end = f"{x:.0f} {y + high:.0f}", f"{to_x:.0f} {to_y:.0f}"
+                bends = f"{x:.0f} {y + high + 25:.0f} {to_x:.0f} {to_y - 25:.0f}"
+                far = ' class="far"' if to_y - y > high + 34 else ""
+                parts.append(f'<path{far} d="M{start} C{bends} {end}"/>')
+        for name in graph:
+            x, y = places[name]
+            parts.append(
+                f'<rect x="{x - wide / 2:.0f}" y="{y}" width="{wide}" height="{high}" rx="5"/>'
+            )
+            parts.append(f'<text x="{x:.0f}" y="{y + 20}" text-anchor="middle">{name}</text>')
+        top += high + 40
+    style = (
+        "text{font:14px sans-serif;fill:#223}.title{font-weight:bold;fill:#888}"
+        "rect{fill:#eef3fb;stroke:#5b7db1}path{fill:none;stroke:#78a}.far{stroke-dasharray:4}"
+    )
+    size = f'viewBox="0 0 {width} {top}" width="{width}" height="{top}"'
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n'
+        f'<rect width="{width}" height="{top}" style="fill:#fff;stroke:none"/>\n{body}\n</svg>\n'
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def longest_parameter_list(texts: Iterable[str]) -> int:
+    """The parameters of the function that has most."""
+    functions = (
+        node
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    return max(
+        len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+        for node in functions
+    )
+
+
+def figures() -> dict[str, str]:
+    """What to watch, and its values."""
+    files = sources()
+    texts = {module: (ROOT / file).read_text() for module, file in files.items()}
+    graph, counts = edges(texts), files_in(files.values())
+    largest = max(counts, key=lambda folder: counts[folder])
+    kernels = [text for module, text in texts.items() if files[module].parts[0] == "kernels"]
+    return {
+        "source lines": f"{sum(text.count(chr(10)) for text in texts.values())}",
+        "files": f"{len(files)} in {len(counts)} folders",
+        "circles of files": f"{len(circles(graph))}",
+        "circles of folders": f"{len(circles(folder_edges(files, graph)))}",
+        "largest folder": f"{largest}: {counts[largest]} files",
+        "longest parameter list in kernels/": f"{longest_parameter_list(kernels)}",
+    }
+
+
+def main(arguments: list[str]) -> None:
+    if arguments == ["--graph"]:
+        print(graph_text(), end="")
+    elif arguments == ["--draw"]:
+        (ROOT / "docs/images/house.svg").write_text(drawing())
+    else:
+        for name, value in figures().items():
+            print(f"{name:<36}{value}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

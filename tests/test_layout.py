@@ -110,3 +110,9 @@ def test_folders_are_not_crowded() -> None:
     assert not crowded
     many = [pathlib.PurePath(f"x/{n}.py") for n in range(house.MOST_FILES + 1)]
     assert house.files_in([*many, pathlib.PurePath("x/__init__.py")]) == {"x": len(many)}
+
+
+def test_graph_and_picture_are_of_this_list() -> None:
+    assert f"```\n{house.graph_text()}```" in (house.ROOT / "README.md").read_text()
+    picture = (house.ROOT / "docs/images/house.svg").read_text()
+    assert picture == house.drawing(), "python tests/house.py --draw"
