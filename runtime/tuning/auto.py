@@ -1,4 +1,4 @@
-"""Which algorithm ``algorithm="auto"`` means.
+"""The algorithm that ``algorithm="auto"`` stands for: by thresholds, not by the cost model.
 
 ``sim`` exists to run the kernels, so there it is the kernel. On GPUs the fused kernel is taken as soon
 as an output has enough rows to overlap anything; below, fusing loses to the plain sequence. The sizes are

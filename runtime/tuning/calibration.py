@@ -1,8 +1,9 @@
-"""What collectives take on this machine: measured lines of time over bytes, by mesh, dimension and op.
+"""Measured times of collectives on this machine: lines over bytes, by mesh, dimension and op.
 
-``python -m interlace calibrate`` writes them, ``interlace.tensor``'s cost model and ``tuning.py`` read
-them. One file per machine: ``INTERLACE_CALIBRATION`` names it, or is "off"; else it is
-``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, with a digest of the machine's name.
+``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and
+``interlace.tensor``'s costs read them. One file per machine: ``INTERLACE_CALIBRATION`` names it, or is
+"off"; else it is ``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, with a digest of the
+machine's name.
 JSON::
 
     {"format": "interlace calibration", "version": 1, "device": "Intel(R) Xeon(R) Processor, 2 cores",
@@ -13,25 +14,22 @@ JSON::
                         {"from_bytes": 262144, "latency_us": 60.0, "gb_per_s": 4.2}]}, ...]}]}
 
 Bytes are those of the whole tensor: gathered, before it is scattered, reduced, or all that a rank sends.
-Reading never fails: what is no such file is left alone with one warning that names it.
+``files.py`` says how the file is read and written.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import math
-import os
 import pathlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from interlace.runtime.tuning import cache
-from interlace.runtime.tuning.cache import NotOursError
+from interlace.runtime.tuning.files import MeasuredFile, NotOursError, is_count, is_figure, require
 
 FORMAT, VERSION = "interlace calibration", 1
 VARIABLE = "INTERLACE_CALIBRATION"
@@ -72,6 +70,11 @@ class Link:
         fitting = [each for each in self.protocols if each.from_bytes <= size]
         return (fitting or self.protocols)[-1 if fitting else 0].us(size)
 
+    @property
+    def received_gbs(self) -> float:
+        """GB/s that a rank receives of large messages: all of the whole but its own part."""
+        return self.protocols[-1].gb_per_s * (self.ranks - 1) / self.ranks
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -98,59 +101,47 @@ def device_name(device_type: str) -> str:
     return cache.machine("", torch.device(device_type)).device
 
 
+def file_of(device_type: str) -> MeasuredFile[list[Measured]]:
+    """This machine's; another's is none of ours."""
+
+    def parsed(whole: dict[str, Any]) -> list[Measured]:
+        meshes, here = [_measured(each) for each in whole["meshes"]], device_name(device_type)
+        if whole["device"] != here:
+            raise NotOursError(f"was measured on {whole['device']!r}, this is {here!r}")
+        return meshes
+
+    return MeasuredFile("calibrate", "calibration", FORMAT, VERSION, VARIABLE, parsed)
+
+
 def path(device_type: str = "cpu") -> pathlib.Path | None:
     """This machine's file; None if the user wants none."""
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        if named.strip().lower() in cache.OFF:
-            return None
-        return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
-    digest = hashlib.sha256(device_name(device_type).encode()).hexdigest()[:8]
-    return cache.cache_folder() / "interlace" / f"calibration-{digest}.json"
+
+    def usual() -> str:
+        digest = hashlib.sha256(device_name(device_type).encode()).hexdigest()
+        return f"calibration-{digest[:8]}.json"
+
+    return file_of(device_type).path(usual)
 
 
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def parse(text: str, file: object) -> tuple[str, list[Measured]]:
-    """The machine's name, and its meshes. Raises NotOursError."""
-    whole = cache.opened(text, file, "calibrate", FORMAT, VERSION)
-    try:
-        meshes = [_measured(each) for each in whole["meshes"]]
-        device = whole["device"]
-        if not isinstance(device, str):
-            raise TypeError(f"device is {device!r}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NotOursError(f"{file}: is damaged: {type(error).__name__}: {error}") from None
-    return device, meshes
-
-
-def _measured(facts: dict[str, object]) -> Measured:
+def _measured(facts: dict[str, Any]) -> Measured:
     """Checked in every field. Raises TypeError, ValueError or KeyError."""
-    made = Measured(**{**facts, "mesh": tuple(facts["mesh"]), "links": ()})  # type: ignore[arg-type]
     links = []
-    for each in facts["links"]:  # type: ignore[attr-defined]
+    for each in facts["links"]:
         protocols = tuple(Protocol(**one) for one in each["protocols"])
         links.append(Link(**{**each, "protocols": protocols}))
+    made = Measured(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):
-        if not isinstance(getattr(made, name), str):
-            raise TypeError(f"{name} is {getattr(made, name)!r}")
-    if not made.mesh or any(type(each) is not int or each < 1 for each in made.mesh):
-        raise ValueError(f"mesh is {made.mesh}")
+        require(name, getattr(made, name), isinstance(getattr(made, name), str))
+    require("mesh", made.mesh, bool(made.mesh) and all(map(is_count, made.mesh)))
     for link in links:
-        if type(link.dim) is not int or not 0 <= link.dim < len(made.mesh):
-            raise ValueError(f"dim is {link.dim!r}")
-        if link.op not in OPS or link.ranks != made.mesh[link.dim] or not link.protocols:
-            raise ValueError(f"a link is {link}")
+        require("dim", link.dim, type(link.dim) is int and 0 <= link.dim < len(made.mesh))
+        fits = link.op in OPS and link.ranks == made.mesh[link.dim]
+        require("a link", link, fits and bool(link.protocols))
         for one in link.protocols:
-            if type(one.from_bytes) is not int or one.from_bytes < 0:
-                raise ValueError(f"from_bytes is {one.from_bytes!r}")
-            for figure in (one.latency_us, one.gb_per_s):
-                if type(figure) not in (int, float) or not 0 <= figure < math.inf:
-                    raise ValueError(f"a figure is {figure!r}")
-            if one.gb_per_s < LEAST_RATE:
-                raise ValueError(f"gb_per_s is {one.gb_per_s!r}")
-    made = Measured(**{**asdict(made), "links": tuple(links)})
+            require("from_bytes", one.from_bytes, one.from_bytes == 0 or is_count(one.from_bytes))
+            require("latency_us", one.latency_us, is_figure(one.latency_us))
+            fast = is_figure(one.gb_per_s) and one.gb_per_s >= LEAST_RATE
+            require("gb_per_s", one.gb_per_s, fast)
     for dim in range(len(made.mesh)):
         for op in OPS:
             made.link(dim, op)
@@ -158,18 +149,8 @@ def _measured(facts: dict[str, object]) -> Measured:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(file: pathlib.Path, device: str, changed: int) -> tuple[Measured, ...]:
-    try:
-        name, meshes = parse(cache._text_of(file), file)
-        if name != device:
-            raise NotOursError(f"{file}: was measured on {name!r}, this is {device!r}")
-    except FileNotFoundError:
-        return ()
-    except (NotOursError, OSError) as error:
-        said = str(error) if isinstance(error, NotOursError) else f"{file}: {error}"
-        warnings.warn(f"calibration not used: {said}", RuntimeWarning, stacklevel=3)
-        return ()
-    return tuple(meshes)
+def _read(file: pathlib.Path, device_type: str, changed: int) -> tuple[Measured, ...]:
+    return tuple(file_of(device_type).read(file) or ())
 
 
 def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[Measured, ...]:
@@ -181,63 +162,26 @@ def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[Me
         changed = file.stat().st_mtime_ns
     except OSError:
         return ()
-    return _read(file, device_name(device_type), changed)
+    return _read(file, device_type, changed)
 
 
 def find(meshes: Sequence[Measured], backend: str, mesh: Sequence[int]) -> Measured | None:
     """The measurement of just such a mesh, if there is one."""
-    for each in meshes:
-        if (each.backend, each.mesh) == (backend, tuple(mesh)):
-            return each
-    return None
-
-
-# -- writing ---------------------------------------------------------------------------------------
+    wanted = backend, tuple(mesh)
+    return next((each for each in meshes if (each.backend, each.mesh) == wanted), None)
 
 
 def add(measured: Measured, file: pathlib.Path, device_type: str = "cpu") -> None:
     """Put ``measured`` into ``file``, in place of an older one of the same mesh and backend.
 
-    Several processes may do so at once. Raises NotOursError if there is something else, and OSError.
+    Raises NotOursError if there is something else, and OSError.
     """
-    target = cache._target(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with cache._locked(target):
-        kept = [
-            each for each in _content(target, file, device_type) if _key(each) != _key(measured)
-        ]
-        whole = {
-            "format": FORMAT,
-            "version": VERSION,
-            "device": device_name(device_type),
-            "meshes": [asdict(each) for each in [*kept, measured]],
-        }
-        cache._replace(target, json.dumps(whole, indent=1))
+
+    def changed(content: list[Measured] | None) -> dict[str, Any]:
+        key = measured.backend, measured.mesh
+        kept = [each for each in content or () if (each.backend, each.mesh) != key]
+        meshes = [asdict(each) for each in [*kept, measured]]
+        return {"device": device_name(device_type), "meshes": meshes}
+
+    file_of(device_type).change(file, changed)
     _read.cache_clear()
-
-
-def _key(measured: Measured) -> tuple[str, tuple[int, ...]]:
-    return measured.backend, measured.mesh
-
-
-def _content(target: pathlib.Path, file: pathlib.Path, device_type: str) -> list[Measured]:
-    try:
-        name, meshes = parse(cache._text_of(target), file)
-    except FileNotFoundError:
-        return []
-    except NotOursError as error:
-        raise NotOursError(f"{error}; it is left as it is, name another with {VARIABLE}") from None
-    if name != device_name(device_type):
-        raise NotOursError(
-            f"{file}: was measured on {name!r}; it is left as it is, name another with {VARIABLE}"
-        )
-    return meshes
-
-
-def refuse_unwritable(file: pathlib.Path, device_type: str = "cpu") -> None:
-    """Raise NotOursError or OSError if :func:`add` would. Makes the folder."""
-    target = cache._target(file)
-    _content(target, file, device_type)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise PermissionError(f"{file}: cannot be written")

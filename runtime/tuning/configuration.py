@@ -1,14 +1,13 @@
-"""Block sizes and launch options: what they are, the defaults, and how to say others for a block of code.
+"""Block sizes and launch options: their meaning, their defaults, and values of the user's own.
 
-The defaults are rows of ``table.py``. What a fused op of a group takes, with measured rows and the
-cost model, is the business of ``tuning.py``; plain collectives and offline builds take :func:`choose` and
-:func:`gpu_default`.
+The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, by measured rows
+and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
@@ -73,19 +72,38 @@ _KINDS = {each.name: type(each.default) for each in fields(Configuration)}
 SMALLEST_DOT = 16
 """The smallest extent of a block that ``tl.dot`` takes, and of columns that TMA stores."""
 
-# Each field's own bounds, where it is no bool: powers of two because of tl.arange. 2**20 numbers is as
-# large as Triton lets a block be; extents of tiles go up to the square root of that.
-_POWERS = {
-    "block_m": (SMALLEST_DOT, 1024),
-    "block_n": (SMALLEST_DOT, 1024),
-    "block_k": (SMALLEST_DOT, 1024),
-    "copy_rows": (1, 1024),
-    "copy_columns": (16, 1024),
-    "block_elements": (1, 1 << 20),
+
+def _powers(least: int, most: int) -> tuple[Sequence[int], str]:
+    found = [1 << bit for bit in range(31) if least <= 1 << bit <= most]
+    return found, f"a power of two within {least}..{most}"
+
+
+def _one_of(*values: int) -> tuple[Sequence[int], str]:
+    return values, f"one of {', '.join(map(str, values))}"
+
+
+def _from(least: int, meaning: str = "") -> tuple[Sequence[int], str]:
+    most = 1 << 16
+    return range(least, most + 1), f"within {least}..{most}{meaning}"
+
+
+# The values that a field can have where it is no bool: powers of two because of tl.arange. 2**20 numbers is
+# as large as Triton lets a block be; extents of tiles go up to the square root of that.
+_ALLOWED: dict[str, tuple[Sequence[int], str]] = {
+    "block_m": _powers(SMALLEST_DOT, 1024),
+    "block_n": _powers(SMALLEST_DOT, 1024),
+    "block_k": _powers(SMALLEST_DOT, 1024),
+    "copy_rows": _powers(1, 1024),
+    "copy_columns": _powers(16, 1024),
+    "block_elements": _powers(1, 1 << 20),
+    "num_warps": _one_of(1, 2, 4, 8, 16),
+    "epilogue_subtile": _one_of(1, 2, 4),
+    "group_m": _from(1),
+    "num_stages": _from(1),
+    "chunks": _from(1),
+    "copiers": _from(0, ", where 0 is none"),
+    "programs": _from(0, ", where 0 is as many as are resident"),
 }
-_ONE_OF = {"num_warps": (1, 2, 4, 8, 16), "epilogue_subtile": (1, 2, 4)}
-_FROM = {"group_m": 1, "num_stages": 1, "chunks": 1, "copiers": 0, "programs": 0}
-_MOST = 1 << 16
 
 
 def check_values(values: Mapping[str, object]) -> None:
@@ -101,28 +119,12 @@ def check_values(values: Mapping[str, object]) -> None:
             raise TypeError(
                 f"{name!r} is no field of the configuration; there are {', '.join(_KINDS)}"
             )
+        allowed, text = _ALLOWED.get(name, ((True, False), "True or False"))
         if type(value) is not kind:
-            what = "True or False" if kind is bool else f"an int, {_allowed(name)}"
-            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {what}")
-        if isinstance(value, int) and kind is int and not _fits(name, value):
-            raise ValueError(f"{name} is {value!r}; it must be {_allowed(name)}")
-
-
-def _fits(name: str, value: int) -> bool:
-    if name in _POWERS:
-        least, most = _POWERS[name]
-        return least <= value <= most and value & (value - 1) == 0
-    return value in _ONE_OF[name] if name in _ONE_OF else _FROM[name] <= value <= _MOST
-
-
-def _allowed(name: str) -> str:
-    if name in _POWERS:
-        least, most = _POWERS[name]
-        return f"a power of two within {least}..{most}"
-    if name in _ONE_OF:
-        return f"one of {', '.join(map(str, _ONE_OF[name]))}"
-    meaning = {"programs": ", where 0 is as many as are resident", "copiers": ", where 0 is none"}
-    return f"within {_FROM[name]}..{_MOST}{meaning.get(name, '')}"
+            typed = text if kind is bool else f"an int, {text}"
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {typed}")
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be {text}")
 
 
 _override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.ContextVar(
@@ -182,12 +184,6 @@ def extents_class(columns: int, inner: int) -> str:
     return "odd N" if columns % 16 else "odd K" if inner % 16 else "even"
 
 
-def sending(dtype: torch.dtype) -> dict[str, int]:
-    """How shards are sent where nothing else is said."""
-    wide = dtype == torch.float32
-    return table.SENDING_FP32 if wide else table.SENDING
-
-
 def gpu_default(
     capability: int,
     dtype: torch.dtype,
@@ -198,30 +194,35 @@ def gpu_default(
     fast_accum: bool = True,
     grouped: bool = False,
 ) -> Configuration:
-    """What a GPU of compute ``capability`` (90 is 9.0) runs where nothing is known of the shape.
+    """The first row of the table's ``TILES`` that fits a GPU of compute ``capability`` (90 is 9.0).
 
-    The first row of the table's ``TILES`` that fits. ``interlace build`` shows that no default spills.
-
-    Ranks must agree on what they signal: ``block_m`` depends on ``rows`` alone (those of the longest
-    shard) and ``block_n`` not on ``inner``, which may differ between ranks.
+    ``interlace build`` shows that no default spills. Ranks must agree on what they signal: ``block_m``
+    depends on ``rows`` alone (those of the longest shard), ``block_n`` not on ``inner``, which may differ.
     """
     extents = extents_class(columns, inner)
     fitting = table.tiles(capability, dtype_class(dtype, fast_accum=fast_accum), extents)
     few = "few" if rows <= table.FEW_ROWS else "many"
     tile = next(tile for tile in fitting if tile.rows in (few, table.ANY))
     changed = table.GROUPED.get((tile.dtype, extents), {}) if grouped else {}
-    return Configuration(**{**sending(dtype), **tile.values, **changed})
+    sending = table.SENDING_FP32 if dtype == torch.float32 else table.SENDING
+    return Configuration(**{**sending, **tile.values, **changed})
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
     """For the interpreter: blocks that cover the extents, within the table's bounds."""
     extents = {"block_m": rows, "block_n": columns, "block_k": inner, "copy_columns": inner}
-    blocks = {name: _block(extents[name], *bounds) for name, bounds in table.INTERPRETED.items()}
+    # the power of two that covers the extent, within bounds: few, large tiles suit an interpreter
+    blocks = {
+        name: min(max(1 << (extents[name] - 1).bit_length(), smallest), largest)
+        for name, (smallest, largest) in table.INTERPRETED.items()
+    }
     return Configuration(**blocks, **table.INTERPRETED_VALUES)  # type: ignore[arg-type]
 
 
-def capability_of(place: Place) -> int:
-    """Of the GPU of a rank: 90 is 9.0."""
+def capability_of(place: Place) -> int | None:
+    """Of the GPU of a rank: 90 is 9.0; None for the interpreter."""
+    if place.interpreted:
+        return None
     major, minor = torch.cuda.get_device_capability(place.device)
     return 10 * major + minor
 
@@ -237,24 +238,9 @@ def choose(
     grouped: bool = False,
 ) -> Configuration:
     """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
-    if place.interpreted:
-        chosen = interpreted_default(rows, columns, inner)
+    capability, extents = capability_of(place), (rows, columns, inner)
+    if capability is None:
+        chosen = interpreted_default(*extents)
     else:
-        chosen = gpu_default(
-            capability_of(place),
-            dtype,
-            rows,
-            columns,
-            inner,
-            fast_accum=fast_accum,
-            grouped=grouped,
-        )
+        chosen = gpu_default(capability, dtype, *extents, fast_accum=fast_accum, grouped=grouped)
     return replace(chosen, **current_override())  # type: ignore[arg-type]
-
-
-def _block(extent: int, smallest: int, largest: int) -> int:
-    """The power of two that covers ``extent``, within bounds: few, large tiles suit an interpreter."""
-    block = smallest
-    while block < extent and block < largest:
-        block *= 2
-    return block

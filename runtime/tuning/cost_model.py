@@ -1,6 +1,6 @@
-"""A cost model of the fused ops on one node: what a configuration should take, by arithmetic.
+"""The cost model: predicted times of a fused op on one node of GPUs, by chip and configuration.
 
-Closed forms of what ``benchmarks/predict.py`` simulates::
+Closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
     matmul  = max(waves of tiles * time of a tile, bytes read / memory bandwidth)
     gather  = bytes received / bandwidth of who sends, and some time per chunk
@@ -9,6 +9,9 @@ Closed forms of what ``benchmarks/predict.py`` simulates::
 It ranks configurations and is good for nothing else: its figures are predictions from data sheets and
 guesses (``chips.py``), held against no measurement. Only sums, products and quotients, so that every
 rank of a group computes the same bits.
+
+Other predictions are views of other figures: of measured lines, ``calibration.py``; of torch's constants
+for meshes, ``interlace.tensor``; of whole ops, for the fusion pass, ``interlace/compile/prediction.py``.
 """
 
 from __future__ import annotations
@@ -103,12 +106,9 @@ def best(
     chip: Chip, problem: Problem, default: Configuration, candidates: Iterable[Configuration]
 ) -> tuple[Configuration, float]:
     """The candidate that is predicted fastest, if by ``WORTH_IT``, else ``default``; and its gain."""
-    base = fused_us(chip, problem, default)
-    chosen, least = default, base
-    for each in candidates:
-        predicted = fused_us(chip, problem, each)
-        if predicted < least:
-            chosen, least = each, predicted
+    times = {each: fused_us(chip, problem, each) for each in (default, *candidates)}
+    chosen = min(times, key=lambda each: times[each])
+    base, least = times[default], times[chosen]
     if not least or base < least * WORTH_IT:
         return default, 1.0
     return chosen, base / least

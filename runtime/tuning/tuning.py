@@ -1,6 +1,6 @@
-"""What a fused op runs, and with which configuration: looked up, predicted, or the default.
+"""The choice of algorithm and configuration for a fused op: looked up, predicted, or the default.
 
-In this order, the first that answers::
+The first of these that answers::
 
     explicit   ``configuration.override`` of the caller: the values that it names, over all below
     exact      a row for the bucket of the problem: of the cache of ``interlace tune``, then of the table
@@ -13,12 +13,11 @@ In this order, the first that answers::
 A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two are near if they
 are at most ``NEAR`` doublings apart, where one of the world size counts twice.
 
-Ranks must not differ in it. All that goes in is equal on all ranks: the problem is agreed on before; the
-arithmetic is exact; the table is part of the package. What may differ is exchanged once per group: the
-chip (if ranks have several kinds, all take what runs on any) and a digest of the rows that the cache has
-for this machine. If that differs, rank 0 is asked, once per problem, and its row counts on all ranks, with
-a warning. So a rank whose file was lost or written meanwhile never runs something else than its peers. Of
-calibrations, which are exchanged whole, rank 0's counts likewise.
+All ranks must choose the same. The problem is agreed on before, the arithmetic is exact, the table is part
+of the package. What may differ is exchanged once per group: the chip (if ranks have several kinds, all take
+what runs on any) and a digest of the rows that the cache has for this machine. If digests differ, rank 0 is
+asked once per problem, and its row counts on all ranks, with a warning; so a file that was lost or written
+meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
 
 The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
 schedule on every machine.
@@ -26,6 +25,7 @@ schedule on every machine.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import warnings
@@ -79,13 +79,9 @@ def bucket_of(problem: Problem) -> Bucket:
     >>> bucket_of(Problem("all_gather_matmul", torch.bfloat16, 1000, 3584, 8192, 6))
     (8, 1024, 4096, 8192)
     """
-    p = problem
-    return (
-        1 << power(p.world_size),
-        1 << power(p.rows),
-        1 << power(p.columns),
-        1 << power(p.inner),
-    )
+    extents = (problem.world_size, problem.rows, problem.columns, problem.inner)
+    world, rows, columns, inner = (1 << power(each) for each in extents)
+    return world, rows, columns, inner
 
 
 def distance(a: Bucket, b: Bucket) -> int:
@@ -112,16 +108,15 @@ AnyRow = TypeVar("AnyRow", cache.Row, tuning_table.Shape)
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
     """The row whose bucket is nearest and near, and how far it is; of several the first by bucket."""
-    found = [
-        (steps, at, row)
-        for row in rows
-        for at in [(row.world, row.rows, row.columns, row.inner)]
-        if (steps := distance(at, bucket)) <= NEAR
-    ]
-    if not found:
+
+    def rank(row: AnyRow) -> tuple[int, Bucket]:
+        at = (row.world, row.rows, row.columns, row.inner)
+        return distance(at, bucket), at
+
+    best = min(rows, key=rank, default=None)
+    if best is None or rank(best)[0] > NEAR:
         return None
-    steps, _, row = min(found, key=lambda each: each[:2])
-    return row, steps
+    return best, rank(best)[0]
 
 
 def cached_rows(rows: Sequence[cache.Row], problem: Problem) -> list[cache.Row]:
@@ -176,25 +171,22 @@ def decide(
     table = None
     if capability and one_node:
         table = nearest(table_rows(capability, problem), bucket_of(problem))
-    near: list[tuple[int, int, Choice]] = []
+    near: list[tuple[str, Choice]] = []  # the cache's before the table's
     if cached is not None and (choice := _of_cache(capability, problem, base, *cached, algorithm)):
-        near.append((cached[1], 0, choice))
+        near.append((_how(cached[1]), choice))
     if table is not None:
         row, steps = table
-        how = "exact" if not steps else "nearest"
-        text = f"{how} row of the table ({row.source})"
-        near.append((steps, 1, Choice(replace(base, **row.values), row.algorithm, text)))
-    for exact in (True, False):
-        for steps, _, choice in sorted(near, key=lambda each: each[1]):
-            if exact is (steps == 0):
-                return choice
+        source = f"{_how(steps)} row of the table ({row.source})"
+        near.append((_how(steps), Choice(replace(base, **row.values), row.algorithm, source)))
+    if near:
+        return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
         return Choice(base, "", "default: blocks that cover the extents, for the interpreter")
     chip = chip_of(capability)
     if chip is not None and one_node:
         by = "cost model"
         if gather is not None:
-            chip = replace(chip, link_gbs=gather.received_gbs)
+            chip = replace(chip, link_gbs=gather.link.received_gbs)
             by = f"cost model with links of {chip.link_gbs:.3g} GB/s, calibrated {gather.date}"
         best, gain = cost_model.best(chip, problem, base, _alternatives(capability, problem, base))
         if best != base:
@@ -202,6 +194,10 @@ def decide(
     known = any(tile.arch == capability // 10 for tile in tuning_table.TILES)
     of = f"sm_{capability}" if known else "any GPU"
     return Choice(base, "", f"default: the table's tiles for {of}")
+
+
+def _how(steps: int) -> str:
+    return "nearest" if steps else "exact"
 
 
 def _of_cache(
@@ -217,8 +213,8 @@ def _of_cache(
     made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
     if capability is not None and why_not(made, capability, problem.dtype.itemsize):
         return None
-    how = "exact" if not steps else "nearest"
-    return Choice(made, row.algorithm, f"{how} row of the cache, measured {row.date}".rstrip())
+    source = f"{_how(steps)} row of the cache, measured {row.date}"
+    return Choice(made, row.algorithm, source.rstrip())
 
 
 def _alternatives(
@@ -245,9 +241,8 @@ def gather_problem(
     """Of all-gather + matmul; ``columns`` are those of all weights of all ranks."""
     kinds = {configuration.extents_class(each, inner) for each in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
-    size = communicator.world_size
-    op = "all_gather_matmul"
-    return Problem(op, dtype, rows, max(columns), inner, size, fast_accum, extents)
+    extent = (rows, max(columns), inner, communicator.world_size)
+    return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents)
 
 
 # -- of a group ------------------------------------------------------------------------------------
@@ -259,11 +254,6 @@ class Gather:
 
     link: calibration.Link
     date: str
-
-    @property
-    def received_gbs(self) -> float:
-        """GB/s that a rank receives of large messages: all of the whole but its own part."""
-        return self.link.protocols[-1].gb_per_s * (self.link.ranks - 1) / self.link.ranks
 
 
 def own_gather(place: Place) -> Gather | None:
@@ -277,9 +267,8 @@ def own_gather(place: Place) -> Gather | None:
 
 def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
     """ "pipelined" or "unfused" for all-gather + matmul, and why."""
-    p = problem
-    whole = p.world_size * p.rows * p.inner * p.dtype.itemsize
-    shard_us = gather.link.us(whole) / (p.world_size - 1)
+    whole = problem.world_size * problem.rows * problem.inner * problem.dtype.itemsize
+    shard_us = gather.link.us(whole) / (problem.world_size - 1)
     algorithm = "pipelined" if shard_us >= SMALLEST_PIPELINED_SHARD_US else "unfused"
     return algorithm, f"calibration of {gather.date}: {shard_us:.0f} us until a shard is here"
 
@@ -331,13 +320,17 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
         found = nearest(cached_rows(agreed.rows, problem), bucket_of(problem))
         if agreed.asks:
             found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
-        one_node = place.nodes is None
-        gather, on_cpus = agreed.gather, place.direct_access
+        gather = agreed.gather
         choice = decide(
-            agreed.capability, problem, found, algorithm=algorithm, one_node=one_node, gather=gather
+            agreed.capability,
+            problem,
+            found,
+            algorithm=algorithm,
+            one_node=place.nodes is None,
+            gather=gather,
         )
-        sought = on_cpus and not choice.algorithm and problem.op == "all_gather_matmul"
-        if gather is not None and sought:
+        on_cpus = place.direct_access and problem.op == "all_gather_matmul"
+        if gather is not None and on_cpus and not choice.algorithm:
             named, source = by_calibration(problem, gather)
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
@@ -351,7 +344,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
 
 def _agree(communicator: Communicator, op: str) -> _Agreed:
     place = communicator.place
-    capability = None if place.interpreted else configuration.capability_of(place)
+    capability = configuration.capability_of(place)
     rows = own_rows(place)
     if place.name == SIM or place.world_size == 1:  # one process, so one cache
         return _Agreed(capability, rows, asks=False)
@@ -360,20 +353,17 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     everyone = [pickle.loads(each) for each in place.exchange(pickle.dumps(mine), op)]
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
-    asks = any(each[1] != everyone[0][1] for each in everyone)
-    if mine[1] != everyone[0][1]:
-        _, _, count, file, _ = everyone[0]
-        warnings.warn(
+    _, digest, count, file, first_gather = everyone[0]
+    warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=2)
+    if mine[1] != digest:
+        warn(
             f"tuning caches differ between ranks: rank {place.rank} has {len(rows)} rows for this machine "
-            f"in {mine[3]}, rank 0 has {count} in {file}; rank 0's are used",
-            RuntimeWarning,
-            stacklevel=2,
+            f"in {mine[3]}, rank 0 has {count} in {file}; rank 0's are used"
         )
-    if gather != everyone[0][-1]:
-        warnings.warn(
-            f"calibrations differ between ranks: rank {place.rank} has {gather}, rank 0 "
-            f"{everyone[0][-1]}; rank 0's is used",
-            RuntimeWarning,
-            stacklevel=2,
+    if gather != first_gather:
+        warn(
+            f"calibrations differ between ranks: rank {place.rank} has {gather}, rank 0 {first_gather}; "
+            "rank 0's is used"
         )
-    return _Agreed(capability, rows, asks, everyone[0][-1])
+    asks = any(each[1] != digest for each in everyone)
+    return _Agreed(capability, rows, asks, first_gather)

@@ -26,13 +26,13 @@ from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache, configuration, cost_model, tuning
-from interlace.runtime.tuning.cache import Machine, Row
+from interlace.runtime.tuning.cache import Row, TunedMachine
 from interlace.runtime.tuning.chips import CHIPS
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 from interlace.runtime.tuning.tuning import Problem, decide
 from interlace.runtime.tuning.valid_configurations import why_not
 
-HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
+HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
 
 

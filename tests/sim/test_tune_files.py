@@ -17,10 +17,11 @@ from rich.console import Console
 from interlace.cli import main
 from interlace.cli.tune import command
 from interlace.cli.tune.options import TuneOptions
-from interlace.runtime.tuning import cache
-from interlace.runtime.tuning.cache import Machine, NotOursError, Row
+from interlace.runtime.tuning import cache, files
+from interlace.runtime.tuning.cache import FILE, Row, TunedMachine
+from interlace.runtime.tuning.files import NotOursError
 
-HERE = Machine("a GPU", "cuda", "3.7.1", "0.1.0")
+HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 ROW = Row("all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}})
 GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 FOREIGN = {
@@ -79,7 +80,7 @@ def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
             assert cache.rows_for(HERE, file) == ()
     large = tmp_path / "large.json"
     cache.add(HERE, [ROW], large)
-    monkeypatch.setattr(cache, "MOST_BYTES", 100)
+    monkeypatch.setattr(files, "MOST_BYTES", 100)
     with pytest.raises(NotOursError, match="more than 100"):
         tune(large)
     with pytest.warns(RuntimeWarning, match="more than 100"):
@@ -158,7 +159,7 @@ def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
     target, link = tmp_path / "elsewhere" / "real.json", tmp_path / "tune.json"
     link.symlink_to(target)
     for _ in range(2):  # to a file that is not there yet, then to one that is
-        cache.refuse_unwritable(link)
+        FILE.refuse_unwritable(link)
         cache.add(HERE, [ROW], link)
         assert link.is_symlink() and not target.is_symlink()
         assert list(cache.rows_for(HERE, target)) == [ROW]

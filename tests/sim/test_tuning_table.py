@@ -166,7 +166,7 @@ def _calibrated(gb_per_s: float) -> tuning.Gather:
 def test_the_model_has_the_links_that_were_calibrated() -> None:
     """As published they are faster than 75 GB/s; then smaller sends hide more, and with 4 GB/s nothing."""
     problem = Problem("all_gather_matmul", torch.bfloat16, 4096, 1024, 8192, 4)
-    assert _calibrated(100.0).received_gbs == 75.0
+    assert _calibrated(100.0).link.received_gbs == 75.0
     published, slower, slow = (
         tuning.decide(90, problem, None, gather=gather)
         for gather in (None, _calibrated(100.0), _calibrated(5.0))

@@ -6,9 +6,9 @@ True
 """
 
 from interlace.compile.backend import FusionPass, register
-from interlace.compile.cost import CPU, GPU, Machine, calibrated
 from interlace.compile.explain import Explanation, explain
 from interlace.compile.fusion import fuse
+from interlace.compile.prediction import CPU, GPU, Machine, calibrated
 from interlace.compile.report import Candidate, Report
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from interlace.compile.cost import Machine
 from interlace.compile.fusion import POLICIES, fuse
+from interlace.compile.prediction import Machine
 from interlace.compile.report import Report
 
 log = logging.getLogger("interlace.compile")
@@ -126,12 +126,12 @@ def _inductor(
     patches.update(settings)
     theirs = patches.get("post_grad_custom_post_pass")
     passes = [] if theirs is None else theirs if isinstance(theirs, list) else [theirs]
-    patches["post_grad_custom_post_pass"] = _InTurn([*passes, fusion]) if passes else fusion
+    patches["post_grad_custom_post_pass"] = _Passes([*passes, fusion]) if passes else fusion
     compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 
-class _InTurn(CustomGraphPass):
+class _Passes(CustomGraphPass):
     """Several passes as one."""
 
     def __init__(self, passes: list[Any]) -> None:

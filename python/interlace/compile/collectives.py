@@ -1,4 +1,4 @@
-"""Finds the collectives of an aten graph, in every form in which they come.
+"""Collectives of an aten graph, found in every form in which they come.
 
 torch's functional ops gather and scatter dim 0; what its layers want of other dims is around them::
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from interlace.compile.nodes import (
+from interlace.compile.graph_nodes import (
     arguments,
     aten,
     c10d,
@@ -51,14 +51,18 @@ class Collective:
 
 def find(graph: fx.Graph) -> list[Collective]:
     """All collectives in the graph, in its order."""
-    found = []
-    for node in graph.nodes:
-        made = _at(node)
-        if made is not None:
-            found.append(made)
-    return found
+    return [made for node in graph.nodes if (made := _at(node)) is not None]
 
 
+STARTS = {  # of an op: the kind of collective, and the names of its arguments
+    c10d.all_gather_into_tensor.default: ("all_gather", "input size name"),
+    c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input reduce_op size name"),
+    c10d.all_reduce.default: ("all_reduce", "input reduce_op name"),
+    c10d.all_reduce_.default: ("all_reduce", "input reduce_op name"),
+    _ops.all_gather.default: ("all_gather", "input dim size name"),
+    _ops.reduce_scatter.default: ("reduce_scatter", "input reduce_op dim size name"),
+    _ops.all_reduce.default: ("all_reduce", "input reduce_op size name"),
+}
 NAMESPACES = ("_c10d_functional", "interlace")
 NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
 
@@ -79,48 +83,25 @@ def others(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _at(node: fx.Node) -> Collective | None:
-    if is_call(node, c10d.all_gather_into_tensor.default):
-        input, size, name = arguments(node)
-        return _complete("all_gather", node, input, 0, "", size, name)
-    if is_call(node, c10d.reduce_scatter_tensor.default):
-        input, reduce_op, size, name = arguments(node)
-        return _complete("reduce_scatter", node, input, 0, reduce_op, size, name)
-    if is_call(node, c10d.all_reduce.default, c10d.all_reduce_.default):
-        input, reduce_op, name = arguments(node)
-        return _complete("all_reduce", node, input, 0, reduce_op, _size_of(name), name)
-    if is_call(node, _ops.all_gather.default):
-        input, dim, size, name = arguments(node)
-        return _complete("all_gather", node, input, dim, "", size, name)
-    if is_call(node, _ops.reduce_scatter.default):
-        input, reduce_op, dim, size, name = arguments(node)
-        return _complete("reduce_scatter", node, input, dim, reduce_op, size, name)
-    if is_call(node, _ops.all_reduce.default):
-        input, reduce_op, size, name = arguments(node)
-        return _complete("all_reduce", node, input, 0, reduce_op, size, name)
-    return None
-
-
-def _complete(
-    kind: str, start: fx.Node, input: Any, dim: Any, reduce_op: Any, size: Any, name: Any
-) -> Collective | None:
-    """With the wait, and with what torch does for other dims than 0."""
-    waited = only_user(start)
+    """The collective that ``node`` starts, with its wait, and what torch does for other dims than 0."""
+    if node.op != "call_function" or node.target not in STARTS:
+        return None
+    kind, names = STARTS[node.target]
+    given = dict(zip(names.split(), arguments(node), strict=True))
+    input, name = given["input"], given["name"]
+    size = given["size"] if "size" in given else _size_of(name)
+    waited = only_user(node)
     if not is_call(waited, wait_tensor) or waited is None:
         return None
     if value(input) is None or not isinstance(size, int) or not isinstance(name, str):
         return None
-    result, ndim = waited, value(input).dim()
-    dim = dim % max(ndim, 1)
-    own = start.target in (_ops.all_gather.default, _ops.reduce_scatter.default)
-    if not own and kind == "all_gather":
-        joined = _joined(waited, size)
-        if joined is not None:
-            result, dim = joined
-    if not own and kind == "reduce_scatter":
-        cut = _cut(input, size)
-        if cut is not None:
-            input, dim = cut
-    return Collective(kind, start, input, result, dim, str(reduce_op).lower(), size, name)
+    result, dim = waited, given.get("dim", 0) % max(value(input).dim(), 1)
+    if "dim" not in given and kind == "all_gather":
+        result, dim = _joined(waited, size) or (result, dim)
+    if "dim" not in given and kind == "reduce_scatter":
+        input, dim = _cut(input, size) or (input, dim)
+    reduce_op = str(given.get("reduce_op", "")).lower()
+    return Collective(kind, node, input, result, dim, reduce_op, size, name)
 
 
 def _size_of(name: Any) -> int | None:
@@ -140,7 +121,7 @@ def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     cat = users.pop() if len(users) == 1 else None
     if not is_call(cat, aten.cat.default) or cat is None or list(arguments(cat)[0]) != parts:
         return None
-    dim = arguments(cat)[1] if len(arguments(cat)) > 1 else 0
+    _, dim = (*arguments(cat), 0)[:2]
     return cat, int(dim) % value(cat).dim()
 
 
@@ -149,17 +130,16 @@ def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     if not is_call(input, aten.cat.default) or len(input.users) != 1:
         return None
     parts = list(arguments(input)[0])
-    dim = arguments(input)[1] if len(arguments(input)) > 1 else 0
+    _, dim = (*arguments(input), 0)[:2]
     if len(parts) != size or dim != 0 or not all(isinstance(part, fx.Node) for part in parts):
         return None
     source = arguments(parts[0])[0]
     if is_call(parts[0], operator.getitem):
         if not is_call(source, aten.split.Tensor, aten.chunk.default):
             return None
-        along = arguments(source)[2] if len(arguments(source)) > 2 else 0
-        source = arguments(source)[0]
+        source, _, along = (*arguments(source), 0)[:3]
     elif is_call(parts[0], aten.slice.Tensor):
-        along = arguments(parts[0])[1] if len(arguments(parts[0])) > 1 else 0
+        _, along = (*arguments(parts[0]), 0)[:2]
     else:
         return None
     if _slices(source, along, size) != parts:

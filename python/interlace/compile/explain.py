@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from interlace.compile.backend import FusionPass, _aot_eager
-from interlace.compile.cost import Machine
+from interlace.compile.prediction import Machine
 from interlace.compile.report import Candidate, Report
 
 

@@ -1,4 +1,4 @@
-"""Replaces collectives and the matmuls beside them by interlace's fused ops, in an aten graph.
+"""The fusion pass: collectives and the matmuls beside them become interlace's fused ops, in an aten graph.
 
 The rewrite, for a gather of ``x`` that two matmuls read, and whose result is also kept for a backward::
 
@@ -12,18 +12,14 @@ silently: every collective is a :class:`Candidate` in the :class:`Report`.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from interlace.compile.collectives import Collective, find, others
-from interlace.compile.cost import Machine, Problem, machine_for, predict
-from interlace.compile.matmuls import Product, Unfit, readers, terms
-from interlace.compile.nodes import (
+from interlace.compile.graph_nodes import (
     ancestors,
     hinted,
     in_order,
@@ -35,6 +31,8 @@ from interlace.compile.nodes import (
     value,
     without_copies,
 )
+from interlace.compile.matmuls import Product, Unfit, readers, terms
+from interlace.compile.prediction import Amounts, Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
 from interlace.compile.rewrite import fuse_gather, fuse_reduction
 from interlace.runtime.tuning.auto import FUSED_DTYPES
@@ -76,11 +74,12 @@ def fuse(
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for collective in collectives:
-        candidate, apply = _consider(collective, gathers, policy, machine)
+        candidate, products = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused and rewrite:
             replaced |= {collective.start, *collective.start.users}
-            apply(graph)
+            into = fuse_gather if collective.kind == "all_gather" else fuse_reduction
+            into(graph, collective, products)
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         in_order(graph)
@@ -92,9 +91,8 @@ def fuse(
 def _other(node: fx.Node) -> Candidate:
     """A collective that no fused op stands for."""
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    known = any(op.startswith(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     reason = "a collective of another kind"
-    if known:
+    if op.startswith(tuple(OPS)):
         reason = "not waited for once here, coalesced, or of a group that is not known"
     made = value(node)
     text = "" if made is None else "x".join(map(str, made.shape))
@@ -104,13 +102,9 @@ def _other(node: fx.Node) -> Candidate:
 def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
     """Nodes that nobody reads any more. torch takes waits for impure; those of ``replaced`` are not."""
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node.users:
-            continue
-        if node in replaced or not node.is_impure():
+        unread = node.op == "call_function" and not node.users
+        if unread and (node in replaced or not node.is_impure()):
             graph.erase_node(node)
-
-
-Apply = Callable[[fx.Graph], None]
 
 
 def _consider(
@@ -118,16 +112,11 @@ def _consider(
     gathers: dict[fx.Node, Collective],
     policy: str,
     machine: Machine | None,
-) -> tuple[Candidate, Apply]:
-    """Whether and why; and the function that does it."""
+) -> tuple[Candidate, list[Product]]:
+    """Whether it is fused and why; and its matmuls."""
     notes: tuple[str, ...] = ()
-    times: tuple[float, float] | None = None
+    times: tuple[float, float] | tuple[None, None] = (None, None)
     products: list[Product] = []
-
-    def nothing(graph: fx.Graph) -> None:
-        raise AssertionError("not fused")
-
-    apply: Apply = nothing
     reason = ""
     try:
         if collective.kind == "all_gather":
@@ -138,12 +127,8 @@ def _consider(
         times = _times(collective, products, machine)
         if policy == "never":
             raise Unfit('policy is "never"')
-        if policy == "auto" and times is not None and times[1] >= times[0]:
+        if policy == "auto" and times[0] is not None and times[1] >= times[0]:
             raise Unfit("predicted to be slower fused")
-        if collective.kind == "all_gather":
-            apply = functools.partial(fuse_gather, collective=collective, products=products)
-        else:
-            apply = functools.partial(fuse_reduction, collective=collective, products=products)
     except Unfit as error:
         reason = str(error)
     made = Candidate(
@@ -154,11 +139,11 @@ def _consider(
         matmuls=len(products),
         fused=not reason,
         reason=reason,
-        unfused_seconds=None if times is None else times[0],
-        fused_seconds=None if times is None else times[1],
+        unfused_seconds=times[0],
+        fused_seconds=times[1],
         notes=notes,
     )
-    return made, apply
+    return made, products
 
 
 def _shown(collective: Collective, products: list[Product]) -> str:
@@ -185,19 +170,15 @@ def _gather_products(
             notes.append(f"left out {product.node.name}: its weight comes from the gathered tensor")
         else:
             kept.append(product)
-    if kept:
-        for product in kept[:]:
-            if product.kind != kept[0].kind:
-                kept.remove(product)
-                notes.append(
-                    f"left out {product.node.name}: of another kind than {kept[0].node.name}"
-                )
-        kept = [_with_own_scale(product, collective, gathers) for product in kept]
     if not kept:
-        if others:
-            raise Unfit("; ".join(sorted({why for _, why in others})))
-        raise Unfit("no matmul reads the gathered tensor")
-    return kept, tuple(notes)
+        reasons = sorted({why for _, why in others}) or ["no matmul reads the gathered tensor"]
+        raise Unfit("; ".join(reasons))
+    for product in kept[:]:
+        if product.kind != kept[0].kind:
+            kept.remove(product)
+            first = kept[0].node.name
+            notes.append(f"left out {product.node.name}: of another kind than {first}")
+    return [_with_own_scale(product, collective, gathers) for product in kept], tuple(notes)
 
 
 def _with_own_scale(
@@ -227,46 +208,53 @@ def _reduced_products(collective: Collective) -> list[Product]:
 
 
 def _check(collective: Collective, products: list[Product]) -> None:
-    whole = collective.input
-    if value(whole).dim() < 2:
+    whole, kind = collective.input, collective.kind
+    ndim = value(whole).dim()
+    if ndim < 2:
         raise Unfit("the tensor has fewer than 2 dimensions")
     for product in products:
-        for node in (whole, product.right) if product.scales is None else ():
-            if value(node).dtype not in (*FUSED_DTYPES, torch.float64):
-                raise Unfit(f"dtype {value(node).dtype}")
-        if product.batch and (value(whole).dim() != 3 or collective.dim == 0):
-            raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
-        if product.batch and collective.kind == "all_reduce":
-            raise Unfit("a batch of weights")
-        of_batch = product.left if collective.kind == "all_gather" else product.node
-        outside = collective.result if collective.kind == "all_gather" else whole
-        if product.batch and not same(shape(of_batch), shape(outside)):
-            raise Unfit("a batch of weights, beside a reshape")
-        along_inner = collective.kind == "all_gather" and collective.dim == value(whole).dim() - 1
-        if product.scales is not None and along_inner:
+        if product.scales is None:
+            for node in (whole, product.right):
+                if value(node).dtype not in (*FUSED_DTYPES, torch.float64):
+                    raise Unfit(f"dtype {value(node).dtype}")
+        elif kind == "all_gather" and collective.dim == ndim - 1:
             raise Unfit("scaled, and the contracted dimension is gathered")
-        if product.scales is not None and collective.kind == "all_reduce":
+        elif kind == "all_reduce":
             raise Unfit("scaled")
+        if product.batch:
+            _check_batch(collective, product)
     if sum(not static(length) for length in shape(whole)) > 1:
         raise Unfit("more than one symbolic dimension")
     if products[0].scales is not None and not static(*shape(whole)):
         raise Unfit("scaled, of symbolic shape")
-    if collective.kind != "all_gather" and not static(shape(whole)[-1]):
+    if kind != "all_gather" and not static(shape(whole)[-1]):
         raise Unfit("the columns are symbolic")
     length = shape(whole)[collective.dim]
-    if collective.kind == "reduce_scatter" and static(length) and length % collective.size:
+    if kind == "reduce_scatter" and static(length) and length % collective.size:
         raise Unfit(f"{length} rows, which {collective.size} ranks do not divide")
+
+
+def _check_batch(collective: Collective, product: Product) -> None:
+    whole, inside = collective.input, product.node
+    if value(whole).dim() != 3 or collective.dim == 0:
+        raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
+    if collective.kind == "all_reduce":
+        raise Unfit("a batch of weights")
+    if collective.kind == "all_gather":
+        whole, inside = collective.result, product.left
+    if not same(shape(inside), shape(whole)):
+        raise Unfit("a batch of weights, beside a reshape")
 
 
 def _times(
     collective: Collective, products: list[Product], machine: Machine | None
-) -> tuple[float, float] | None:
+) -> tuple[float, float] | tuple[None, None]:
     """Predicted, for the shapes that were traced; None if these are not known."""
     whole = collective.input
     hints = [hinted(length) for length in shape(whole)]
     lengths = [hint for hint in hints if hint is not None]
     if len(lengths) != len(hints):
-        return None
+        return None, None
     gathers = collective.kind == "all_gather"
     rows = math.prod(lengths[:-1])
     if gathers and collective.dim != len(lengths) - 1:
@@ -276,14 +264,11 @@ def _times(
     passes = 2 if collective.kind == "all_reduce" else 1
     several = len(products) > 1 and not gathers
     biased = any(product.bias is not None for product in products)
-    problem = Problem(
-        rows=rows,
-        inner=products[0].inner if gathers else sum(product.inner for product in products),
-        columns=sum(product.columns for product in products) if gathers else products[0].columns,
+    amounts = Amounts(
+        flops=2 * rows * sum(product.inner * product.columns for product in products),
         nbytes=passes * total * (size - 1) // size,
-        size=size,
         extra_nbytes=rows * sum(product.inner for product in products) * itemsize if several else 0,
         extra_collectives=int(biased and not gathers),
         calls=max(1, products[0].batch),
     )
-    return predict(machine or machine_for(value(whole).device), problem)
+    return predict(machine or machine_for(value(whole).device), amounts)

@@ -1,4 +1,4 @@
-"""Finds the matmuls that read a gathered tensor, and those that make what is reduced.
+"""Matmuls that read a gathered tensor, and those whose products are reduced.
 
 A :class:`Product` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from interlace.compile.nodes import (
+from interlace.compile.graph_nodes import (
     RESHAPES,
     arguments,
     aten,

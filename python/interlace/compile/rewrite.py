@@ -1,6 +1,6 @@
-"""The rewrites of the fusion pass: fused ops in the place of collectives and their matmuls.
+"""Rewrites of the fusion pass: fused ops in the place of collectives and their matmuls.
 
-What read the matmuls gets tensors of the shapes and the strides that it had before.
+Readers of the matmuls get tensors of the shapes and the strides that they had before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from interlace.compile.collectives import Collective
-from interlace.compile.matmuls import Product
-from interlace.compile.nodes import (
+from interlace.compile.graph_nodes import (
     RESHAPES,
     aten,
     call,
@@ -24,6 +23,7 @@ from interlace.compile.nodes import (
     value,
     wait_tensor,
 )
+from interlace.compile.matmuls import Product
 
 _ops: Any = torch.ops.interlace
 ALGORITHM = "auto"
@@ -33,15 +33,14 @@ def fuse_gather(graph: fx.Graph, collective: Collective, products: list[Product]
     result = collective.result
     matmuls = {product.node for product in products}
     kept = _read_beside(result, matmuls)
-    biases = [product.bias for product in products]
     with graph.inserting_before(products[0].node):
         if products[0].batch:
             outputs = _in_batch(graph, collective, products, kept)
         else:
+            weights = [product.right for product in products]
             outputs = _gathering(
-                graph, collective, products, biases, collective.input, [p.right for p in products],
-                collective.dim, kept,
-            )  # fmt: skip
+                graph, collective, products, collective.input, weights, collective.dim, kept
+            )
         for product, waited in zip(products, outputs, strict=False):
             made = _as_before(graph, waited, product.node)
             if product.added is not None:
@@ -56,27 +55,25 @@ def _gathering(
     graph: fx.Graph,
     collective: Collective,
     products: list[Product],
-    biases: list[fx.Node | None],
     input: fx.Node,
     weights: list[fx.Node],
     dim: int,
     kept: bool,
 ) -> list[fx.Node]:
     """The fused op, and its outputs: one per weight, then the gathered input if it is ``kept``."""
-    group, like = (collective.size, collective.name), products[0].node
-    biases = biases if any(bias is not None for bias in biases) else []
-    scales = products[0].scales
+    group, like, scales = (collective.size, collective.name), products[0].node, products[0].scales
+    biases: list[fx.Node | None] = [product.bias for product in products]
+    if products[0].batch or not any(bias is not None for bias in biases):
+        biases = []
     if scales is None:
         op = _ops.all_gather_matmul.default
-        arguments: tuple[Any, ...] = (input, weights, biases, dim, kept, ALGORITHM, None, *group)
+        arguments: tuple[Any, ...] = (input, weights, biases, dim, kept, ALGORITHM, None)
     else:
         op = _ops.all_gather_scaled_matmul.default
         theirs = [product.scales.right for product in products if product.scales is not None]
-        arguments = (
-            input, weights, scales.left, theirs, biases, dim, kept, scales.out_dtype, scales.fast,
-            ALGORITHM, *group,
-        )  # fmt: skip
-    started = call(graph, op, arguments, like)
+        how = (scales.out_dtype, scales.fast, ALGORITHM)
+        arguments = (input, weights, scales.left, theirs, biases, dim, kept, *how)
+    started = call(graph, op, (*arguments, *group), like)
     return [
         call(graph, wait_tensor, (call(graph, operator.getitem, (started, index), like),), like)
         for index in range(len(weights) + kept)
@@ -91,29 +88,20 @@ def _in_batch(
     for entry in range(products[0].batch):
         one = call(graph, aten.select.int, (collective.input, 0, entry), products[0].node)
         weights = [call(graph, aten.select.int, (p.right, 0, entry), p.node) for p in products]
-        rows.append(
-            _gathering(graph, collective, products, [], one, weights, collective.dim - 1, kept)
-        )
-    columns = list(zip(*rows, strict=True))
+        dim = collective.dim - 1
+        rows.append(_gathering(graph, collective, products, one, weights, dim, kept))
     likes = [product.node for product in products] + [collective.result] * kept
-    return [
-        _stacked(graph, list(column), like) for column, like in zip(columns, likes, strict=True)
-    ]
+    columns = zip(likes, *rows, strict=True)
+    return [_stacked(graph, list(column), like) for like, *column in columns]
 
 
 def _read_beside(result: fx.Node, matmuls: set[fx.Node]) -> bool:
     """Whether anything but ``matmuls`` reads a gathered tensor, itself or reshaped."""
-    for user in result.users:
-        if user in matmuls:
-            continue
-        if user.op != "output" and user.users and _only_for(user, matmuls):
-            continue
-        return True
-    return False
+    return not all(user in matmuls or _only_for(user, matmuls) for user in result.users)
 
 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    if not is_call(node, *RESHAPES):
+    if not is_call(node, *RESHAPES) or not node.users:
         return False
     return all(user in matmuls or _only_for(user, matmuls) for user in node.users)
 
@@ -121,17 +109,9 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
 def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
     """``made`` in the shape and strides of ``old``."""
     if not same(shape(made), shape(old)):
-        lengths = shape(old)
-        symbolic = [index for index, length in enumerate(lengths) if not static(length)]
-        for index in symbolic:
-            lengths[index] = -1
-        made = call(graph, aten.reshape.default, (made, lengths), old)
-    if not same(value(made).stride(), value(old).stride()):
-        made = _restrided(graph, made, old)
-    return made
-
-
-def _restrided(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
+        made = call(graph, aten.reshape.default, (made, _lengths(shape(old))), old)
+    if same(value(made).stride(), value(old).stride()):
+        return made
     clone = graph.call_function(
         aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
     )
@@ -159,18 +139,10 @@ def fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Produ
         options: tuple[Any, ...] = (ALGORITHM, None, size, name)
         if scales is not None:
             op = _ops.scaled_matmul_reduce_scatter.default
-            left_scale = scales.left
-            if value(left_scale).numel() != 1:
-                left_scale = _reshaped(graph, left_scale, [*shape(left)[:-1], 1])
-            arguments: tuple[Any, ...] = (
-                left,
-                right,
-                left_scale,
-                scales.right,
-                bias,
-                reduce_op,
-                dim,
-            )
+            scale = scales.left
+            if value(scale).numel() != 1:
+                scale = _reshaped(graph, scale, [*shape(left)[:-1], 1])
+            arguments: tuple[Any, ...] = (left, right, scale, scales.right, bias, reduce_op, dim)
             options = (scales.out_dtype, scales.fast, ALGORITHM, size, name)
         elif collective.kind == "reduce_scatter":
             op = _ops.matmul_reduce_scatter.default
@@ -209,8 +181,13 @@ def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.No
     if len(products) > 1:
         flat = [_reshaped(graph, p.left, [-1, p.inner]) for p in products]
         left = call(graph, aten.cat.default, (flat, 1), left)
-    wanted = [length if static(length) else -1 for length in lengths]
-    return _reshaped(graph, left, [*wanted, sum(product.inner for product in products)])
+    inner = sum(product.inner for product in products)
+    return _reshaped(graph, left, [*_lengths(lengths), inner])
+
+
+def _lengths(lengths: list[Any]) -> list[int]:
+    """For ``reshape``: -1 for a symbolic length."""
+    return [length if static(length) else -1 for length in lengths]
 
 
 def _reshaped(graph: fx.Graph, node: fx.Node, lengths: list[int]) -> fx.Node:

@@ -135,7 +135,7 @@ def calibrate(console: Any, options: CalibrateOptions) -> int:
     if under_torchrun():
         return _as_rank(console, options, request)
     file = _file(options, "cpu")
-    calibration.refuse_unwritable(file)
+    calibration.file_of("cpu").refuse_unwritable(file)
     found = _in_processes(request, shown=not options.json)
     calibration.add(found, file)
     _print(console, options, found, file)

@@ -24,6 +24,7 @@ from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
 from interlace.fused.reduce import ONE_SHOT_BYTES
 from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.tuning import Problem
 
 GRACE = 300.0  # seconds over the budget after which a run is given up: compiling is slow
@@ -38,7 +39,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         _list(console, options, jobs)
         return 0
     file = _file(options)
-    cache.refuse_unwritable(file)
+    cache.FILE.refuse_unwritable(file)
     place = place_of(options)
     device = torch.device("cuda" if place == "cuda" else "cpu")
     machine = cache.machine(place, device)
@@ -64,10 +65,7 @@ def tune(console: Any, options: TuneOptions) -> int:
                 if unwritten:
                     cache.add(machine, unwritten, file)
                     unwritten.clear()
-            except (
-                OSError,
-                cache.NotOursError,
-            ) as error:  # what was measured is still to be printed
+            except (OSError, NotOursError) as error:  # what was measured is still to be printed
                 failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)

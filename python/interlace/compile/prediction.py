@@ -1,14 +1,14 @@
-"""Predicted times of a collective beside a matmul, and of the two fused.
+"""Predicted seconds of a collective beside a matmul, and of the two fused: the rule of policy "auto".
 
 ::
 
     unfused = latency + bytes / bandwidth + flops / speed
     fused   = host + max(bytes / fused bandwidth, flops / speed) + what does not overlap
 
-A prediction decides; it is no measurement. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` is
-arithmetic with round numbers: nothing was measured on one. ``FusionPass`` takes another :class:`Machine`,
-such as what ``python -m interlace calibrate`` has measured here, :func:`calibrated`. That is not taken by
-itself: ranks compile alone, and those of another host have another file, or none.
+Whole ops on any device; ``runtime/tuning/cost_model.py`` knows tiles and chips. ``CPU`` is fitted to 2 and
+4 ranks on 2 cores; ``GPU`` has round numbers: nothing was measured on one. ``FusionPass`` takes another
+:class:`Machine`, such as :func:`calibrated`. That is not taken by itself: ranks compile alone, and those of
+another host have another file, or none.
 """
 
 from __future__ import annotations
@@ -43,42 +43,24 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One candidate. ``rows``, ``inner`` and ``columns`` are those of the whole matmul on one rank,
-    ``nbytes`` what a rank receives; ``extra_nbytes`` what fusing copies beyond. ``calls`` of a fused op."""
+class Amounts:
+    """What one candidate multiplies and moves on a rank: ``flops`` of its matmuls, ``nbytes`` received.
 
-    rows: int
-    inner: int
-    columns: int
+    Fusing takes ``calls`` of the op, and beyond it copies ``extra_nbytes`` and runs ``extra_collectives``.
+    """
+
+    flops: int
     nbytes: int
-    size: int
     extra_nbytes: int = 0
     extra_collectives: int = 0
     calls: int = 1
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.inner * self.columns
 
-
-CPU = Machine(
-    name="cpu",
-    latency=100e-6,
-    bandwidth=1.7e9,
-    flops=3.7e10,
-    fused_host=250e-6,
-    fused_bandwidth=1.8e9,
-    overlap=0.0,
-)
-GPU = Machine(
-    name="gpu",
-    latency=12e-6,
-    bandwidth=3.0e11,
-    flops=5e14,
-    fused_host=10e-6,
-    fused_bandwidth=3.0e11,
-    overlap=0.8,
-)
+# fmt: off
+#             name   latency  bandwidth  flops   fused_host  fused_bandwidth  overlap
+CPU = Machine("cpu", 100e-6,  1.7e9,     3.7e10, 250e-6,     1.8e9,           0.0)
+GPU = Machine("gpu", 12e-6,   3.0e11,    5e14,   10e-6,      3.0e11,          0.8)
+# fmt: on
 
 
 def machine_for(device: torch.device) -> Machine:
@@ -102,25 +84,23 @@ def calibrated(size: int, device_type: str = "cpu") -> Machine:
             f"no calibration of {size} ranks for {device_type} in {calibration.path(device_type)}: run "
             f"python -m interlace calibrate --mesh {size}"
         )
-    link = found.link(0, "all_gather").protocols[-1]
-    bandwidth = (
-        link.gb_per_s * 1e9 * (size - 1) / size
-    )  # all of the whole but the own part is received
+    link = found.link(0, "all_gather")
+    bandwidth = link.received_gbs * 1e9
     return replace(
         base,
         name=f"{base.name}, calibrated {found.date}",
-        latency=link.latency_us * 1e-6,
+        latency=link.protocols[-1].latency_us * 1e-6,
         bandwidth=bandwidth,
         fused_bandwidth=bandwidth * base.fused_bandwidth / base.bandwidth,
     )
 
 
-def predict(machine: Machine, problem: Problem) -> tuple[float, float]:
+def predict(machine: Machine, amounts: Amounts) -> tuple[float, float]:
     """(unfused, fused), in seconds."""
-    multiplying = problem.flops / machine.flops
-    unfused = machine.latency + problem.nbytes / machine.bandwidth + multiplying
-    moving = problem.nbytes / machine.fused_bandwidth
+    multiplying = amounts.flops / machine.flops
+    unfused = machine.latency + amounts.nbytes / machine.bandwidth + multiplying
+    moving = amounts.nbytes / machine.fused_bandwidth
     hidden = machine.overlap * min(moving, multiplying)
-    fused = machine.fused_host * problem.calls + moving + multiplying - hidden
-    fused += problem.extra_nbytes / machine.bandwidth + problem.extra_collectives * machine.latency
+    fused = machine.fused_host * amounts.calls + moving + multiplying - hidden
+    fused += amounts.extra_nbytes / machine.bandwidth + amounts.extra_collectives * machine.latency
     return unfused, fused

@@ -1,7 +1,8 @@
-"""Small questions to the nodes of an aten graph, and new nodes that know their shapes as old ones do."""
+"""Nodes of an aten graph: what they are, what they depend on, and new ones that know their shapes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -76,11 +77,8 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> 
             node.meta[key] = like.meta[key]
     values = torch.utils._pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
     mode = detect_fake_mode([each for each in torch.utils._pytree.tree_leaves(values)])
-    if mode is None:
+    with contextlib.nullcontext() if mode is None else mode:
         node.meta["val"] = target(*values)
-    else:
-        with mode:
-            node.meta["val"] = target(*values)
     return node
 
 
