@@ -54,9 +54,8 @@ def fresh() -> Iterator[None]:
 
 
 def test_the_order_of_lookup() -> None:
-    near = replace(
-        GATHER, rows=4096, columns=8192
-    )  # two buckets off every row of the table for 70B
+    # two buckets off every row of the table for 70B
+    near = replace(GATHER, rows=4096, columns=8192)
     exact = (row(chunks=3), 0)
     assert decide(90, GATHER, exact).configuration.chunks == 3
     assert "exact row of the cache" in decide(90, GATHER, exact).source
@@ -120,19 +119,17 @@ def test_values_are_those_of_the_algorithm_that_runs() -> None:
 
 
 def test_several_nodes_and_a_world_of_one_take_defaults() -> None:
-    assert decide(90, GATHER, None, one_node=False).configuration == gpu_default(
-        90, torch.bfloat16, 1024
-    )
+    default = gpu_default(90, torch.bfloat16, 1024)
+    assert decide(90, GATHER, None, one_node=False).configuration == default
     alone = decide(90, replace(GATHER, world_size=1), (row(chunks=3), 0))
-    assert alone.configuration == gpu_default(90, torch.bfloat16, 1024)
+    assert alone.configuration == default
 
 
 def test_the_cost_model_prefers_what_it_should() -> None:
     chip, base = CHIPS[90], gpu_default(90, torch.bfloat16, 1024)
     by_engine, by_programs = replace(base, copiers=0, chunks=1), replace(base, copiers=8)
-    assert cost_model.fused_us(chip, GATHER, by_engine) < cost_model.fused_us(
-        chip, GATHER, by_programs
-    )
+    engine_us = cost_model.fused_us(chip, GATHER, by_engine)
+    assert engine_us < cost_model.fused_us(chip, GATHER, by_programs)
     # calls of the copy engine are issued by the host, which a tiny op does not hide
     tiny = replace(GATHER, rows=8, columns=128, inner=128)
     assert cost_model.fused_us(chip, tiny, by_programs) < cost_model.fused_us(chip, tiny, by_engine)

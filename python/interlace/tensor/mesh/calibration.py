@@ -1,4 +1,4 @@
-"""Measure what collectives take along each dimension of a mesh, and fit lines to it.
+"""Measurement of collectives along each dimension of a mesh, and the lines that fit the times.
 
 Per dimension, op and size: after warm-ups, calls between barriers of all ranks, each call's time that of
 its slowest rank; of these the median. All rows of a dimension run at the same time, as they do in
@@ -59,7 +59,11 @@ class Request:
 def on_rank(request: Request, tick: Callable[[int, int], None]) -> Times:
     """Microseconds of this rank's calls, inside ``interlace.run`` or a process group of torch."""
     if dist.is_initialized():
-        rank, device = dist.get_rank(), _device()
+        on_gpus = "nccl" in str(dist.get_backend())
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        )
+        rank = dist.get_rank()
         mesh = DeviceMesh(device.type, _grid(request.mesh))
         groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
@@ -80,14 +84,6 @@ def on_rank(request: Request, tick: Callable[[int, int], None]) -> Times:
 
 def _grid(mesh: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(mesh)).view(*mesh)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if _on_gpus() else torch.device("cpu")
-
-
-def _on_gpus() -> bool:
-    return "nccl" in str(dist.get_backend())
 
 
 def _call(
@@ -152,15 +148,9 @@ def link_of(
     low, high = max(small), min(large)
     crossing = (later - latency) / (slope - flatter) if slope > flatter else 0.0
     begins = crossing if low <= crossing <= high else math.sqrt(low * high)
-    return Link(
-        dim,
-        ranks,
-        op,
-        (
-            Protocol(0, round(latency, 3), _rate(slope)),
-            Protocol(round(begins), round(later, 3), _rate(flatter)),
-        ),
-    )
+    for_small = Protocol(0, round(latency, 3), _rate(slope))
+    for_large = Protocol(round(begins), round(later, 3), _rate(flatter))
+    return Link(dim, ranks, op, (for_small, for_large))
 
 
 def _rate(slope: float) -> float:
@@ -177,10 +167,8 @@ def measured(request: Request, by_rank: Sequence[Times], backend: str, processes
             if ranks == 1:  # nothing to send
                 links.append(Link(dim, ranks, op, (Protocol(0, 0.0, _rate(LEAST_SLOPE)),)))
                 continue
-            small, large = (
-                {size: found[dim, op, size] for size in sizes}
-                for sizes in (request.small, request.large)
-            )
+            small = {size: found[dim, op, size] for size in request.small}
+            large = {size: found[dim, op, size] for size in request.large}
             links.append(link_of(dim, ranks, op, small, large))
     return Measured(
         backend,

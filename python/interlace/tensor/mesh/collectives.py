@@ -23,6 +23,7 @@ from interlace.functional.calls import direct
 from interlace.groups import rank_lists
 from interlace.groups.groups import simulated
 from interlace.groups.specs import bound
+from interlace.kernels.tiling import split_rows
 from interlace.ops.async_tensor import AsyncTensor, wrapped
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
@@ -40,22 +41,21 @@ class _Nowhere:
     rank, calls = 0, 0
 
 
-def _traced(tensor: torch.Tensor) -> bool:
+def _traced(tensor: Any) -> bool:
+    """Whether the traceable op is taken; what is no tensor goes to the op that says so."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
 def _source(op: str, group_src: Any, communicator: Communicator) -> int:
     size, rank = communicator.world_size, communicator.rank
-    error: Exception
-    if isinstance(group_src, bool) or not isinstance(group_src, int):
-        error = TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
-    elif not 0 <= group_src < size:
-        text = f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}"
-        error = ValueError(text)
-    else:
+    if type(group_src) is int and 0 <= group_src < size:
         return group_src
     with communicator.accepting(op):
-        raise error
+        if type(group_src) is not int:
+            raise TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
+        raise ValueError(f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}")
 
 
 def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
@@ -101,7 +101,7 @@ def mesh_broadcast(
     if group_src is None or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
         return _done("broadcast", tensor, async_op)
     group = (mesh, mesh_dim)
-    if isinstance(tensor, torch.Tensor) and _traced(tensor):
+    if _traced(tensor):
         functional.broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
     communicator = _row("broadcast", *group).on(tensor)
@@ -143,7 +143,7 @@ def mesh_scatter(
     if group_src is None:
         _take(output, scatter_list, _local_rank(mesh, mesh_dim))
         return _done("scatter", output, async_op)
-    if isinstance(output, torch.Tensor) and _traced(output):
+    if _traced(output):
         rows = _stacked(output, scatter_list, mesh, mesh_dim)
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
@@ -171,7 +171,7 @@ def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: i
 def _stacked(
     output: torch.Tensor, scatter_list: list[torch.Tensor] | None, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """All parts, one behind the other; where there is no list, memory of that shape."""
+    """All parts in rank order; where there is no list, memory of that shape."""
     if scatter_list is None:
         return output.new_empty((mesh.size(mesh_dim), output.numel()))
     return torch.stack([each.reshape(-1) for each in scatter_list])
@@ -181,16 +181,6 @@ def _local_rank(mesh: DeviceMesh, mesh_dim: int) -> int:
     if dist.is_initialized() and not simulated():
         return int(mesh.get_local_rank(mesh_dim))
     return bound((mesh, mesh_dim)).rank
-
-
-def chunk_sizes(length: int, ranks: int) -> list[int]:
-    """How ``torch.chunk`` cuts a dimension, with empty chunks at the end so that every rank has one.
-
-    >>> chunk_sizes(7, 3), chunk_sizes(4, 3), chunk_sizes(1, 3)
-    ([3, 3, 1], [2, 2, 0], [1, 0, 0])
-    """
-    chunk = -(-length // ranks)
-    return [max(0, min(chunk, length - rank * chunk)) for rank in range(ranks)]
 
 
 def shard_dim_alltoall(
@@ -229,15 +219,13 @@ def shard_dim_alltoall(
         made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
         return wrapped(made) if async_op and not made.is_meta else made
     communicator = _row("all_to_all", *group).on(input)
+    ranks, rank = communicator.world_size, communicator.rank
     try:
         if not isinstance(input, torch.Tensor):
-            raise TypeError(
-                f"input must be a tensor, got {type(input).__name__} on rank {communicator.rank}"
-            )
-        ranks, rank = communicator.world_size, communicator.rank
+            raise TypeError(f"input must be a tensor, got {type(input).__name__} on rank {rank}")
         gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
         shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), rank)
-        sizes = chunk_sizes(input.shape[shard_dim], ranks)
+        sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
     except Exception:
         with communicator.accepting("all_to_all"):
             raise
@@ -246,15 +234,9 @@ def shard_dim_alltoall(
         return AsyncTensor(same, cast(Work, _done("all_to_all", same, True))) if async_op else same
     shape = list(input.shape)
     shape[shard_dim], shape[gather_dim] = sizes[rank], ranks * shape[gather_dim]
-    output = input.new_empty(shape)
-    work = _all_to_all(
-        communicator,
-        list(torch.split(output, input.shape[gather_dim], gather_dim))
-        if input.shape[gather_dim]
-        else [output] * ranks,
-        list(torch.split(input, sizes, shard_dim)),
-        True,
-    )
+    output, length = input.new_empty(shape), input.shape[gather_dim]
+    into = list(torch.split(output, length, gather_dim)) if length else [output] * ranks
+    work = _all_to_all(communicator, into, list(torch.split(input, sizes, shard_dim)), True)
     made = AsyncTensor(output, work)
     return made if async_op else made.wait()
 
@@ -263,8 +245,7 @@ def _functional(
     input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
     """By the traceable op: along dim 0, and permuted before and after."""
-    ranks = mesh.size(mesh_dim)
-    index = rank_lists.mesh_dim(mesh, mesh_dim, "")
+    ranks, index = mesh.size(mesh_dim), rank_lists.mesh_dim(mesh, mesh_dim, "")
     gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), 0)
     shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), 0)
     if gather_dim == shard_dim:
@@ -274,7 +255,7 @@ def _functional(
     sent = received = None
     mine = length // ranks
     if isinstance(length, int) and length % ranks:
-        sent = chunk_sizes(length, ranks)
+        sent = [count for _, count in split_rows(length, ranks)]
         mine = sent[_local_rank(mesh, index)]
         received = [mine] * ranks
     if input.is_meta:  # nobody needs to be there

@@ -61,7 +61,7 @@ class FusedLinear(nn.Linear):
     """The common part: which op, and torch's way where there is none."""
 
     _style: Style
-    _said: str
+    _explanation: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Linear under the style; ``input`` is a local tensor of ``input_layouts`` or a DTensor."""
@@ -83,11 +83,11 @@ class FusedLinear(nn.Linear):
 
     def explain(self) -> str:
         """What the last forward ran, and why; before the first, what the layouts ask for."""
-        return self._said
+        return self._explanation
 
     def _say(self, text: str) -> None:
         if not torch.compiler.is_compiling():
-            self._said = text
+            self._explanation = text
 
     def _as_torch(self, input: torch.Tensor) -> torch.Tensor:
         style = self._style
@@ -141,9 +141,8 @@ class ColwiseLinear(FusedLinear):
         style, last = self._style, input.dim() - 1
         local, lies = self._local(input)
         if not isinstance(lies, int) or lies == last:
-            raise _Unfused(
-                f"the input is {_said(lies)}, not sharded by sequence: nothing to gather"
-            )
+            text = f"the input is {_text(lies)}, not sharded by sequence: nothing to gather"
+            raise _Unfused(text)
         _even("out_features", self.weight.shape[0], 0, style.ranks)
         local, weight, *bias = self._parameters_of(local)
         self._say(f"all_gather_matmul over dimension {lies}")
@@ -161,7 +160,7 @@ class RowwiseLinear(FusedLinear):
         local, lies = self._local(input)
         wanted = from_start(style.output_at, input.dim())
         if lies != last:
-            raise _Unfused(f"the input is {_said(lies)}, not sharded by features")
+            raise _Unfused(f"the input is {_text(lies)}, not sharded by features")
         _even("in_features", self.weight.shape[1], 1, style.ranks)
         if wanted == REPLICATED:
             local, weight, *bias = self._parameters_of(local)
@@ -170,7 +169,7 @@ class RowwiseLinear(FusedLinear):
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
             raise _Unfused(
-                f"the output is to be {_said(wanted)}, neither replicated nor sharded by sequence"
+                f"the output is to be {_text(wanted)}, neither replicated nor sharded by sequence"
             )
         _even("the output's", local.shape[wanted], wanted, style.ranks)
         local, weight, *bias = self._parameters_of(local)
@@ -238,7 +237,7 @@ def from_start(lies: At, ndim: int) -> At:
     return lies + ndim if isinstance(lies, int) and lies < 0 else lies
 
 
-def _said(lies: At) -> str:
+def _text(lies: At) -> str:
     return f"Shard({lies})" if isinstance(lies, int) else lies
 
 
@@ -253,5 +252,6 @@ def placed_linear(module: nn.Module, kind: type[FusedLinear], style: Style) -> n
         raise ValueError(f"device_mesh must have 1 dimension, got {style.mesh.ndim}")
     module.__class__ = kind
     module._style = style  # type: ignore[assignment]
-    module._said = f"not called yet; {style.name} of {style.input_layouts}"  # type: ignore[assignment]
+    text = f"not called yet; {style.name} of {style.input_layouts}"
+    module._explanation = text  # type: ignore[assignment]
     return module

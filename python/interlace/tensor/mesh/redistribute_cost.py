@@ -1,4 +1,4 @@
-"""What a redistribution of a DTensor costs, in microseconds, from the topology of its mesh.
+"""Torch's costs of collectives and redistributions of a DTensor, in microseconds, on a mesh's topology.
 
 With n ranks on the dimension, B GiB, and of the topology a base, a latency per hop and a bandwidth::
 
@@ -7,9 +7,9 @@ With n ranks on the dimension, B GiB, and of the topology a base, a latency per 
     all_reduce      base + 2 (n - 1) * latency + B * 2 (n - 1) / n / bandwidth
     all_to_all      as all_gather: each rank sends n - 1 of the n parts of its B
 
-These are torch's formulas; torch has none for all_to_all, and takes that of all_gather and 1 us more from
-shard to shard. Where the topology was measured, the line of the op itself counts instead.
-``redistribute_cost`` takes the steps that DTensor of the installed torch would take.
+torch has no formula for all_to_all: from shard to shard it takes that of all_gather and 1 us more. Where
+the topology was measured, the line of the op itself counts instead. ``redistribute_cost`` takes the steps
+that DTensor of the installed torch would take.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def _ring_us(op: str, bytes_gb: float, topo: MeshTopoInfo, mesh_dim: int, rounds
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Microseconds of an all-gather along ``mesh_dim``; ``bytes_gb``: GiB of the gathered tensor.
 
-    >>> from torch.distributed.device_mesh import DeviceMesh
-    >>> mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    >>> topo = MeshTopoInfo.build_from_mesh(mesh, bandwidth=10, latency=2)
+    >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(allgather_cost(0.001, topo, 0), 3)
     58.6
     """
@@ -52,9 +50,7 @@ def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int)
 
     Semantics: ``torch.distributed.tensor._collective_utils.reduce_scatter_cost``.
 
-    >>> from torch.distributed.device_mesh import DeviceMesh
-    >>> mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    >>> topo = MeshTopoInfo.build_from_mesh(mesh, bandwidth=10, latency=2)
+    >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(reduce_scatter_cost(0.001, topo, 0), 3)
     58.6
     """
@@ -66,9 +62,7 @@ def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
 
     Semantics: ``torch.distributed.tensor._collective_utils.allreduce_cost``.
 
-    >>> from torch.distributed.device_mesh import DeviceMesh
-    >>> mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    >>> topo = MeshTopoInfo.build_from_mesh(mesh, bandwidth=10, latency=2)
+    >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(allreduce_cost(0.001, topo, 0), 3)
     110.6
     """
@@ -78,12 +72,9 @@ def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
 def alltoall_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Microseconds of an all-to-all along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
 
-    ``base + (n - 1) * latency + bytes_gb * (n - 1) / n / bandwidth``: every rank sends each of the n - 1
-    others its n-th part. torch has no such function.
+    Every rank sends each of the n - 1 others its n-th part. torch has no such function.
 
-    >>> from torch.distributed.device_mesh import DeviceMesh
-    >>> mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    >>> topo = MeshTopoInfo.build_from_mesh(mesh, bandwidth=10, latency=2)
+    >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(alltoall_cost(0.001, topo, 0), 3)
     58.6
     """
@@ -109,9 +100,7 @@ def _step(
         return reduce_scatter_cost(gib, topo, mesh_dim), gib / ranks
     if target.is_partial() and (current.is_shard() or current.is_partial()):
         return math.inf, gib  # nobody does that
-    if current.is_replicate() and target.is_shard():
-        return 0.0, gib / ranks
-    return 0.0, gib
+    return 0.0, gib / ranks if current.is_replicate() and target.is_shard() else gib
 
 
 def redistribute_cost(
@@ -143,11 +132,8 @@ def redistribute_cost(
     current, target = current_spec, target_spec
     if current.mesh != target.mesh:
         return math.inf
-    if current.is_replicated():
-        return 0.0
-    if (current.placements, current.shard_order) == (target.placements, target.shard_order):
-        return 0.0
-    if not _is_member(current.mesh):
+    same = (current.placements, current.shard_order) == (target.placements, target.shard_order)
+    if same or current.is_replicated() or not current.mesh._is_current_rank_part_of_mesh():
         return 0.0
     if current.shard_order is None or target.shard_order is None:
         return math.inf
@@ -158,8 +144,6 @@ def redistribute_cost(
     for each in steps(current, target):
         took, gib = _step(*each.src_dst_placements, topo, each.mesh_dim, gib)
         cost += took
-        if math.isinf(cost):
-            return cost
     return cost
 
 
@@ -196,8 +180,3 @@ def one_step_redistribute_cost(
     topo = MeshTopoInfo.build_from_mesh(current_spec.mesh) if mesh_topo is None else mesh_topo
     gib = spec_to_bytes(current_spec) / current_spec.num_shards / GIB
     return _step(*pairs[differing[0]], topo, differing[0], gib)[0]
-
-
-def _is_member(mesh: Any) -> bool:
-    member: bool = mesh._is_current_rank_part_of_mesh()
-    return member

@@ -33,7 +33,7 @@ from interlace.tensor.mesh.fused_linears import (
     placed_linear,
 )
 
-_SAID = "_interlace_style"
+_EXPLANATION = "_interlace_style"
 _SEQUENCE = (
     "torch's SequenceParallel: every rank works on its part of the sequence, nothing is sent"
 )
@@ -52,11 +52,10 @@ class ColwiseParallel(torch_style.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
-            _torch_runs(module, self)
-            return super()._apply(module, device_mesh)
-        module = distribute_module(module, device_mesh, self._partition_linear_fn)
-        return placed_linear(module, ColwiseLinear, _frozen(self, device_mesh))
+        if type(module) is nn.Linear:
+            return _fused(self, ColwiseLinear, module, device_mesh)
+        _torch_runs(module, self)
+        return super()._apply(module, device_mesh)
 
 
 class RowwiseParallel(torch_style.RowwiseParallel):
@@ -73,12 +72,11 @@ class RowwiseParallel(torch_style.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
-            _torch_runs(module, self)
-            return super()._apply(module, device_mesh)
-        self.desired_input_layouts = (Shard(-1),)
-        module = distribute_module(module, device_mesh, self._partition_linear_fn)
-        return placed_linear(module, RowwiseLinear, _frozen(self, device_mesh))
+        if type(module) is nn.Linear:
+            self.desired_input_layouts = (Shard(-1),)
+            return _fused(self, RowwiseLinear, module, device_mesh)
+        _torch_runs(module, self)
+        return super()._apply(module, device_mesh)
 
 
 class SequenceParallel(torch_style.SequenceParallel):
@@ -91,7 +89,7 @@ class SequenceParallel(torch_style.SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        setattr(module, _SAID, _SEQUENCE)
+        setattr(module, _EXPLANATION, _SEQUENCE)
         return super()._apply(module, device_mesh)
 
 
@@ -107,26 +105,23 @@ def explain(module: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, each in module.named_modules():
-        said = each.explain() if isinstance(each, FusedLinear) else getattr(each, _SAID, None)
+        said = (
+            each.explain() if isinstance(each, FusedLinear) else getattr(each, _EXPLANATION, None)
+        )
         if said is not None:
             found[name] = said
     return found
 
 
-def _frozen(style: Any, mesh: DeviceMesh) -> Style:
-    return Style(
-        type(style).__name__,
-        mesh,
-        style.input_layouts,
-        style.desired_input_layouts,
-        style.output_layouts,
-        style.use_local_output,
-    )
+def _fused(style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """``module``, an nn.Linear, with its parameters split as torch's style does, as a ``kind``."""
+    layouts = (style.input_layouts, style.desired_input_layouts, style.output_layouts)
+    module = distribute_module(module, mesh, style._partition_linear_fn)
+    made = Style(type(style).__name__, mesh, *layouts, style.use_local_output)
+    return placed_linear(module, kind, made)
 
 
 def _torch_runs(module: nn.Module, style: Any) -> None:
-    name = type(module).__name__
-    reason = (
-        f"{name} is no nn.Linear" if not isinstance(module, nn.Linear) else f"{name} may differ"
-    )
-    setattr(module, _SAID, f"torch's {type(style).__name__}: {reason}")
+    why = "may differ" if isinstance(module, nn.Linear) else "is no nn.Linear"
+    text = f"torch's {type(style).__name__}: {type(module).__name__} {why}"
+    setattr(module, _EXPLANATION, text)

@@ -1,6 +1,6 @@
-"""What a collective along each dimension of a device mesh has to pass: ranks, bandwidth, latency.
+"""Topology of a device mesh: ranks, bandwidth and latency along each dimension.
 
-Where the figures come from, the first that there is::
+The figures are the first of these that there are::
 
     given      bandwidth= and latency= of the caller
     measured   this machine's file of ``python -m interlace calibrate``, if it has just this mesh
@@ -56,7 +56,7 @@ class MeshTopoInfo:
     True
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     mesh_dim_devices: list[int]
     mesh_dim_bandwidth: list[float]
     mesh_dim_latency: list[float]
@@ -175,18 +175,14 @@ def _calibration(
 ) -> tuple[Measured, Sequence[int]] | None:
     """What the file has of this mesh, or of the mesh from which it was cut; and its dimensions there."""
     meshes = calibration.read(mesh.device_type, file)
-    if not meshes:
-        return None
-    backend = _backend(mesh)
+    backend, dims = _backend(mesh), list(range(mesh.ndim))
     found = calibration.find(meshes, backend, sizes)
-    if found is not None:
-        return found, range(mesh.ndim)
-    root = mesh._get_root_mesh()
-    names = root.mesh_dim_names or ()
-    dims = [names.index(each) for each in mesh.mesh_dim_names or () if each in names]
-    if root is mesh or len(dims) != mesh.ndim:
-        return None
-    found = calibration.find(meshes, backend, tuple(root.mesh.shape))
+    if found is None:
+        root = mesh._get_root_mesh()
+        names = root.mesh_dim_names or ()
+        dims = [names.index(each) for each in mesh.mesh_dim_names or () if each in names]
+        if root is not mesh and len(dims) == mesh.ndim:
+            found = calibration.find(meshes, backend, tuple(root.mesh.shape))
     return None if found is None else (found, dims)
 
 
@@ -197,14 +193,11 @@ def _of_measured(
         raise ValueError(
             f"calibrated: the mesh has {sizes} ranks, measured was one of {list(measured.mesh)}"
         )
-    links, bandwidth, latency = {}, [], []
-    for dim, (of, ranks) in enumerate(zip(dims, sizes, strict=True)):
-        for op in calibration.OPS:
-            links[dim, op] = measured.link(of, op)
-        large = measured.link(of, "all_gather").protocols[-1]
-        bandwidth.append(
-            (ranks - 1) / ranks * large.gb_per_s * 1e9 / GIB if ranks > 1 else BANDWIDTH
-        )
-        latency.append(large.latency_us / max(1, ranks - 1))
+    links = {(n, op): measured.link(of, op) for n, of in enumerate(dims) for op in calibration.OPS}
+    bandwidth, latency = [], []
+    for of, ranks in zip(dims, sizes, strict=True):
+        gather = measured.link(of, "all_gather")
+        bandwidth.append(gather.received_gbs * 1e9 / GIB if ranks > 1 else BANDWIDTH)
+        latency.append(gather.protocols[-1].latency_us / max(1, ranks - 1))
     source = f"measured {measured.date} ({where})"
     return MeshTopoInfo(mesh, sizes, bandwidth, latency, [0.0] * len(sizes), links, source)
