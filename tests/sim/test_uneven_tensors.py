@@ -321,7 +321,7 @@ def test_one_message_each() -> None:
     names = ["scatter_v", "gather_v", "all_gather_v", "indexed_all_to_all_v"]
     with (
         mock.patch("interlace.tensor.uneven.collectives.exchange", counted),
-        mock.patch("interlace.tensor.uneven.said.exchange", counted),
+        mock.patch("interlace.tensor.uneven.facts.exchange", counted),
         mock.patch("interlace.tensor.uneven.indexed.exchange", counted),
         mock.patch("interlace.tensor.uneven.recorded.exchange", counted),
     ):

@@ -7,13 +7,13 @@ have the same block, of which they hold replicas. Nothing here is recorded for b
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from interlace.collectives import rooted
+from interlace.kernels.tiling import split_rows
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 
@@ -42,13 +42,8 @@ def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]
 
 
 def chunk_lengths(total: int, count: int) -> list[int]:
-    """The lengths that ``torch.chunk`` cuts ``total`` into, with zeros where it makes fewer than ``count``.
-
-    >>> chunk_lengths(5, 4)
-    [2, 2, 1, 0]
-    """
-    each = math.ceil(total / count)
-    return [max(0, min(each, total - index * each)) for index in range(count)]
+    """The lengths that ``torch.chunk`` cuts ``total`` into, zeros where it makes fewer than ``count``."""
+    return [length for _, length in split_rows(total, count)]
 
 
 def wide(dtype: torch.dtype, accumulate: str | None = "fp32") -> torch.dtype:

@@ -1,7 +1,8 @@
-"""Collectives of parts that differ in length along a dim, which return tensors and have gradients.
+"""Differentiable collectives of parts that differ in length along a dim.
 
-They move what :mod:`interlace.collectives.uneven`'s do. What those are told by all ranks, these find out:
-dtype, shape, lengths and whether gradients are wanted go in one small message before the tensors.
+They move what :mod:`interlace.collectives.uneven`'s do, and return tensors. What those are told by all
+ranks, these find out: dtype, shape, lengths and whether gradients are wanted go in one small message before
+the tensors.
 
 =======================  ===============================================================================
 op                       gradient of its input
@@ -30,20 +31,20 @@ from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
+from interlace.tensor.uneven.facts import (
+    Sizes,
+    TensorFacts,
+    check_accumulate,
+    check_source,
+    checked_facts,
+    gradient_here,
+    gradient_mode,
+    shared,
+    source_tensor,
+)
 from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.recorded import recorded
-from interlace.tensor.uneven.said import (
-    Said,
-    Sizes,
-    check_accumulate,
-    fit_source,
-    gradient_here,
-    gradient_mode,
-    says,
-    shared,
-    with_data,
-)
 
 # -- one to all ----------------------------------------------------------------------------------------
 
@@ -80,23 +81,13 @@ def scatter_v(
     """
     op = "scatter_v"
     communicator = resolve(group)
-    rank = communicator.rank
     with moves.refused_by_all(communicator, op):
         root = group_rank("src", src, group_src, communicator, default=0)
-        if rank == root:
-            tensor = with_data("tensor", tensor, communicator.on(tensor))
-        elif tensor is not None and not isinstance(tensor, Placeholder):
-            raise TypeError(
-                f"tensor must be None or a Placeholder where it does not come from, the source is group "
-                f"rank {root}, got a {type(tensor).__name__} on rank {rank}"
-            )
-        own = says(tensor, dim, sizes, communicator)
-
-    def check(parts: list[Said]) -> None:
-        fit_source(parts, root)
-
-    parts = exchange(communicator, op, (("root", root), gradient_mode()), own, check)
-    source: Said = parts[root]
+        tensor = source_tensor(tensor, root, communicator)
+        own = checked_facts(tensor, dim, sizes, communicator)
+    terms = (("root", root), gradient_mode())
+    parts = exchange(communicator, op, terms, own, lambda parts: check_source(parts, root))
+    source: TensorFacts = parts[root]
     assert source.shape is not None and source.dtype is not None
     lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
     cuts = moves.along(source.shape, source.dim, lengths)

@@ -1,9 +1,9 @@
-"""Every rank picks positions of its tensor for every rank: an all_to_all with a gather in front."""
+"""All-to-all of picked positions: every rank picks some of its tensor for every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,17 +12,26 @@ from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven.message import exchange
-from interlace.tensor.uneven.recorded import recorded
-from interlace.tensor.uneven.said import (
+from interlace.tensor.uneven.facts import (
     check_accumulate,
+    check_equal_beside,
+    checked_facts,
     checked_sizes,
     gradient_here,
     gradient_mode,
-    off,
-    says,
     with_data,
 )
+from interlace.tensor.uneven.message import exchange
+from interlace.tensor.uneven.recorded import recorded
+
+
+class _Picked(NamedTuple):
+    """What a rank tells the others. ``counts``: positions by receiver; ``matrix``: the caller's sizes."""
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+    counts: tuple[int, ...]
+    matrix: tuple[tuple[int, ...], ...] | None
 
 
 def indexed_all_to_all_v(
@@ -56,35 +65,30 @@ def indexed_all_to_all_v(
     """
     op = "indexed_all_to_all_v"
     communicator = resolve(group).on(tensor)
-    rank, count = communicator.rank, communicator.world_size
+    rank = communicator.rank
     with moves.refused_by_all(communicator, op):
         check_accumulate(accumulate, communicator)
-        said = says(with_data("tensor", tensor, communicator), dim, None, communicator)
-        assert said.shape is not None
-        dim = said.dim
-        picked = _checked_indices(indices, said.shape[dim], communicator)
+        facts = checked_facts(with_data("tensor", tensor, communicator), dim, None, communicator)
+        assert facts.shape is not None
+        dim = facts.dim
+        picked = _checked_indices(indices, facts.shape[dim], communicator)
         matrix = None if sizes is None else _checked_matrix(sizes, communicator)
     counts = tuple(len(each) for each in picked)
-    terms = (
-        ("dtype of tensor", said.dtype),
-        ("dim", dim),
-        ("accumulate", accumulate),
-        gradient_mode(),
+    named = (("dtype of tensor", facts.dtype), ("dim", dim), ("accumulate", accumulate))
+    own_part = _Picked(facts.shape, facts.requires_grad, counts, matrix)
+    parts: list[_Picked] = exchange(
+        communicator, op, (*named, gradient_mode()), own_part, lambda parts: _check(parts, dim)
     )
-    own_part = (said.shape, said.requires_grad, counts, matrix)
-    parts = exchange(communicator, op, terms, own_part, lambda parts: _fit_picked(parts, dim))
     own = tensor.detach()
-    device = own.device
-    picked = [each.to(device=device, dtype=torch.int64) for each in picked]
-    lengths = [each[2][rank] for each in parts]
-    whole = moves.empty(
-        communicator, (*said.shape[:dim], sum(lengths), *said.shape[dim + 1 :]), own.dtype
-    )
+    picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
+    lengths = [each.counts[rank] for each in parts]
+    shape = (*facts.shape[:dim], sum(lengths), *facts.shape[dim + 1 :])
+    whole = moves.empty(communicator, shape, own.dtype)
     cuts = moves.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]
     into = [moves.cut(whole, each) for each in cuts]
     in_rank(lambda: _all_to_all(communicator, into, sent))
-    if not any(each[1] for each in parts):
+    if not any(each.requires_grad for each in parts):
         return whole
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
@@ -92,12 +96,11 @@ def indexed_all_to_all_v(
         back = [torch.empty_like(each) for each in sent]
         _all_to_all(communicator, back, [moves.cut(given, each) for each in cuts])
         wide = moves.wide(own.dtype, accumulate)
-        total = torch.zeros(own.shape, dtype=wide, device=device)
+        total = torch.zeros(own.shape, dtype=wide, device=own.device)
         for where, each in zip(picked, back, strict=True):
             total.index_add_(dim, where, each.to(wide))
         return total.to(own.dtype)
 
-    assert len(picked) == count
     return recorded(communicator, op, whole, tensor, gradient)
 
 
@@ -126,24 +129,19 @@ def _checked_matrix(sizes: Any, communicator: Communicator) -> tuple[tuple[int, 
     count, rank = communicator.world_size, communicator.rank
     rows = list(sizes)
     if len(rows) != count:
-        raise ValueError(
-            f"sizes must have one row per rank, {count}, got {len(rows)} on rank {rank}"
-        )
+        text = f"sizes must have one row per rank, {count}, got {len(rows)} on rank {rank}"
+        raise ValueError(text)
     checked = [checked_sizes(row, communicator) for row in rows]
     return tuple(row for row in checked if row is not None)
 
 
-def _fit_picked(parts: list[Any], dim: int) -> None:
-    first = parts[0][0]
-    for rank, (shape, _, _, matrix) in enumerate(parts):
-        if len(shape) != len(first) or off(shape, dim) != off(first, dim):
-            raise ValueError(
-                f"tensor must be equal in shape off dim {dim} on all ranks, got {first} on rank 0, {shape} "
-                f"on rank {rank}"
-            )
-        for sender, (_, _, counts, _) in enumerate(parts):
-            if matrix is not None and matrix[sender] != counts:
+def _check(parts: list[_Picked], dim: int) -> None:
+    check_equal_beside(dim, [each.shape for each in parts])
+    for rank, own in enumerate(parts):
+        for sender, other in enumerate(parts if own.matrix else ()):
+            assert own.matrix is not None
+            if own.matrix[sender] != other.counts:
                 raise ValueError(
-                    f"sizes[{sender}] is {list(matrix[sender])} on rank {rank}, indices of rank {sender} "
-                    f"pick {list(counts)}"
+                    f"sizes[{sender}] is {list(own.matrix[sender])} on rank {rank}, indices of rank "
+                    f"{sender} pick {list(other.counts)}"
                 )

@@ -7,7 +7,7 @@ with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,16 @@ from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
+from interlace.tensor.uneven.facts import (
+    TensorFacts,
+    check_like_source,
+    facts_of,
+    gradient_mode,
+    source_tensor,
+    with_data,
+)
 from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
-from interlace.tensor.uneven.said import gradient_mode, with_data
 from interlace.tensor.uneven.sharding import (
     Placements,
     Sharding,
@@ -30,7 +37,6 @@ from interlace.tensor.uneven.sharding import (
     chunked,
     for_dims,
     from_shapes,
-    strides,
     unlike_chunks,
     with_sizes,
 )
@@ -144,10 +150,7 @@ class ShardedTensor:
             ("group_dst", root),
             ("shape", tuple(self.shape)),
             ("dtype", self.dtype),
-            (
-                "where parts lie",
-                self._sharding.blocks,
-            ),  # which some ranks may have been told otherwise
+            ("where parts lie", self._sharding.blocks),  # some ranks may have been told otherwise
             gradient_mode(),
         )
         wanted = exchange(communicator, op, terms, needs)
@@ -161,11 +164,10 @@ class ShardedTensor:
         Raises ValueError, which says what rank has what, unless all parts are as long as those of
         ``torch.chunk``; TypeError unless the mesh is a ``DeviceMesh``.
         """
-        communicator = self._ranks.communicator
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError(
                 f"to_dtensor needs a DeviceMesh, the mesh is a {type(self.mesh).__name__} on rank "
-                f"{communicator.rank}"
+                f"{self._ranks.communicator.rank}"
             )
         if others := unlike_chunks(self._sharding):
             raise ValueError(
@@ -178,7 +180,7 @@ class ShardedTensor:
             self.placements,
             run_check=False,
             shape=self.shape,
-            stride=strides(self.shape),
+            stride=torch.empty(self.shape, device="meta").stride(),
         )
 
 
@@ -226,19 +228,20 @@ def from_local(
             raise ValueError(f'shape is for sizes="chunk", got sizes={sizes!r} on rank {rank}')
         sharding = None
         if sizes != "infer":
-            sharding = _said_sharding(ranks, checked, own, sizes, shape)
+            sharding = _given_sharding(ranks, checked, own, sizes, shape)
     if sharding is None:
         terms = (("placements", str(checked)), ("mesh", ranks.shape), ("dtype", local.dtype))
         made: list[Sharding] = []
-        exchange(
-            communicator, op, terms, own,
-            lambda shapes: made.append(from_shapes(ranks.shape, checked, shapes)),
-        )  # fmt: skip
+
+        def check(shapes: list[tuple[int, ...]]) -> None:
+            made.append(from_shapes(ranks.shape, checked, shapes))
+
+        exchange(communicator, op, terms, own, check)
         (sharding,) = made
     return ShardedTensor(local, ranks, sharding)
 
 
-def _said_sharding(
+def _given_sharding(
     ranks: _Ranks,
     placements: Placements,
     own: tuple[int, ...],
@@ -306,45 +309,31 @@ def scatter(
     op, ranks = "scatter", _ranks(mesh)
     communicator = ranks.communicator
     rank = communicator.rank
-    own = _Offer(None, None)
+    own = TensorFacts()
     with moves.refused_by_all(communicator, op):
         root = group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape), rank)
+        tensor = source_tensor(tensor, root, communicator)
+        if tensor is not None:
+            own = facts_of(tensor)
         if rank == root:
-            tensor = with_data("tensor", tensor, communicator.on(tensor))
-            lengths = None if sizes is None else _whole_sizes(sizes, rank)
-            needs = tensor.requires_grad and torch.is_grad_enabled()
-            own = _Offer(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, lengths)
+            own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes, rank))
             _cut(ranks, checked, own, rank)
-        elif isinstance(tensor, Placeholder):
-            own = _Offer(tuple(tensor.shape), tensor.dtype)
-        elif tensor is not None:
-            raise TypeError(
-                f"tensor must be None or a Placeholder where it does not come from, the source is rank "
-                f"{root} of the mesh, got a {type(tensor).__name__} on rank {rank}"
-            )
 
-    def check(parts: list[tuple[_Offer, Placements]]) -> None:
+    def check(parts: list[tuple[TensorFacts, Placements]]) -> None:
         source, placed = parts[root]
         assert source.shape is not None
-        for other, (offer, given) in enumerate(parts):
-            if offer.shape is not None and (offer.shape, offer.dtype) != (
-                source.shape,
-                source.dtype,
-            ):
-                raise ValueError(
-                    f"tensor is {offer.shape} of {offer.dtype} on rank {other}, {source.shape} of "
-                    f"{source.dtype} on the source, rank {root} of the mesh"
-                )
-            ndim = len(source.shape)
+        check_like_source([facts for facts, _ in parts], root)
+        ndim = len(source.shape)
+        for other, (_, given) in enumerate(parts):
             if for_dims(given, ndim, other) != for_dims(placed, ndim, root):
                 raise ValueError(
-                    f"placements are {given} on rank {other}, {placed} on the source, rank {root} of the "
-                    "mesh"
+                    f"placements are {given} on rank {other}, {placed} on the source, group rank {root}"
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), gradient_mode())
-    source, _ = exchange(communicator, op, terms, (own, checked), check)[root]
+    source: TensorFacts = exchange(communicator, op, terms, (own, checked), check)[root][0]
+    assert source.dtype is not None
     sharding = _cut(ranks, checked, source, root)
     there = communicator.on(Placeholder((), device=source.device))
     local = scattered(
@@ -353,27 +342,17 @@ def scatter(
     return ShardedTensor(local, ranks, sharding)
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank says of its tensor in :func:`scatter`; ``shape`` is None where it has none."""
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    requires_grad: bool = False
-    device: str = ""
-    sizes: dict[int, Sequence[int]] | None = None
-
-
-def _cut(ranks: _Ranks, placements: Placements, offer: _Offer, root: int) -> Sharding:
+def _cut(ranks: _Ranks, placements: Placements, source: TensorFacts, root: int) -> Sharding:
     """How the source's tensor is cut."""
-    assert offer.shape is not None
-    placements = for_dims(placements, len(offer.shape), root)
-    if offer.sizes is None:
-        return chunked(ranks.shape, placements, offer.shape)
-    sharding = with_sizes(ranks.shape, placements, offer.sizes, offer.shape, root)
-    if sharding.shape != offer.shape:
+    shape, sizes = source.shape, source.sizes
+    assert shape is not None
+    placements = for_dims(placements, len(shape), root)
+    if sizes is None:
+        return chunked(ranks.shape, placements, shape)
+    sharding = with_sizes(ranks.shape, placements, sizes, shape, root)
+    if sharding.shape != shape:
         raise ValueError(
-            f"sizes={offer.sizes} add up to shape {sharding.shape}, tensor has {offer.shape} on rank {root}"
+            f"sizes={sizes} add up to shape {sharding.shape}, tensor has {shape} on rank {root}"
         )
     return sharding
 

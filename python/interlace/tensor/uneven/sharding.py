@@ -1,4 +1,4 @@
-"""Where the shards of all ranks lie in a whole tensor: arithmetic only, nothing is sent.
+"""Sharding of a whole tensor over a mesh of ranks: where every shard lies, by arithmetic alone.
 
 Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
 another; along ``Replicate()`` the same. If several mesh dims shard one tensor dim, it is cut along the
@@ -9,7 +9,6 @@ can be put together: ranks that hold the same part of a dim have the same length
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,8 +105,7 @@ def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shap
     for rank, shape in enumerate(shapes):
         if len(shape) != len(first):
             raise ValueError(
-                f"local has {len(first)} dims on rank 0, {len(shape)} on rank {rank}: shapes {first} and "
-                f"{shape}"
+                f"local has {len(first)} dims on rank 0, {len(shape)} on rank {rank}: {first} and {shape}"
             )
     for dim in range(len(first)):
         along = _sharding(placements, dim)
@@ -133,20 +131,14 @@ def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shap
 
 def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> Sharding:
     """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
-    return from_shapes(
-        mesh_shape,
-        placements,
-        [_chunk(mesh_shape, placements, shape, place) for place in coordinates(mesh_shape)],
-    )
-
-
-def _chunk(mesh_shape: Shape, placements: Placements, shape: Sequence[int], place: Shape) -> Shape:
-    found = list(shape)
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            lengths = chunk_lengths(found[placement.dim], mesh_shape[mesh_dim])
-            found[placement.dim] = lengths[place[mesh_dim]]
-    return tuple(found)
+    shapes = []
+    for place in coordinates(mesh_shape):
+        found = list(shape)
+        for placement, count, at in zip(placements, mesh_shape, place, strict=True):
+            if isinstance(placement, Shard):
+                found[placement.dim] = chunk_lengths(found[placement.dim], count)[at]
+        shapes.append(tuple(found))
+    return from_shapes(mesh_shape, placements, shapes)
 
 
 def with_sizes(
@@ -189,13 +181,9 @@ def with_sizes(
 def unlike_chunks(sharding: Sharding) -> list[str]:
     """Which rank has another shape than ``torch.chunk`` would give it, in words."""
     usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
-    found = []
-    for rank, (own, other) in enumerate(zip(sharding.blocks, usual.blocks, strict=True)):
-        if shape_of(own) != shape_of(other):
-            found.append(f"rank {rank} has {shape_of(own)}, torch.chunk gives it {shape_of(other)}")
-    return found
-
-
-def strides(shape: Sequence[int]) -> Shape:
-    """Of a dense tensor."""
-    return tuple(math.prod(max(1, n) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+    both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
+    return [
+        f"rank {rank} has {own}, torch.chunk gives it {other}"
+        for rank, (own, other) in enumerate(both)
+        if own != other
+    ]

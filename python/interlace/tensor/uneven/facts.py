@@ -1,4 +1,4 @@
-"""What the ranks of an uneven collective say of their tensors, and whether that fits together."""
+"""Facts that the ranks of an uneven collective tell each other of their tensors, and whether these fit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ Sizes = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank says of its tensor. ``shape`` is None where it has none."""
+class TensorFacts:
+    """What a rank tells of its tensor; ``shape`` is None where it has none."""
 
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    requires_grad: bool
-    dim: int
-    sizes: tuple[int, ...] | None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
     device: str = ""  # its kind: a process group may serve several
+    dim: int = 0
+    sizes: Any = None
+
+
+def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: Any = None) -> TensorFacts:
+    needs = tensor.requires_grad and torch.is_grad_enabled()
+    return TensorFacts(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, dim, sizes)
 
 
 def checked_sizes(sizes: Sizes, communicator: Communicator) -> tuple[int, ...] | None:
@@ -44,18 +49,30 @@ def checked_sizes(sizes: Sizes, communicator: Communicator) -> tuple[int, ...] |
     return lengths
 
 
-def says(tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator) -> Said:
+def checked_facts(
+    tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator
+) -> TensorFacts:
     rank = communicator.rank
     lengths = checked_sizes(sizes, communicator)
     if tensor is None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an int, got {dim!r} on rank {rank}")
-        return Said(None, None, False, dim, lengths)
+        return TensorFacts(dim=dim, sizes=lengths)
     if not tensor.dim():
         raise ValueError(f"tensor must have dimensions to be cut along, on rank {rank}")
-    dim = checks.dimension("dim", dim, tensor.dim(), rank)
-    needs = tensor.requires_grad and torch.is_grad_enabled()
-    return Said(tuple(tensor.shape), tensor.dtype, needs, dim, lengths, tensor.device.type)
+    return facts_of(tensor, checks.dimension("dim", dim, tensor.dim(), rank), lengths)
+
+
+def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.Tensor | None:
+    """``tensor`` itself, if it is readable on ``root``, and a Placeholder or None elsewhere."""
+    if communicator.rank == root:
+        return with_data("tensor", tensor, communicator.on(tensor))
+    if tensor is not None and not isinstance(tensor, Placeholder):
+        raise TypeError(
+            f"tensor must be None or a Placeholder where it does not come from, the source is group rank "
+            f"{root}, got a {type(tensor).__name__} on rank {communicator.rank}"
+        )
+    return tensor
 
 
 def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tensor:
@@ -75,14 +92,25 @@ def gradient_mode() -> tuple[str, bool]:
     return "torch.is_grad_enabled()", torch.is_grad_enabled()
 
 
-def _same_sizes(parts: Sequence[Said], expected: Sequence[int], says: str) -> None:
-    for rank, said in enumerate(parts):
-        if said.sizes is not None and said.sizes != tuple(expected):
-            raise ValueError(f"sizes is {list(said.sizes)} on rank {rank}, but {says}")
+def _same_sizes(parts: Sequence[TensorFacts], expected: Sequence[int], but: str) -> None:
+    for rank, facts in enumerate(parts):
+        if facts.sizes is not None and facts.sizes != tuple(expected):
+            raise ValueError(f"sizes is {list(facts.sizes)} on rank {rank}, but {but}")
 
 
-def fit_source(parts: list[Said], root: int) -> None:
-    source: Said = parts[root]
+def check_like_source(parts: Sequence[TensorFacts], root: int) -> None:
+    """Placeholders have the shape and the dtype of the source's tensor."""
+    source = parts[root]
+    for rank, facts in enumerate(parts):
+        if facts.shape is not None and (facts.shape, facts.dtype) != (source.shape, source.dtype):
+            raise ValueError(
+                f"tensor is {facts.shape} of {facts.dtype} on rank {rank}, {source.shape} of "
+                f"{source.dtype} on the source, group rank {root}"
+            )
+
+
+def check_source(parts: list[TensorFacts], root: int) -> None:
+    source = parts[root]
     assert source.shape is not None
     ndim, total = len(source.shape), source.shape[source.dim]
     lengths = source.sizes or moves.chunk_lengths(total, len(parts))
@@ -91,15 +119,11 @@ def fit_source(parts: list[Said], root: int) -> None:
             f"sizes {list(lengths)} add up to {sum(lengths)} on rank {root}, its tensor of shape "
             f"{source.shape} has {total} along dim {source.dim}"
         )
-    for rank, said in enumerate(parts):
-        if said.shape is not None and (said.shape, said.dtype) != (source.shape, source.dtype):
+    check_like_source(parts, root)
+    for rank, facts in enumerate(parts):
+        if facts.dim not in (source.dim, source.dim - ndim):
             raise ValueError(
-                f"tensor is {said.shape} of {said.dtype} on rank {rank}, {source.shape} of "
-                f"{source.dtype} on the source, rank {root}"
-            )
-        if said.dim not in (source.dim, source.dim - ndim):
-            raise ValueError(
-                f"dim is {said.dim} on rank {rank}, {source.dim} of {ndim} on the source, rank {root}"
+                f"dim is {facts.dim} on rank {rank}, {source.dim} of {ndim} on the source, rank {root}"
             )
     _same_sizes(parts, lengths, f"{list(lengths)} on the source, rank {root}")
 
@@ -114,33 +138,33 @@ def shared(
 ) -> tuple[tuple[int, ...], list[moves.Block], bool]:
     """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
     with moves.refused_by_all(communicator, op):
-        own = says(with_data("tensor", tensor, communicator), dim, sizes, communicator)
+        own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
     terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
-    parts: list[Said] = exchange(communicator, op, terms, own, _fit_parts)
-    shapes = [said.shape for said in parts if said.shape is not None]
+    parts: list[TensorFacts] = exchange(communicator, op, terms, own, _check_parts)
+    shapes = [facts.shape for facts in parts if facts.shape is not None]
     lengths = [shape[own.dim] for shape in shapes]
     whole = (*shapes[0][: own.dim], sum(lengths), *shapes[0][own.dim + 1 :])
-    needs = any(said.requires_grad for said in parts)
+    needs = any(facts.requires_grad for facts in parts)
     return whole, moves.along(whole, own.dim, lengths), needs
 
 
-def _fit_parts(parts: list[Said]) -> None:
-    first, dim = parts[0].shape, parts[0].dim
-    assert first is not None
-    for rank, said in enumerate(parts):
-        shape = said.shape
-        assert shape is not None
-        if len(shape) != len(first) or off(shape, dim) != off(first, dim):
+def _check_parts(parts: list[TensorFacts]) -> None:
+    dim, shapes = parts[0].dim, [facts.shape for facts in parts if facts.shape is not None]
+    check_equal_beside(dim, shapes)
+    found = [shape[dim] for shape in shapes]
+    _same_sizes(parts, found, f"the tensors have {found} along dim {dim}, by rank")
+
+
+def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
+    """The ``shapes`` of all ranks' tensors are equal but for their lengths along ``dim``."""
+    first = shapes[0]
+    for rank, shape in enumerate(shapes):
+        same_rest = (*shape[:dim], *shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])
+        if len(shape) != len(first) or not same_rest:
             raise ValueError(
                 f"tensor must be equal in shape off dim {dim} on all ranks, got {first} on rank 0, {shape} "
                 f"on rank {rank}"
             )
-    found = [said.shape[dim] for said in parts if said.shape is not None]
-    _same_sizes(parts, found, f"the tensors have {found} along dim {dim}, by rank")
-
-
-def off(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def gradient_here(
