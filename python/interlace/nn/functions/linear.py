@@ -26,14 +26,8 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks
 from interlace.groups.groups import resolve
-from interlace.nn.functions.linear_arguments import (
-    check_deferred,
-    check_fusion,
-    checked_input,
-    checked_weights,
-)
+from interlace.nn.functions.linear_arguments import check_layer, checked_input, checked_weights
 from interlace.nn.functions.linear_gradients import Column, Layer, Row
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.ops.simulated_backward import prepare
@@ -87,29 +81,22 @@ def column_parallel_linear(
     >>> interlace.run(step, 2)
     [((4, 3), 6.0), ((4, 3), 6.0)]
     """
-    op = "column_parallel_linear"
     communicator = resolve(group).on(input)
-    with communicator.accepting(op):
-        rank = communicator.rank
+    with communicator.accepting("column_parallel_linear"):
         source, dim = checked_input(input, "gather_dim", gather_dim, communicator)
         matrices, vectors = checked_weights(weights, biases, source, communicator)
+        layer = Layer.of(
+            communicator,
+            dim,
+            sharded=sequence_parallel,
+            fused=gradient_accumulation_fusion,
+            save_gathered=save_gathered,
+            deferred=deferred,
+            out_dtype=out_dtype,
+        )
+        names = [f"weights[{index}]" for index in range(len(matrices))]
+        check_layer(layer, source, dict(zip(names, matrices, strict=True)), communicator.rank)
         prepare(communicator, source, *matrices, *vectors)
-        if gradient_accumulation_fusion:
-            for index, weight in enumerate(matrices):
-                check_fusion(f"weights[{index}]", weight, rank)
-        check_deferred(deferred, matrices, rank)
-        checks.output_dtype(out_dtype, source, rank)
-    alone = communicator.world_size == 1
-    sharded = bool(sequence_parallel) and not alone
-    layer = Layer(
-        None if alone else communicator,
-        dim if sharded else 0,
-        sharded,
-        bool(gradient_accumulation_fusion),
-        bool(save_gathered),
-        deferred,
-        out_dtype,
-    )
     return list(Column.apply(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
 
 
@@ -150,26 +137,18 @@ def row_parallel_linear(
     >>> interlace.run(step, 2)
     [([[8.0, 8.0, 8.0]], 3.0), ([[8.0, 8.0, 8.0]], 3.0)]
     """
-    op = "row_parallel_linear"
     communicator = resolve(group).on(input)
-    with communicator.accepting(op):
-        rank = communicator.rank
+    with communicator.accepting("row_parallel_linear"):
         source, dim = checked_input(input, "scatter_dim", scatter_dim, communicator)
         checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
+        layer = Layer.of(
+            communicator,
+            dim,
+            sharded=sequence_parallel,
+            fused=gradient_accumulation_fusion,
+            deferred=deferred,
+            out_dtype=out_dtype,
+        )
+        check_layer(layer, source, {"weight": weight}, communicator.rank)
         prepare(communicator, source, weight, bias)
-        if gradient_accumulation_fusion:
-            check_fusion("weight", weight, rank)
-        check_deferred(deferred, [weight], rank)
-        checks.output_dtype(out_dtype, source, rank)
-    alone = communicator.world_size == 1
-    sharded = bool(sequence_parallel) and not alone
-    layer = Layer(
-        None if alone else communicator,
-        dim if sharded else 0,
-        sharded,
-        bool(gradient_accumulation_fusion),
-        False,
-        deferred,
-        out_dtype,
-    )
     return Row.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,4 +1,4 @@
-"""Validation of what the linear functions are given; messages as in ``interlace.arguments.checks``."""
+"""Checks of the linear functions' arguments; messages as in ``interlace.arguments.checks``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
+from interlace.nn.functions.linear_gradients import Layer
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.runtime.core.communicator import Communicator
 
@@ -77,21 +78,20 @@ def checked_weights(
     return list(weights), list(vectors)
 
 
-def check_fusion(name: str, weight: Tensor, rank: int) -> None:
-    """Raise unless ``weight`` has a usable ``main_grad``, needs none, or gets it from Megatron's FSDP."""
-    if torch.is_grad_enabled() and weight.requires_grad and not hasattr(weight, "__fsdp_param__"):
-        check_main_grad(name, weight, rank)
-
-
-def check_deferred(deferred: Any, weights: Sequence[Tensor], rank: int) -> None:
-    if deferred is None:
-        return
-    if not isinstance(deferred, DeferredWeightGradients):
+def check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor], rank: int) -> None:
+    """Raise unless ``layer`` can do with these weights what it is to do."""
+    learning = {n: w for n, w in weights.items() if w.requires_grad and torch.is_grad_enabled()}
+    for name, weight in learning.items() if layer.fused else ():
+        if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP has the buffer
+            check_main_grad(name, weight, rank)
+    deferred: Any = layer.deferred
+    if deferred is not None and not isinstance(deferred, DeferredWeightGradients):
         raise TypeError(
             f"deferred must be a DeferredWeightGradients or None, got {type(deferred).__name__} "
             f"on rank {rank}"
         )
-    if torch.is_grad_enabled() and any(w.requires_grad and not w.is_leaf for w in weights):
+    if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
         raise ValueError(
             f"deferred: gradients of weights that are results of other ops cannot wait, on rank {rank}"
         )
+    checks.output_dtype(layer.out_dtype, input, rank)

@@ -34,9 +34,16 @@ class Layer:
     dim: int
     sharded: bool  # along the sequence, over the communicator
     fused: bool
-    save_gathered: bool
-    deferred: DeferredWeightGradients | None
-    out_dtype: torch.dtype | None
+    save_gathered: bool = False
+    deferred: DeferredWeightGradients | None = None
+    out_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(communicator: Communicator, dim: int, *, sharded: Any, **options: Any) -> Layer:
+        """The layer on these ranks, of which there may be one."""
+        if communicator.world_size == 1:
+            return Layer(None, 0, False, **options)
+        return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
@@ -111,18 +118,10 @@ class Column(torch.autograd.Function):
             if layer.sharded:
                 assert layer.communicator is not None
                 keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
-                outputs = _finished(
-                    fused.all_gather_matmul(
-                        layer.communicator,
-                        own,
-                        [weight.t() for weight in weights],
-                        biases,
-                        layer.dim,
-                        keep,
-                        "auto",
-                        layer.out_dtype,
-                    )
-                )
+                matrices = [weight.t() for weight in weights]
+                how = (layer.dim, keep, "auto", layer.out_dtype)
+                started = fused.all_gather_matmul(layer.communicator, own, matrices, biases, *how)
+                outputs = _finished(started)
                 if keep:
                     kept = outputs.pop()
             else:
@@ -151,9 +150,9 @@ class Column(torch.autograd.Function):
             # under way while the gradient of the input is computed
             deferred = _deferred(layer) if wanted else None
             whole = gather(over, input) if over and wanted and deferred is None else None
-            of_input = None
+            started = None
             if needed[2] and used:
-                of_input = _start_of_input(
+                started = _start_of_input(
                     layer, [rows[i] for i in used], [weights[i] for i in used]
                 )
             if whole is not None:
@@ -161,34 +160,32 @@ class Column(torch.autograd.Function):
             learning = [ctx.parameters[i] for i in wanted]
             found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
-        of_biases = [
-            grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
-            if i in rows and needed[3 + count + i]
-            else None
-            for i in range(count)
-        ]
-        result = None
-        if of_input is not None:
-            lengths = [ctx.shape[layer.dim], *_without(ctx.shape[:-1], layer.dim)]
-            result = unrows(_finished(of_input)[0], lengths, layer.dim).to(ctx.input_dtype)
-        return (None, None, result, *[of_weights.get(i) for i in range(count)], *of_biases)
+        of_biases: list[Tensor | None] = [None] * count
+        for i in used:
+            if needed[3 + count + i]:
+                of_biases[i] = grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
+        of_input = None
+        if started is not None:
+            of_input = _unrows(_finished(started)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
+        return (None, None, of_input, *[of_weights.get(i) for i in range(count)], *of_biases)
 
 
-def _without(lengths: Sequence[int], dim: int) -> list[int]:
-    return [length for index, length in enumerate(lengths) if index != dim]
+def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """A matrix of rows in the order of ``dim``, as the leading dimensions of ``shape``."""
+    others = [length for index, length in enumerate(shape[:-1]) if index != dim]
+    return unrows(matrix, [shape[dim], *others], dim)
 
 
 def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) -> Started:
     """The sum of ``grads[i] @ weights[i]`` over all i and ranks, in flight; own rows of it if sharded."""
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
-    if layer.communicator is None:
+    over = layer.communicator
+    if over is None:
         return Started([grad @ weight], None)
     if not layer.sharded:
-        return fused.matmul_all_reduce(layer.communicator, grad, weight, None, "sum", "auto", None)
-    return fused.matmul_reduce_scatter(
-        layer.communicator, grad, weight, None, "sum", 0, "auto", None
-    )
+        return fused.matmul_all_reduce(over, grad, weight, None, "sum", "auto", None)
+    return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, "auto", None)
 
 
 # -- row ---------------------------------------------------------------------------------------------
@@ -206,19 +203,14 @@ class Row(torch.autograd.Function):
         with _as_is(input.device.type):
             if communicator is None:
                 output = _linear(own, matrix, vector, layer.out_dtype or dtype)
-            elif layer.sharded:
-                (output,) = _finished(
-                    fused.matmul_reduce_scatter(
-                        communicator, own, matrix.t(), vector, "sum", layer.dim, "auto",
-                        layer.out_dtype,
-                    )
-                )  # fmt: skip
             else:
-                (output,) = _finished(
-                    fused.matmul_all_reduce(
-                        communicator, own, matrix.t(), vector, "sum", "auto", layer.out_dtype
-                    )
-                )
+                product = (communicator, own, matrix.t(), vector, "sum")
+                how = ("auto", layer.out_dtype)
+                if layer.sharded:
+                    started = fused.matmul_reduce_scatter(*product, layer.dim, *how)
+                else:
+                    started = fused.matmul_all_reduce(*product, *how)
+                (output,) = _finished(started)
         ctx.layer, ctx.parameter = layer, weight
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(own, matrix)
@@ -258,8 +250,7 @@ class Row(torch.autograd.Function):
                     layer, _deferred(layer), [ctx.parameter], [whole], input, None
                 )
         if of_input is not None:
-            lengths = [kept.shape[layer.dim], *_without(kept.shape[:-1], layer.dim)]
-            of_input = unrows(of_input, lengths, layer.dim).to(ctx.input_dtype)
+            of_input = _unrows(of_input, kept.shape, layer.dim).to(ctx.input_dtype)
         if of_bias is not None:
             if bias_sum is not None:
                 bias_sum.wait()

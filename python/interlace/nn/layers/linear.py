@@ -45,13 +45,12 @@ class LinearParameters(ShardedModule):
         in_features: int,
         out_features: int,
         dim: int,
-        *,
         bias: bool,
         group: Any,
         init_method: InitMethod | None,
-        copies: int = 1,
         device: Any,
         dtype: Any,
+        copies: int = 1,
     ) -> None:
         super().__init__(group)
         if copies == 1:
@@ -88,6 +87,27 @@ class LinearParameters(ShardedModule):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, world_size={self.group.world_size}"
         )
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    """The options of the linear functions that are attributes of a layer."""
+    names = ("sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
+    return {name: getattr(layer, name) for name in names}
+
+
+def gathering_linear(
+    layer: Any, input: Tensor, weights: list[Any], biases: list[Any]
+) -> list[Tensor]:
+    """:func:`column_parallel_linear` with the options of ``layer``."""
+    return column_parallel_linear(
+        input,
+        weights,
+        biases,
+        group=layer.group,
+        gather_dim=sequence_dim(input, layer.batch_first),
+        save_gathered=layer.save_gathered,
+        **_options(layer),
+    )
 
 
 class ColumnParallelLinear(LinearParameters):
@@ -142,16 +162,7 @@ class ColumnParallelLinear(LinearParameters):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            0,
-            bias=bias,
-            group=group,
-            init_method=init_method,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, 0, bias, group, init_method, device, dtype)
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
@@ -159,19 +170,10 @@ class ColumnParallelLinear(LinearParameters):
 
     @eager
     def forward(self, input: Tensor) -> Any:
-        (output,) = column_parallel_linear(
-            input,
-            [self.weight],
-            [None if self.skip_bias_add else self.bias],
-            group=self.group,
-            gather_dim=sequence_dim(input, self.batch_first),
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            save_gathered=self.save_gathered,
-            deferred=self.deferred,
-            out_dtype=self.out_dtype,
-        )
         bias = self.bias
+        (output,) = gathering_linear(
+            self, input, [self.weight], [None if self.skip_bias_add else bias]
+        )
         if self.gather_output:
             output = gather_from_group(output, group=self.group)
             if self.skip_bias_add and bias is not None:
@@ -227,16 +229,7 @@ class RowParallelLinear(LinearParameters):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            1,
-            bias=bias,
-            group=group,
-            init_method=init_method,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, 1, bias, group, init_method, device, dtype)
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
@@ -253,10 +246,7 @@ class RowParallelLinear(LinearParameters):
             None if self.skip_bias_add else self.bias,
             group=self.group,
             scatter_dim=sequence_dim(input, self.batch_first),
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            deferred=self.deferred,
-            out_dtype=self.out_dtype,
+            **_options(self),
         )
         if not self.skip_bias_add:
             return output

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
-from interlace.nn.functions.linear import column_parallel_linear
-from interlace.nn.functions.regions import sequence_dim
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.layers.linear import ColumnParallelLinear, InitMethod, RowParallelLinear, eager
+from interlace.nn.layers.linear import (
+    ColumnParallelLinear,
+    InitMethod,
+    RowParallelLinear,
+    eager,
+    gathering_linear,
+)
 from interlace.nn.parameters.sharding import HeldGroup
 from interlace.runtime.numerics import activations
 
@@ -98,22 +102,12 @@ class SequenceParallelMLP(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         up, gate = self.up, self.gate
         layers = [up] if gate is None else [gate, up]
-        outputs = column_parallel_linear(
-            input,
-            [layer.weight for layer in layers],
-            [layer.bias for layer in layers],
-            group=self.group,
-            gather_dim=sequence_dim(input, up.batch_first),
-            sequence_parallel=up.sequence_parallel,
-            gradient_accumulation_fusion=up.gradient_accumulation_fusion,
-            save_gathered=up.save_gathered,
-            deferred=up.deferred,
-        )
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        outputs = gathering_linear(up, input, weights, biases)
         hidden = self._activated(outputs[0])
         if gate is not None:
             hidden = hidden * outputs[1]
-        result: Tensor = self.down(hidden)
-        return result
+        return self.down(hidden)  # type: ignore[no-any-return]
 
     def _activated(self, x: Tensor) -> Tensor:
         if isinstance(self.activation, str):

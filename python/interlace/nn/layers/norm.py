@@ -22,7 +22,6 @@ class _Norm(ShardedModule):
         self,
         normalized_shape: int | Sequence[int],
         names: tuple[str, ...],
-        *,
         group: Any,
         sequence_parallel: bool,
         device: Any,
@@ -87,15 +86,9 @@ class LayerNorm(_Norm):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        names = ("weight", "bias") if bias else ("weight",)
-        super().__init__(
-            normalized_shape,
-            names if elementwise_affine else (),
-            group=group,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
+        names: tuple[str, ...] = ("weight", "bias") if bias else ("weight",)
+        names = names if elementwise_affine else ()
+        super().__init__(normalized_shape, names, group, sequence_parallel, device, dtype)
         self.eps: float = eps
 
     def forward(self, input: Tensor) -> Tensor:
@@ -128,14 +121,8 @@ class RMSNorm(_Norm):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            normalized_shape,
-            ("weight",) if elementwise_affine else (),
-            group=group,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
+        names = ("weight",) if elementwise_affine else ()
+        super().__init__(normalized_shape, names, group, sequence_parallel, device, dtype)
         self.eps = eps
 
     def forward(self, input: Tensor) -> Tensor:

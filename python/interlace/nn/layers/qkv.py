@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from interlace.nn.functions.linear import column_parallel_linear
-from interlace.nn.functions.regions import copy_to_group, sequence_dim
+from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.layers.linear import InitMethod, LinearParameters, eager
+from interlace.nn.layers.linear import InitMethod, LinearParameters, eager, gathering_linear
 from interlace.nn.parameters.sharding import HeldGroup, divisible
 from interlace.runtime.core.communicator import Communicator
 
@@ -79,17 +78,8 @@ class QKVParallelLinear(torch.nn.Module):
         self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
 
         def projection(heads: int, copies: int) -> LinearParameters:
-            return LinearParameters(
-                hidden_size,
-                heads * self.head_dim,
-                0,
-                bias=bias,
-                group=held,
-                init_method=init_method,
-                copies=copies,
-                device=device,
-                dtype=dtype,
-            )
+            features, made = heads * self.head_dim, (init_method, device, dtype, copies)
+            return LinearParameters(hidden_size, features, 0, bias, held, *made)
 
         self.q = projection(num_heads, 1)
         self.k = projection(kv, self.copies)
@@ -112,18 +102,8 @@ class QKVParallelLinear(torch.nn.Module):
                 part._check_alike(replicas, "weight", "bias")
             shared = copy_to_group(*shared, group=replicas)
         k_weight, v_weight, k_bias, v_bias = shared
-        outputs = column_parallel_linear(
-            input,
-            [q.weight, k_weight, v_weight],
-            [q.bias, k_bias, v_bias],
-            group=self.group,
-            gather_dim=sequence_dim(input, self.batch_first),
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            save_gathered=self.save_gathered,
-            deferred=self.deferred,
-            out_dtype=self.out_dtype,
-        )
+        weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]
+        outputs = gathering_linear(self, input, weights, biases)
         return outputs[0], outputs[1], outputs[2]
 
     def _check_replicas(self) -> None:
@@ -131,8 +111,7 @@ class QKVParallelLinear(torch.nn.Module):
             if getattr(self, name) not in (None, False):
                 raise ValueError(
                     f"{name} needs a key-value head per rank or more: num_kv_heads is {self.num_kv_heads}, "
-                    f"the "
-                    f"group's size {self.group.world_size}"
+                    f"the group's size {self.group.world_size}"
                 )
 
     def extra_repr(self) -> str:

@@ -34,8 +34,7 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
     if not dist.is_initialized() or dist.get_world_size() <= max(ranks):
         raise ValueError(
             f"sharded_state_dict: a group of the ranks {ranks} needs torch.distributed to be initialized "
-            f"with "
-            "them"
+            "with them"
         )
     if sharding.copies > 1:
         rows = torch.tensor(ranks).view(-1, sharding.copies)

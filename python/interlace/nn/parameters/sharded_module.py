@@ -105,9 +105,8 @@ class ShardedModule(torch.nn.Module):
                 if digest != digests[0]:
                     raise ValueError(
                         f"{name} of {type(self).__name__} has other values on rank {rank} of the group "
-                        f"than "
-                        f"on rank 0: call torch.manual_seed with one seed on all ranks before the layer is "
-                        "made, or load a state dict"
+                        "than on rank 0: call torch.manual_seed with one seed on all ranks before the "
+                        "layer is made, or load a state dict"
                     )
         self._found_alike = True
 
