@@ -18,19 +18,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from interlace.compile import graph_nodes as nodes
 from interlace.compile.collectives import Collective, find, others
-from interlace.compile.graph_nodes import (
-    ancestors,
-    hinted,
-    in_order,
-    same,
-    shape,
-    source_line,
-    static,
-    through_reshapes,
-    value,
-    without_copies,
-)
 from interlace.compile.matmuls import Product, Unfit, readers, terms
 from interlace.compile.prediction import Amounts, Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
@@ -70,7 +59,7 @@ def fuse(
     report = Report(name)
     replaced: set[fx.Node] = set()
     if rewrite and policy != "never":
-        without_copies(graph)
+        nodes.without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for collective in collectives:
@@ -82,7 +71,7 @@ def fuse(
             into(graph, collective, products)
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
-        in_order(graph)
+        nodes.in_order(graph)
         _erase_dead(graph, replaced)
         graph.lint()
     return report
@@ -94,9 +83,9 @@ def _other(node: fx.Node) -> Candidate:
     reason = "a collective of another kind"
     if op.startswith(tuple(OPS)):
         reason = "not waited for once here, coalesced, or of a group that is not known"
-    made = value(node)
+    made = nodes.value(node)
     text = "" if made is None else "x".join(map(str, made.shape))
-    return Candidate(op, source_line(node), "none", text, 0, False, reason)
+    return Candidate(op, nodes.source_line(node), "none", text, 0, False, reason)
 
 
 def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
@@ -133,7 +122,7 @@ def _consider(
         reason = str(error)
     made = Candidate(
         collective=collective.kind,
-        where=source_line(collective.start),
+        where=nodes.source_line(collective.start),
         op=OPS[collective.kind],
         shape=_shown(collective, products),
         matmuls=len(products),
@@ -148,7 +137,7 @@ def _consider(
 
 def _shown(collective: Collective, products: list[Product]) -> str:
     whole = collective.result if collective.kind == "all_gather" else collective.input
-    text = "x".join(map(str, shape(whole)))
+    text = "x".join(map(str, nodes.shape(whole)))
     if products:
         text += " @ " + " + ".join(f"{p.inner}x{p.columns}" for p in products)
     return text
@@ -166,7 +155,7 @@ def _gather_products(
     notes = [f"left out {node.name}: {why}" for node, why in others]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
-        if ancestors(needed) & (later | {collective.result}):
+        if nodes.ancestors(needed) & (later | {collective.result}):
             notes.append(f"left out {product.node.name}: its weight comes from the gathered tensor")
         else:
             kept.append(product)
@@ -186,14 +175,14 @@ def _with_own_scale(
 ) -> Product:
     """Of a matmul with a scale per row: with the scales of the own shard's rows."""
     scales = product.scales
-    if scales is None or value(scales.left).numel() == 1:
+    if scales is None or nodes.value(scales.left).numel() == 1:
         return product
-    source, _ = through_reshapes(scales.left)
+    source, _ = nodes.through_reshapes(scales.left)
     gather = gathers.get(source)
     if (
         gather is None
         or (gather.dim, gather.name) != (collective.dim, collective.name)
-        or shape(gather.input) != [*shape(collective.input)[:-1], 1]
+        or nodes.shape(gather.input) != [*nodes.shape(collective.input)[:-1], 1]
     ):
         raise Unfit("its scale by row is not gathered as the rows are")
     return replace(product, scales=replace(scales, left=gather.input))
@@ -209,40 +198,40 @@ def _reduced_products(collective: Collective) -> list[Product]:
 
 def _check(collective: Collective, products: list[Product]) -> None:
     whole, kind = collective.input, collective.kind
-    ndim = value(whole).dim()
+    ndim = nodes.value(whole).dim()
     if ndim < 2:
         raise Unfit("the tensor has fewer than 2 dimensions")
     for product in products:
         if product.scales is None:
             for node in (whole, product.right):
-                if value(node).dtype not in (*FUSED_DTYPES, torch.float64):
-                    raise Unfit(f"dtype {value(node).dtype}")
+                if nodes.value(node).dtype not in (*FUSED_DTYPES, torch.float64):
+                    raise Unfit(f"dtype {nodes.value(node).dtype}")
         elif kind == "all_gather" and collective.dim == ndim - 1:
             raise Unfit("scaled, and the contracted dimension is gathered")
         elif kind == "all_reduce":
             raise Unfit("scaled")
         if product.batch:
             _check_batch(collective, product)
-    if sum(not static(length) for length in shape(whole)) > 1:
+    if sum(not nodes.static(length) for length in nodes.shape(whole)) > 1:
         raise Unfit("more than one symbolic dimension")
-    if products[0].scales is not None and not static(*shape(whole)):
+    if products[0].scales is not None and not nodes.static(*nodes.shape(whole)):
         raise Unfit("scaled, of symbolic shape")
-    if kind != "all_gather" and not static(shape(whole)[-1]):
+    if kind != "all_gather" and not nodes.static(nodes.shape(whole)[-1]):
         raise Unfit("the columns are symbolic")
-    length = shape(whole)[collective.dim]
-    if kind == "reduce_scatter" and static(length) and length % collective.size:
+    length = nodes.shape(whole)[collective.dim]
+    if kind == "reduce_scatter" and nodes.static(length) and length % collective.size:
         raise Unfit(f"{length} rows, which {collective.size} ranks do not divide")
 
 
 def _check_batch(collective: Collective, product: Product) -> None:
     whole, inside = collective.input, product.node
-    if value(whole).dim() != 3 or collective.dim == 0:
+    if nodes.value(whole).dim() != 3 or collective.dim == 0:
         raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
     if collective.kind == "all_reduce":
         raise Unfit("a batch of weights")
     if collective.kind == "all_gather":
         whole, inside = collective.result, product.left
-    if not same(shape(inside), shape(whole)):
+    if not nodes.same(nodes.shape(inside), nodes.shape(whole)):
         raise Unfit("a batch of weights, beside a reshape")
 
 
@@ -251,7 +240,7 @@ def _times(
 ) -> tuple[float, float] | tuple[None, None]:
     """Predicted, for the shapes that were traced; None if these are not known."""
     whole = collective.input
-    hints = [hinted(length) for length in shape(whole)]
+    hints = [nodes.hinted(length) for length in nodes.shape(whole)]
     lengths = [hint for hint in hints if hint is not None]
     if len(lengths) != len(hints):
         return None, None
@@ -259,7 +248,7 @@ def _times(
     rows = math.prod(lengths[:-1])
     if gathers and collective.dim != len(lengths) - 1:
         rows *= collective.size
-    itemsize, size = value(whole).element_size(), collective.size
+    itemsize, size = nodes.value(whole).element_size(), collective.size
     total = math.prod(lengths) * itemsize * (size if gathers else 1)
     passes = 2 if collective.kind == "all_reduce" else 1
     several = len(products) > 1 and not gathers
@@ -271,4 +260,4 @@ def _times(
         extra_collectives=int(biased and not gathers),
         calls=max(1, products[0].batch),
     )
-    return predict(machine or machine_for(value(whole).device), amounts)
+    return predict(machine or machine_for(nodes.value(whole).device), amounts)

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from interlace.nn.functions.regions import (
-    reduce_from_group,
-    reduce_scatter_to_sequence,
-    sequence_dim,
-)
+from interlace.nn.functions import regions
 from interlace.nn.layers.linear import InitMethod, eager
 from interlace.nn.parameters.sharded_module import ShardedModule
 
@@ -99,9 +95,9 @@ class VocabParallelEmbedding(ShardedModule):
         if self.group.world_size == 1:
             return output
         if not self.sequence_parallel:
-            return reduce_from_group(output, group=self.group)
-        dim = sequence_dim(output, self.batch_first)
-        return reduce_scatter_to_sequence(output, dim, group=self.group)
+            return regions.reduce_from_group(output, group=self.group)
+        dim = regions.sequence_dim(output, self.batch_first)
+        return regions.reduce_scatter_to_sequence(output, dim, group=self.group)
 
     def _check(self, input: Any) -> None:
         rank = self.group.rank

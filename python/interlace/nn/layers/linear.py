@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 
+from interlace.nn.functions import regions
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
-from interlace.nn.functions.regions import (
-    copy_to_group,
-    gather_from_group,
-    scatter_to_group,
-    sequence_dim,
-)
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible
@@ -104,7 +99,7 @@ def gathering_linear(
         weights,
         biases,
         group=layer.group,
-        gather_dim=sequence_dim(input, layer.batch_first),
+        gather_dim=regions.sequence_dim(input, layer.batch_first),
         save_gathered=layer.save_gathered,
         **_options(layer),
     )
@@ -175,9 +170,9 @@ class ColumnParallelLinear(LinearParameters):
             self, input, [self.weight], [None if self.skip_bias_add else bias]
         )
         if self.gather_output:
-            output = gather_from_group(output, group=self.group)
+            output = regions.gather_from_group(output, group=self.group)
             if self.skip_bias_add and bias is not None:
-                bias = gather_from_group(bias, group=self.group)  # type: ignore[assignment]
+                bias = regions.gather_from_group(bias, group=self.group)  # type: ignore[assignment]
         return (output, bias) if self.skip_bias_add else output
 
 
@@ -239,18 +234,18 @@ class RowParallelLinear(LinearParameters):
     def forward(self, input: Tensor) -> Any:
         self._check_alike(self.group.on(input), "bias")
         if not self.input_is_parallel:
-            input = scatter_to_group(input, group=self.group)
+            input = regions.scatter_to_group(input, group=self.group)
         output = row_parallel_linear(
             input,
             self.weight,
             None if self.skip_bias_add else self.bias,
             group=self.group,
-            scatter_dim=sequence_dim(input, self.batch_first),
+            scatter_dim=regions.sequence_dim(input, self.batch_first),
             **_options(self),
         )
         if not self.skip_bias_add:
             return output
         bias: Any = self.bias
         if self.sequence_parallel:
-            (bias,) = copy_to_group(bias, group=self.group)
+            (bias,) = regions.copy_to_group(bias, group=self.group)
         return output, bias

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.layers.linear import (
-    ColumnParallelLinear,
-    InitMethod,
-    RowParallelLinear,
-    eager,
-    gathering_linear,
-)
+from interlace.nn.layers import linear
 from interlace.nn.parameters.sharding import HeldGroup
 from interlace.runtime.numerics import activations
 
@@ -61,8 +55,8 @@ class SequenceParallelMLP(torch.nn.Module):
         group: Any = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
-        init_method: InitMethod | None = None,
-        output_init_method: InitMethod | None = None,
+        init_method: linear.InitMethod | None = None,
+        output_init_method: linear.InitMethod | None = None,
         gradient_accumulation_fusion: bool = False,
         save_gathered: bool = False,
         deferred: DeferredWeightGradients | None = None,
@@ -88,22 +82,24 @@ class SequenceParallelMLP(torch.nn.Module):
             "dtype": dtype,
         }
         first = {**options, "init_method": init_method, "save_gathered": save_gathered}
-        self.gate = ColumnParallelLinear(hidden_size, intermediate_size, **first) if gated else None
-        self.up = ColumnParallelLinear(hidden_size, intermediate_size, **first)
+        self.gate = (
+            linear.ColumnParallelLinear(hidden_size, intermediate_size, **first) if gated else None
+        )
+        self.up = linear.ColumnParallelLinear(hidden_size, intermediate_size, **first)
         options["init_method"] = init_method if output_init_method is None else output_init_method
-        self.down = RowParallelLinear(intermediate_size, hidden_size, **options)
+        self.down = linear.RowParallelLinear(intermediate_size, hidden_size, **options)
 
     @property
     def group(self) -> Any:
         """The group that the module communicates over."""
         return self._held.communicator
 
-    @eager
+    @linear.eager
     def forward(self, input: Tensor) -> Tensor:
         up, gate = self.up, self.gate
         layers = [up] if gate is None else [gate, up]
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        outputs = gathering_linear(up, input, weights, biases)
+        outputs = linear.gathering_linear(up, input, weights, biases)
         hidden = self._activated(outputs[0])
         if gate is not None:
             hidden = hidden * outputs[1]

@@ -31,17 +31,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven.facts import (
-    Sizes,
-    TensorFacts,
-    check_accumulate,
-    check_source,
-    checked_facts,
-    gradient_here,
-    gradient_mode,
-    shared,
-    source_tensor,
-)
+from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.recorded import recorded
@@ -51,7 +41,7 @@ from interlace.tensor.uneven.recorded import recorded
 
 def scatter_v(
     tensor: torch.Tensor | None,
-    sizes: Sizes = None,
+    sizes: facts.Sizes = None,
     dim: int = 0,
     *,
     src: int | None = None,
@@ -83,11 +73,11 @@ def scatter_v(
     communicator = resolve(group)
     with moves.refused_by_all(communicator, op):
         root = group_rank("src", src, group_src, communicator, default=0)
-        tensor = source_tensor(tensor, root, communicator)
-        own = checked_facts(tensor, dim, sizes, communicator)
-    terms = (("root", root), gradient_mode())
-    parts = exchange(communicator, op, terms, own, lambda parts: check_source(parts, root))
-    source: TensorFacts = parts[root]
+        tensor = facts.source_tensor(tensor, root, communicator)
+        own = facts.checked_facts(tensor, dim, sizes, communicator)
+    terms = (("root", root), facts.gradient_mode())
+    parts = exchange(communicator, op, terms, own, lambda parts: facts.check_source(parts, root))
+    source: facts.TensorFacts = parts[root]
     assert source.shape is not None and source.dtype is not None
     lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
     cuts = moves.along(source.shape, source.dim, lengths)
@@ -114,7 +104,7 @@ def scattered(
     device = communicator.place.device
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-        mine = gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
+        mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
         whole = moves.gather_sum(communicator, mine, cuts, root, shape)
         if is_root:
             return whole
@@ -128,7 +118,7 @@ def scattered(
 
 def gather_v(
     tensor: torch.Tensor,
-    sizes: Sizes = None,
+    sizes: facts.Sizes = None,
     dim: int = 0,
     *,
     dst: int | None = None,
@@ -158,7 +148,7 @@ def gather_v(
     communicator = resolve(group).on(tensor)
     with moves.refused_by_all(communicator, op):
         root = group_rank("dst", dst, group_dst, communicator, default=0)
-    shape, cuts, needs = shared(op, tensor, sizes, dim, communicator, (("root", root),))
+    shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
     return gathered(communicator, tensor, cuts, root, shape, needs)
 
 
@@ -184,7 +174,7 @@ def gathered(
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
         given = None
         if is_root:
-            given = gradient_here(communicator, "gather_v", grad, shape, own.dtype)
+            given = facts.gradient_here(communicator, "gather_v", grad, shape, own.dtype)
         part = moves.scatter(communicator, given, cuts, root, own.dtype)
         return torch.zeros_like(own) if part is None else part
 
@@ -196,7 +186,7 @@ def gathered(
 
 def all_gather_v(
     tensor: torch.Tensor,
-    sizes: Sizes = None,
+    sizes: facts.Sizes = None,
     dim: int = 0,
     *,
     group: Any = None,
@@ -221,9 +211,9 @@ def all_gather_v(
     op = "all_gather_v"
     communicator = resolve(group).on(tensor)
     with moves.refused_by_all(communicator, op):
-        check_accumulate(accumulate, communicator)
+        facts.check_accumulate(accumulate, communicator)
     terms = (("accumulate", accumulate),)
-    shape, cuts, needs = shared(op, tensor, sizes, dim, communicator, terms)
+    shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
     own = tensor.detach()
     whole = moves.empty(communicator, shape, own.dtype)
     into = [moves.cut(whole, each) for each in cuts]
@@ -232,7 +222,7 @@ def all_gather_v(
         return whole
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
-        given = gradient_here(communicator, op, grad, shape, own.dtype)
+        given = facts.gradient_here(communicator, op, grad, shape, own.dtype)
         parts = [moves.cut(given, each) for each in cuts]
         return _reduced(communicator, parts, own, accumulate)
 

@@ -68,21 +68,21 @@ def indexed_all_to_all_v(
     rank = communicator.rank
     with moves.refused_by_all(communicator, op):
         check_accumulate(accumulate, communicator)
-        facts = checked_facts(with_data("tensor", tensor, communicator), dim, None, communicator)
-        assert facts.shape is not None
-        dim = facts.dim
-        picked = _checked_indices(indices, facts.shape[dim], communicator)
+        about = checked_facts(with_data("tensor", tensor, communicator), dim, None, communicator)
+        assert about.shape is not None
+        dim = about.dim
+        picked = _checked_indices(indices, about.shape[dim], communicator)
         matrix = None if sizes is None else _checked_matrix(sizes, communicator)
     counts = tuple(len(each) for each in picked)
-    named = (("dtype of tensor", facts.dtype), ("dim", dim), ("accumulate", accumulate))
-    own_part = _Picked(facts.shape, facts.requires_grad, counts, matrix)
+    named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
+    own_part = _Picked(about.shape, about.requires_grad, counts, matrix)
     parts: list[_Picked] = exchange(
         communicator, op, (*named, gradient_mode()), own_part, lambda parts: _check(parts, dim)
     )
     own = tensor.detach()
     picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
     lengths = [each.counts[rank] for each in parts]
-    shape = (*facts.shape[:dim], sum(lengths), *facts.shape[dim + 1 :])
+    shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = moves.empty(communicator, shape, own.dtype)
     cuts = moves.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]

@@ -19,15 +19,8 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
+from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
-from interlace.tensor.uneven.facts import (
-    TensorFacts,
-    check_like_source,
-    facts_of,
-    gradient_mode,
-    source_tensor,
-    with_data,
-)
 from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.sharding import (
@@ -144,14 +137,14 @@ class ShardedTensor:
         op, communicator = "gather", self._ranks.communicator.on(self._local)
         with moves.refused_by_all(communicator, op):
             root = group_rank("dst", None, group_dst, communicator)
-            local = with_data("local", self._local, communicator)
+            local = facts.with_data("local", self._local, communicator)
         needs = local.requires_grad and torch.is_grad_enabled()
         terms = (
             ("group_dst", root),
             ("shape", tuple(self.shape)),
             ("dtype", self.dtype),
             ("where parts lie", self._sharding.blocks),  # some ranks may have been told otherwise
-            gradient_mode(),
+            facts.gradient_mode(),
         )
         wanted = exchange(communicator, op, terms, needs)
         senders = self._sharding.replicas_of(root)
@@ -221,7 +214,7 @@ def from_local(
     communicator = ranks.communicator
     rank = communicator.rank
     with moves.refused_by_all(communicator, op):
-        local = with_data("local", local, communicator.on(local))
+        local = facts.with_data("local", local, communicator.on(local))
         own = tuple(local.shape)
         checked = for_dims(checked_placements(placements, len(ranks.shape), rank), len(own), rank)
         if shape is not None and sizes != "chunk":
@@ -309,21 +302,21 @@ def scatter(
     op, ranks = "scatter", _ranks(mesh)
     communicator = ranks.communicator
     rank = communicator.rank
-    own = TensorFacts()
+    own = facts.TensorFacts()
     with moves.refused_by_all(communicator, op):
         root = group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape), rank)
-        tensor = source_tensor(tensor, root, communicator)
+        tensor = facts.source_tensor(tensor, root, communicator)
         if tensor is not None:
-            own = facts_of(tensor)
+            own = facts.facts_of(tensor)
         if rank == root:
             own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes, rank))
             _cut(ranks, checked, own, rank)
 
-    def check(parts: list[tuple[TensorFacts, Placements]]) -> None:
+    def check(parts: list[tuple[facts.TensorFacts, Placements]]) -> None:
         source, placed = parts[root]
         assert source.shape is not None
-        check_like_source([facts for facts, _ in parts], root)
+        facts.check_like_source([each for each, _ in parts], root)
         ndim = len(source.shape)
         for other, (_, given) in enumerate(parts):
             if for_dims(given, ndim, other) != for_dims(placed, ndim, root):
@@ -331,8 +324,8 @@ def scatter(
                     f"placements are {given} on rank {other}, {placed} on the source, group rank {root}"
                 )
 
-    terms = (("group_src", root), ("mesh", ranks.shape), gradient_mode())
-    source: TensorFacts = exchange(communicator, op, terms, (own, checked), check)[root][0]
+    terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
+    source: facts.TensorFacts = exchange(communicator, op, terms, (own, checked), check)[root][0]
     assert source.dtype is not None
     sharding = _cut(ranks, checked, source, root)
     there = communicator.on(Placeholder((), device=source.device))
@@ -342,7 +335,7 @@ def scatter(
     return ShardedTensor(local, ranks, sharding)
 
 
-def _cut(ranks: _Ranks, placements: Placements, source: TensorFacts, root: int) -> Sharding:
+def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root: int) -> Sharding:
     """How the source's tensor is cut."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None
