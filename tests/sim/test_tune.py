@@ -83,12 +83,8 @@ def test_what_is_not_near_is_not_taken() -> None:
     ):
         found = tuning.nearest(rows, tuning.bucket_of(other))
         assert (found and found[1]) == steps, other
-    for other in (
-        replace(GATHER, dtype=torch.float16),
-        replace(GATHER, op="matmul_reduce_scatter"),
-        replace(GATHER, columns=3583),
-    ):
-        assert tuning.cached_rows(rows, other) == []
+    for change in ({"dtype": torch.float16}, {"op": "matmul_reduce_scatter"}, {"columns": 3583}):
+        assert tuning.cached_rows(rows, replace(GATHER, **change)) == []
 
 
 def test_ties_do_not_depend_on_the_order_of_rows() -> None:
@@ -121,8 +117,8 @@ def test_values_are_those_of_the_algorithm_that_runs() -> None:
 def test_several_nodes_and_a_world_of_one_take_defaults() -> None:
     default = gpu_default(90, torch.bfloat16, 1024)
     assert decide(90, GATHER, None, one_node=False).configuration == default
-    alone = decide(90, replace(GATHER, world_size=1), (row(chunks=3), 0))
-    assert alone.configuration == default
+    lone = replace(GATHER, world_size=1)
+    assert decide(90, lone, (row(chunks=3), 0)).configuration == default
 
 
 def test_the_cost_model_prefers_what_it_should() -> None:

@@ -38,6 +38,8 @@ def _ring_us(op: str, bytes_gb: float, topo: MeshTopoInfo, mesh_dim: int, rounds
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Microseconds of an all-gather along ``mesh_dim``; ``bytes_gb``: GiB of the gathered tensor.
 
+    Semantics: ``torch.distributed.tensor._collective_utils.allgather_cost``.
+
     >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(allgather_cost(0.001, topo, 0), 3)
     58.6
