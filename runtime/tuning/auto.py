@@ -1,17 +1,17 @@
 """The algorithm that ``algorithm="auto"`` stands for: by thresholds, not by the cost model.
 
-``sim`` exists to run the kernels, so there it is the kernel. On GPUs the fused kernel is taken as soon
-as an output has enough rows to overlap anything; below, fusing loses to the plain sequence. The sizes are
-rows of ``table.py``; a row for the shape of a call (``tuning.py``) comes before them.
+The sizes are rows of ``table.py``; a row for the shape of a call (``tuning.py``) comes before them. ``sim``
+exists to run the kernels, so there it is the kernel. On GPUs fusing loses to the plain sequence where an
+output has too few rows to overlap anything.
 
 On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
 all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on and up to 23 % slower
 below 4 MiB; matmul + reduce-scatter is unfused up to 21 % faster and at most 2 % slower at all sizes,
 because one large torch.mm beats one per owner.
 
-Plain collectives of few bytes go in words that carry their own flags: no signal follows the data, and no
-credit is waited for, but every byte is sent as two, and by one-shot to all. NCCL's protocol of that kind
-("LL", 8-byte words) ends near the same size; here it was not measured.
+Plain collectives of few bytes go in words that carry their own flags: no signal and no credit is waited
+for, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends near
+the same size; here it was not measured.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
         return "unfused"
     if place.name == "sim":
         return "fused"
-    if place.direct_access or torch.cuda.get_device_capability(place.device) < (8, 9):
-        return "unfused"
-    return "fused" if rows >= SMALLEST_FUSED_ROWS else "unfused"
+    on_chip = not place.direct_access and torch.cuda.get_device_capability(place.device) >= (8, 9)
+    return "fused" if on_chip and rows >= SMALLEST_FUSED_ROWS else "unfused"
 
 
 def choose_algorithm(

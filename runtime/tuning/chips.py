@@ -1,4 +1,4 @@
-"""What is known of GPU architectures before a kernel runs there: limits, and round figures of speed.
+"""GPU architectures: limits of a program, and round figures of speed.
 
 Limits are those of the CUDA programming guide. Speeds are data sheets times a guess of what can be had
 (0.85 of the matmul rate, 0.9 of memory, 0.83 of NVLink); nothing here was measured by this project. They
@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIB = 1 << 10
-ANYWHERE_BYTES = 48 * KIB
+ANYWHERE_KIB = 48
 """Shared memory that a program gets on every CUDA GPU without asking for more."""
 
-SHARED_BYTES = {
-    75: 64 * KIB,
-    80: 163 * KIB,
-    86: 99 * KIB,
-    87: 163 * KIB,
-    89: 99 * KIB,
-    90: 227 * KIB,
-    100: 227 * KIB,
-    103: 227 * KIB,
-    120: 99 * KIB,
-    121: 99 * KIB,
+SHARED_KIB = {
+    75: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+    121: 99,
 }
 """What one program can have, by compute capability (90 is 9.0)."""
 
@@ -34,7 +34,7 @@ def shared_bytes(capability: int) -> int:
     >>> shared_bytes(90), shared_bytes(999)
     (232448, 49152)
     """
-    return SHARED_BYTES.get(capability, ANYWHERE_BYTES)
+    return KIB * SHARED_KIB.get(capability, ANYWHERE_KIB)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ _ALLOWED: dict[str, tuple[Sequence[int], str]] = {
 
 
 def check_values(values: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError naming the field unless all are fields, and values that they can have.
+    """Raise TypeError or ValueError, naming the field, unless all are fields, with values they can have.
 
     >>> check_values({"block_m": 48})
     Traceback (most recent call last):
@@ -116,9 +116,8 @@ def check_values(values: Mapping[str, object]) -> None:
     for name, value in values.items():
         kind = _KINDS.get(name)
         if kind is None:
-            raise TypeError(
-                f"{name!r} is no field of the configuration; there are {', '.join(_KINDS)}"
-            )
+            known = ", ".join(_KINDS)
+            raise TypeError(f"{name!r} is no field of the configuration; there are {known}")
         allowed, text = _ALLOWED.get(name, ((True, False), "True or False"))
         if type(value) is not kind:
             typed = text if kind is bool else f"an int, {text}"
@@ -137,8 +136,8 @@ def override(**values: int | bool) -> Iterator[None]:
     """Within the block, every configuration has these values; ``interlace.configured``.
 
     They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
-    have to give the same ones; fused ops raise ValueError if they do not. A value that a field cannot have,
-    or a name of none, is a ValueError or TypeError on entering the block: see :func:`check_values`.
+    have to give the same ones, else fused ops raise ValueError. A name or a value that :func:`check_values`
+    refuses is a TypeError or ValueError on entering the block.
 
     >>> import interlace, torch
     >>> def on_rank():

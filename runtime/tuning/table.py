@@ -53,13 +53,11 @@ class Tile(NamedTuple):
 
     @property
     def values(self) -> Values:
+        """Fields of the configuration."""
         flags = self.flags.split()
+        same = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
         return {
-            "block_m": self.block_m,
-            "block_n": self.block_n,
-            "block_k": self.block_k,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
+            **{name: getattr(self, name) for name in same},
             "epilogue_subtile": self.subtile,
             "descriptors": "tma" in flags,
             "flatten": "flatten" in flags,

@@ -1,4 +1,4 @@
-"""Which configurations a GPU can run, by arithmetic alone, and the candidates that tuning tries.
+"""Configurations that a GPU can run, by arithmetic alone, and the candidates that tuning tries.
 
 Bounds on the safe side: what passes fits; what is refused might have fitted after all. Registers are
 bounded for the accumulator only, so a candidate that passes may still spill, which its time shows.
@@ -6,6 +6,7 @@ bounded for the accumulator only, so a candidate that passes may still spill, wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
@@ -15,8 +16,6 @@ from interlace.runtime.tuning.configuration import SMALLEST_DOT, Configuration, 
 MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
 WARP = 32
 BARRIERS = 16  # bytes of a stage, at most
-
-Tile = tuple[int, int, int, int]  # block_m, block_n, block_k, num_warps
 
 
 def shared_needed(configuration: Configuration, itemsize: int, output_itemsize: int = 2) -> int:
@@ -69,27 +68,22 @@ def tile_candidates(
     """
     yield default
     sizes = (64, 128, 256)
-    inner = (32, 64) if itemsize == 4 else (64, 128) if itemsize == 2 else (64, 128, 256)
-    for block_m in sizes:
-        for block_n in sizes:
-            for block_k in inner:
-                for warps in (4, 8):
-                    parts = min(4, max(1, block_n // 64)) if default.epilogue_subtile > 1 else 1
-                    made = replace(
-                        default,
-                        block_m=block_m,
-                        block_n=block_n,
-                        block_k=block_k,
-                        num_warps=warps,
-                        epilogue_subtile=4 if parts == 3 else parts,
-                    )
-                    most = most_stages(made, capability, itemsize)
-                    for stages in range(max(2, most - 1), most + 1):
-                        yield replace(made, num_stages=stages)
+    inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)
+    for block_m, block_n, block_k, warps in itertools.product(sizes, sizes, inner, (4, 8)):
+        made = replace(
+            default,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            num_warps=warps,
+            epilogue_subtile=block_n // 64 if default.epilogue_subtile > 1 else 1,
+        )
+        most = most_stages(made, capability, itemsize)
+        for stages in range(max(2, most - 1), most + 1):
+            yield replace(made, num_stages=stages)
 
 
 def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:
     """The same tiles, with shards in more and fewer chunks, by the copy engine or by programs."""
-    for copiers in (0, 8, 16, 32):
-        for chunks in (1, 2, 4, 8):
-            yield replace(configuration, copiers=copiers, chunks=chunks)
+    for copiers, chunks in itertools.product((0, 8, 16, 32), (1, 2, 4, 8)):
+        yield replace(configuration, copiers=copiers, chunks=chunks)

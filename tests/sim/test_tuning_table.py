@@ -150,7 +150,7 @@ def test_an_unknown_chip_gets_what_fits_any() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             made = gpu_default(capability, dtype, 4096)
             needed = valid_configurations.shared_needed(made, dtype.itemsize)
-            assert needed <= chips.ANYWHERE_BYTES and not made.descriptors
+            assert needed <= chips.shared_bytes(0) and not made.descriptors
 
 
 def test_the_interpreter_covers_the_extents() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from interlace.compile.fusion import POLICIES, fuse
+from interlace.compile.fusion import check_policy, fuse
 from interlace.compile.prediction import Machine
 from interlace.compile.report import Report
 
@@ -44,8 +44,7 @@ class FusionPass(CustomGraphPass):
         machine: Machine | None = None,
         on_report: Callable[[Report], None] | None = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        check_policy(policy)
         self.policy, self.machine, self.on_report = policy, machine, on_report
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -105,10 +104,8 @@ def backend(
     fusion = FusionPass(**own)
     if codegen == "inductor":
         return _inductor(graph_module, inputs, fusion, mode, settings)
-    if settings or mode:
-        raise ValueError(
-            f'codegen="aot_eager" takes no options of Inductor, got {settings or mode}'
-        )
+    if given := settings or mode:
+        raise ValueError(f'codegen="aot_eager" takes no options of Inductor, got {given}')
     return _aot_eager(graph_module, inputs, fusion)
 
 
@@ -122,11 +119,12 @@ def _inductor(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    key = "post_grad_custom_post_pass"
     patches = dict(list_mode_options(mode)) if mode not in (None, "default") else {}
     patches.update(settings)
-    theirs = patches.get("post_grad_custom_post_pass")
-    passes = [] if theirs is None else theirs if isinstance(theirs, list) else [theirs]
-    patches["post_grad_custom_post_pass"] = _Passes([*passes, fusion]) if passes else fusion
+    theirs = patches.get(key) or []
+    passes = theirs if isinstance(theirs, list) else [theirs]
+    patches[key] = _Passes([*passes, fusion]) if passes else fusion
     compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
@@ -161,14 +159,14 @@ def _aot_eager(
 
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    made = aot_autograd(
+    make = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         decompositions=select_decomp_table,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    return made(graph_module, inputs)
+    return make(graph_module, inputs)
 
 
 def register() -> None:

@@ -34,6 +34,11 @@ OPS = {
 }
 
 
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+
+
 def fuse(
     graph: fx.Graph,
     *,
@@ -54,8 +59,7 @@ def fuse(
     >>> fuse(graph, policy="always").summary()
     'inference graph: fused 1 of 1 collectives (all_gather_matmul 1)'
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy(policy)
     report = Report(name)
     replaced: set[fx.Node] = set()
     if rewrite and policy != "never":
@@ -177,13 +181,10 @@ def _with_own_scale(
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
         return product
-    source, _ = nodes.through_reshapes(scales.left)
-    gather = gathers.get(source)
-    if (
-        gather is None
-        or (gather.dim, gather.name) != (collective.dim, collective.name)
-        or nodes.shape(gather.input) != [*nodes.shape(collective.input)[:-1], 1]
-    ):
+    gather = gathers.get(nodes.through_reshapes(scales.left)[0])
+    rows = [*nodes.shape(collective.input)[:-1], 1]
+    alike = gather is not None and (gather.dim, gather.name) == (collective.dim, collective.name)
+    if gather is None or not alike or nodes.shape(gather.input) != rows:
         raise Unfit("its scale by row is not gathered as the rows are")
     return replace(product, scales=replace(scales, left=gather.input))
 

@@ -183,9 +183,8 @@ def terms(reduced: fx.Node) -> list[Product]:
             raise Unfit("a sum of scaled or batched matmuls")
         return found
     if not is_call(inside, *MATMULS):
-        raise Unfit(
-            f"what is reduced is no matmul: {getattr(inside.target, '__name__', inside.target)}"
-        )
+        name = getattr(inside.target, "__name__", inside.target)
+        raise Unfit(f"what is reduced is no matmul: {name}")
     product = product_at(inside)
     if product.added is not None:
         raise Unfit("addmm with a two-dimensional bias")

@@ -1,7 +1,8 @@
-"""What a fusion pass saw and did: one candidate per collective, and a table of them."""
+"""Reports of the fusion pass: one candidate per collective, and a table of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -29,10 +30,8 @@ class Candidate:
         what = f"{self.collective} {self.shape} at {self.where}"
         times = ""
         if self.unfused_seconds is not None and self.fused_seconds is not None:
-            times = (
-                f" (predicted {1e6 * self.unfused_seconds:.0f} us unfused, "
-                f"{1e6 * self.fused_seconds:.0f} us fused)"
-            )
+            unfused, fused = 1e6 * self.unfused_seconds, 1e6 * self.fused_seconds
+            times = f" (predicted {unfused:.0f} us unfused, {fused:.0f} us fused)"
         told = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
         return "; ".join([f"{what}: {told}{times}", *self.notes])
 
@@ -57,14 +56,11 @@ class Report:
     def summary(self) -> str:
         """One line."""
         line = f"{self.graph} graph: fused {len(self.fused)} of {len(self.candidates)} collectives"
-        counts: dict[str, int] = {}
-        for candidate in self.fused:
-            counts[candidate.op] = counts.get(candidate.op, 0) + 1
+        counts = sorted(Counter(candidate.op for candidate in self.fused).items())
         if counts:
-            line += " (" + ", ".join(f"{op} {count}" for op, count in sorted(counts.items())) + ")"
-        left = {c.reason for c in self.candidates if not c.fused}
-        if left:
-            line += "; left: " + ", ".join(sorted(left))
+            line += f" ({', '.join(f'{op} {count}' for op, count in counts)})"
+        if left := sorted({each.reason for each in self.candidates if not each.fused}):
+            line += "; left: " + ", ".join(left)
         return line
 
     def __str__(self) -> str:
