@@ -69,11 +69,7 @@ def choose_algorithm(
 
 
 def choose_collective(
-    place: Place,
-    small: int | None,
-    *,
-    kernel: bool,
-    multicast: Callable[[], bool] = lambda: False,
+    place: Place, small: int | None, *, kernel: bool, multicast: Callable[[], bool] = lambda: False
 ) -> str:
     """ "low_latency", "multimem", "kernel" or "copy" for a plain collective of at least one element.
 

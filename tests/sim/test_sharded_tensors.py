@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import interlace
 from interlace.collectives import rooted
 from interlace.tensor import Placeholder, from_local, scatter
-from interlace.tensor.uneven import message
+from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.blocks import shape_of
 from interlace.tensor.uneven.sharding import chunked, from_shapes, unlike_chunks
 from support import failure, noise
@@ -111,7 +111,7 @@ def test_replicas_send_once_and_their_gradients_add_up() -> None:
 
 def test_chunk_needs_no_message() -> None:
     sent: list[str] = []
-    exchange = message.exchange
+    exchange = facts.exchange
 
     def counted(communicator: Any, op: str, *args: Any) -> Any:
         sent.append(op)
@@ -127,7 +127,7 @@ def test_chunk_needs_no_message() -> None:
         assert known.sizes == listed.sizes == found.sizes
         return tuple(known.shape), tuple(even.shape), repr(found)
 
-    with mock.patch("interlace.tensor.uneven.sharded.exchange", counted):
+    with mock.patch("interlace.tensor.uneven.facts.exchange", counted):
         first = interlace.run(ranks, 4)[0]
     assert first[:2] == ((5, 3), (8, 3)) and sent == ["from_local"] * 4
     assert "sizes={0: (2, 2, 1, 0)}" in first[2] and "local=(2, 3) on rank 0" in first[2]

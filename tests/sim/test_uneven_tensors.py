@@ -16,7 +16,7 @@ from interlace.ops.simulated_backward import prepare
 from interlace.runtime.core.errors import InterlaceError, RankError
 from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
 from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
-from interlace.tensor.uneven import message
+from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.blocks import chunk_lengths
 from support import failure, laid_out, noise
 
@@ -302,7 +302,7 @@ def test_gradients_accumulate_in_fp32(accumulate: str | None, sum: float) -> Non
 def test_one_message_each() -> None:
     """And in backward one to compare whose turn it is."""
     sent: list[str] = []
-    exchange = message.exchange
+    exchange = facts.exchange
 
     def counted(communicator: Any, op: str, *args: Any) -> Any:
         sent.append(op)
@@ -320,10 +320,7 @@ def test_one_message_each() -> None:
 
     names = ["scatter_v", "gather_v", "all_gather_v", "indexed_all_to_all_v"]
     with (
-        mock.patch("interlace.tensor.uneven.collectives.exchange", counted),
         mock.patch("interlace.tensor.uneven.facts.exchange", counted),
-        mock.patch("interlace.tensor.uneven.indexed.exchange", counted),
-        mock.patch("interlace.tensor.uneven.recorded.exchange", counted),
     ):
         interlace.run(calls, 2)
     assert sorted(sent) == sorted([*names, *(f"backward of {name}" for name in names)] * 2)

@@ -101,10 +101,7 @@ def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
 
 
 def _consider(
-    collective: Collective,
-    gathers: dict[fx.Node, Collective],
-    policy: str,
-    machine: Machine | None,
+    collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
 ) -> tuple[Candidate, list[Product]]:
     """Whether it is fused and why; and its matmuls."""
     notes: tuple[str, ...] = ()

@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks, dense
 from interlace.groups.groups import resolve
-from interlace.nn.functions.linear_arguments import check_layer, checked_input, checked_weights
 from interlace.nn.functions.linear_gradients import Column, Layer, Row
-from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.ops.simulated_backward import prepare
+from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
 
@@ -83,8 +84,8 @@ def column_parallel_linear(
     """
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
-        source, dim = checked_input(input, "gather_dim", gather_dim, communicator)
-        matrices, vectors = checked_weights(weights, biases, source, communicator)
+        source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
+        matrices, vectors = _checked_weights(weights, biases, source, communicator)
         layer = Layer.of(
             communicator,
             dim,
@@ -95,7 +96,7 @@ def column_parallel_linear(
             out_dtype=out_dtype,
         )
         names = [f"weights[{index}]" for index in range(len(matrices))]
-        check_layer(layer, source, dict(zip(names, matrices, strict=True)), communicator.rank)
+        _check_layer(layer, source, dict(zip(names, matrices, strict=True)), communicator.rank)
         prepare(communicator, source, *matrices, *vectors)
     return list(Column.apply(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
 
@@ -139,8 +140,8 @@ def row_parallel_linear(
     """
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
-        source, dim = checked_input(input, "scatter_dim", scatter_dim, communicator)
-        checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
+        source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
+        _checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
         layer = Layer.of(
             communicator,
             dim,
@@ -149,6 +150,88 @@ def row_parallel_linear(
             deferred=deferred,
             out_dtype=out_dtype,
         )
-        check_layer(layer, source, {"weight": weight}, communicator.rank)
+        _check_layer(layer, source, {"weight": weight}, communicator.rank)
         prepare(communicator, source, weight, bias)
     return Row.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _checked_input(
+    input: Any, dim_name: str, dim: Any, communicator: Communicator
+) -> tuple[Tensor, int]:
+    rank = communicator.rank
+    source = dense.source("input", input, communicator)
+    checks.float_dtype("input", source.dtype, rank)
+    if source.dim() < 2:
+        raise ValueError(
+            f"input must have at least 2 dimensions, got shape {tuple(source.shape)} on rank {rank}"
+        )
+    dim = checks.dimension(dim_name, dim, source.dim(), rank)
+    if dim == source.dim() - 1:
+        raise ValueError(
+            f"{dim_name} must not be the last dimension, which is contracted, got {dim} for shape "
+            f"{tuple(source.shape)} on rank {rank}"
+        )
+    return source, dim
+
+
+def _checked_weights(
+    weights: Any,
+    biases: Any,
+    input: Tensor,
+    communicator: Communicator,
+    names: tuple[str, str] | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    rank = communicator.rank
+    if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
+        raise TypeError(
+            f"weights must be a non-empty sequence of tensors, got {type(weights).__name__} on rank {rank}"
+        )
+    vectors: Any = [None] * len(weights) if biases is None else biases
+    if isinstance(vectors, Tensor) or not isinstance(vectors, Sequence):
+        raise TypeError(
+            f"biases must be a sequence like weights, got {type(biases).__name__} on rank {rank}"
+        )
+    if len(vectors) != len(weights):
+        raise ValueError(
+            f"biases has {len(vectors)} entries, weights has {len(weights)}, on rank {rank}"
+        )
+    casting = torch.is_autocast_enabled(input.device.type)
+    for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
+        name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")
+        matrix = dense.source(name, weight, communicator)
+        if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
+            raise ValueError(
+                f"{name} must have shape (out, {input.shape[-1]}) for input of shape "
+                f"{tuple(input.shape)}, got {tuple(matrix.shape)}, on rank {rank}"
+            )
+        if bias is not None:
+            vector = dense.source(bias_name, bias, communicator)
+            if tuple(vector.shape) != (matrix.shape[0],):
+                raise ValueError(
+                    f"{bias_name} must have shape ({matrix.shape[0]},) to match {name}, got "
+                    f"{tuple(vector.shape)} on rank {rank}"
+                )
+            if not casting:
+                checks.same_dtype(bias_name, vector.dtype, "input", input.dtype, rank)
+        if not casting:
+            checks.same_dtype(name, matrix.dtype, "input", input.dtype, rank)
+    return list(weights), list(vectors)
+
+
+def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor], rank: int) -> None:
+    """Raise unless ``layer`` can do with these weights what it is to do."""
+    learning = {n: w for n, w in weights.items() if w.requires_grad and torch.is_grad_enabled()}
+    for name, weight in learning.items() if layer.fused else ():
+        if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP has the buffer
+            check_main_grad(name, weight, rank)
+    deferred: Any = layer.deferred
+    if deferred is not None and not isinstance(deferred, DeferredWeightGradients):
+        raise TypeError(
+            f"deferred must be a DeferredWeightGradients or None, got {type(deferred).__name__} "
+            f"on rank {rank}"
+        )
+    if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
+        raise ValueError(
+            f"deferred: gradients of weights that are results of other ops cannot wait, on rank {rank}"
+        )
+    checks.output_dtype(layer.out_dtype, input, rank)

@@ -1,4 +1,4 @@
-"""Where a model goes from replicated to sharded activations and back, with the gradients of each way.
+"""Ways from replicated to sharded activations and back, each with its gradient.
 
 ===========================  ======================================  ==================================
 function                     forward                                 backward
@@ -73,6 +73,8 @@ def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 class _Region(torch.autograd.Function):
+    """``there`` in forward, ``back`` in backward."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Way, back: _Way

@@ -1,4 +1,4 @@
-"""Which part of an unsharded tensor a rank of a group holds."""
+"""Sharding of a parameter over a group: the part of the unsharded tensor that a rank holds."""
 
 from __future__ import annotations
 

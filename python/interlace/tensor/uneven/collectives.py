@@ -32,7 +32,6 @@ from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
 from interlace.tensor.uneven import facts
-from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.recorded import recorded
 
@@ -76,7 +75,9 @@ def scatter_v(
         tensor = facts.source_tensor(tensor, root, communicator)
         own = facts.checked_facts(tensor, dim, sizes, communicator)
     terms = (("root", root), facts.gradient_mode())
-    parts = exchange(communicator, op, terms, own, lambda parts: facts.check_source(parts, root))
+    parts = facts.exchange(
+        communicator, op, terms, own, lambda parts: facts.check_source(parts, root)
+    )
     source: facts.TensorFacts = parts[root]
     assert source.shape is not None and source.dtype is not None
     lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
@@ -230,10 +231,7 @@ def all_gather_v(
 
 
 def _reduced(
-    communicator: Communicator,
-    parts: list[torch.Tensor],
-    own: torch.Tensor,
-    accumulate: str | None,
+    communicator: Communicator, parts: list[torch.Tensor], own: torch.Tensor, accumulate: str | None
 ) -> torch.Tensor:
     """The sum over ranks of their ``parts[own rank]``, in rank order."""
     if moves.wide(own.dtype) == moves.wide(own.dtype, accumulate):

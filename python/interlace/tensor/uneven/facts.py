@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,35 @@ import torch
 
 from interlace.arguments import checks, dense
 from interlace.collectives.all_to_all import whole_numbers
-from interlace.runtime.core.call import Terms
+from interlace.ops.simulated_backward import in_rank
+from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine
 from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
+Check = Callable[[list[Any]], None]
+
+
+def exchange(
+    communicator: Communicator, op: str, terms: Terms, part: Any, check: Check | None = None
+) -> list[Any]:
+    """Every rank's ``part``, by rank: one small message, before any tensor moves. Collective.
+
+    ``terms``, pairs of a name and a value, are equal on all ranks, else ValueError, or TypeError if the
+    name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
+    """
+    call = Call(op, terms, part=part)
+    parts: list[Any] = []
+
+    def start(engine: Engine) -> None:
+        parts.extend(engine.parts(call))
+        if check is not None:
+            check(parts)
+
+    in_rank(lambda: communicator.collective(call, start, async_op=False))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -129,12 +151,7 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
 
 
 def shared(
-    op: str,
-    tensor: Any,
-    sizes: Sizes,
-    dim: int,
-    communicator: Communicator,
-    terms: Terms = (),
+    op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
 ) -> tuple[tuple[int, ...], list[moves.Block], bool]:
     """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
     with moves.refused_by_all(communicator, op):

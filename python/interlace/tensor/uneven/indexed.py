@@ -12,16 +12,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven.facts import (
-    check_accumulate,
-    check_equal_beside,
-    checked_facts,
-    checked_sizes,
-    gradient_here,
-    gradient_mode,
-    with_data,
-)
-from interlace.tensor.uneven.message import exchange
+from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.recorded import recorded
 
 
@@ -67,8 +58,9 @@ def indexed_all_to_all_v(
     communicator = resolve(group).on(tensor)
     rank = communicator.rank
     with moves.refused_by_all(communicator, op):
-        check_accumulate(accumulate, communicator)
-        about = checked_facts(with_data("tensor", tensor, communicator), dim, None, communicator)
+        facts.check_accumulate(accumulate, communicator)
+        facts.with_data("tensor", tensor, communicator)
+        about = facts.checked_facts(tensor, dim, None, communicator)
         assert about.shape is not None
         dim = about.dim
         picked = _checked_indices(indices, about.shape[dim], communicator)
@@ -76,8 +68,12 @@ def indexed_all_to_all_v(
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
     own_part = _Picked(about.shape, about.requires_grad, counts, matrix)
-    parts: list[_Picked] = exchange(
-        communicator, op, (*named, gradient_mode()), own_part, lambda parts: _check(parts, dim)
+    parts: list[_Picked] = facts.exchange(
+        communicator,
+        op,
+        (*named, facts.gradient_mode()),
+        own_part,
+        lambda parts: _check(parts, dim),
     )
     own = tensor.detach()
     picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
@@ -92,7 +88,7 @@ def indexed_all_to_all_v(
         return whole
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
-        given = gradient_here(communicator, op, grad, whole.shape, own.dtype)
+        given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
         back = [torch.empty_like(each) for each in sent]
         _all_to_all(communicator, back, [moves.cut(given, each) for each in cuts])
         wide = moves.wide(own.dtype, accumulate)
@@ -131,12 +127,12 @@ def _checked_matrix(sizes: Any, communicator: Communicator) -> tuple[tuple[int, 
     if len(rows) != count:
         text = f"sizes must have one row per rank, {count}, got {len(rows)} on rank {rank}"
         raise ValueError(text)
-    checked = [checked_sizes(row, communicator) for row in rows]
+    checked = [facts.checked_sizes(row, communicator) for row in rows]
     return tuple(row for row in checked if row is not None)
 
 
 def _check(parts: list[_Picked], dim: int) -> None:
-    check_equal_beside(dim, [each.shape for each in parts])
+    facts.check_equal_beside(dim, [each.shape for each in parts])
     for rank, own in enumerate(parts):
         for sender, other in enumerate(parts if own.matrix else ()):
             assert own.matrix is not None

@@ -1,8 +1,7 @@
-"""How an op of this package gets into torch's graph: what it returned, and what its backward sends.
+"""Nodes of torch's graph for the ops of this package, whose backward is collective.
 
-Backward is collective, and torch's engine decides when: ranks whose graphs differ may come to two ops in
-different order. So the ops of a group are counted, and before a gradient moves the ranks compare which op
-they are at.
+torch's engine decides when it runs, so ranks whose graphs differ may come to two ops in different order.
+The ops of a group are counted, and before a gradient moves the ranks compare which op they are at.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.ops.simulated_backward import prepare
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven.message import exchange
+from interlace.tensor.uneven import facts
 
 Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
 
@@ -59,7 +58,7 @@ def recorded(
     terms = (("the op, by count,", number),)
 
     def compared(grad: torch.Tensor | None) -> torch.Tensor | None:
-        exchange(communicator, f"backward of {op}", terms, None)
+        facts.exchange(communicator, f"backward of {op}", terms, None)
         return gradient(grad)
 
     output: torch.Tensor = _Recorded.apply(anchor, [result], compared, own)  # type: ignore[no-untyped-call]

@@ -21,7 +21,6 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks as moves
 from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
-from interlace.tensor.uneven.message import exchange
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.sharding import (
     Placements,
@@ -146,7 +145,7 @@ class ShardedTensor:
             ("where parts lie", self._sharding.blocks),  # some ranks may have been told otherwise
             facts.gradient_mode(),
         )
-        wanted = exchange(communicator, op, terms, needs)
+        wanted = facts.exchange(communicator, op, terms, needs)
         senders = self._sharding.replicas_of(root)
         cuts = [b if r in senders else None for r, b in enumerate(self._sharding.blocks)]
         return gathered(communicator, local, cuts, root, tuple(self.shape), any(wanted))
@@ -229,7 +228,7 @@ def from_local(
         def check(shapes: list[tuple[int, ...]]) -> None:
             made.append(from_shapes(ranks.shape, checked, shapes))
 
-        exchange(communicator, op, terms, own, check)
+        facts.exchange(communicator, op, terms, own, check)
         (sharding,) = made
     return ShardedTensor(local, ranks, sharding)
 
@@ -325,7 +324,9 @@ def scatter(
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
-    source: facts.TensorFacts = exchange(communicator, op, terms, (own, checked), check)[root][0]
+    source: facts.TensorFacts = facts.exchange(communicator, op, terms, (own, checked), check)[
+        root
+    ][0]
     assert source.dtype is not None
     sharding = _cut(ranks, checked, source, root)
     there = communicator.on(Placeholder((), device=source.device))
