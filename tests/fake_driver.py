@@ -121,7 +121,7 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
         gpu.running = None
 
     def repeating(self: Plans, step: Any, bases: Any, arguments: Any, results: Any) -> None:
-        for tensor in (*arguments, *results, *self._communicator.lasting_tensors()):
+        for tensor in (*arguments, *results, *self.lasting_tensors()):
             gpu.know(tensor)
         repeat(self, step, bases, arguments, results)
 

@@ -15,7 +15,7 @@ from interlace.arguments import checks
 from interlace.fused import gather, grouped, reduce
 from interlace.groups.groups import resolve
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.numerics import activations
+from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.numerics.activations import activate
 
 
@@ -65,42 +65,37 @@ def all_gather_matmul(
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
-    if (
-        recorded.wanted(input, weight, bias)
-        and isinstance(input, torch.Tensor)
-        and input.dim() > 1
-        and recorded.equal_shards(group, input, gather_dim)
-    ):
-        several = not isinstance(weight, torch.Tensor)
-        rank = resolve(group).rank
-        names = gather.activation_names(activation, len(weight) if several else 1, several, rank)
-        return recorded.run(
-            "all_gather_matmul",
-            async_op,
-            lambda functional: functional.all_gather_matmul(
-                input,
-                weight,
-                gather_dim,
-                bias=bias,
-                group=group,
-                return_gathered=return_gathered,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: _activated(result, names, several, return_gathered),
-        )
-    checks.warn_without_gradients("all_gather_matmul", input, weight, bias)
-    return gather.all_gather_matmul(
-        resolve(group).on(input),
-        input,
-        weight,
-        gather_dim=gather_dim,
-        bias=bias,
-        activation=activation,
-        return_gathered=return_gathered,
-        async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
+    options = gather.Options(gather_dim, return_gathered, algorithm, out_dtype, activation)
+    if _requires_gradients(input, weight, bias):
+        if (
+            not modes_active()
+            and isinstance(input, torch.Tensor)
+            and input.dim() > 1
+            and recorded.equal_shards(group, input, gather_dim)
+        ):
+            several = not isinstance(weight, torch.Tensor)
+            count = len(weight) if several else 1
+            names = checks.activations(activation, count, several, resolve(group).rank)
+            return recorded.run(
+                gather.OP,
+                async_op,
+                lambda functional: functional.all_gather_matmul(
+                    input,
+                    weight,
+                    gather_dim,
+                    bias=bias,
+                    group=group,
+                    return_gathered=return_gathered,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                ),
+                lambda result: _activated(result, names, several, return_gathered),
+            )
+        checks.warn_without_gradients(gather.OP)
+    tensors = (input, weight, bias, (), None)
+    communicator = resolve(group).on(input)
+    return communicator.call(
+        gather.OP, gather.prepared, tensors, (options,), async_op=async_op, fills=False
     )
 
 
@@ -159,39 +154,35 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    if (
-        recorded.wanted(input, weight, bias)
-        and _are_matrices(input, weight)
-        and recorded.equal_parts(group, input, weight, scatter_dim)
-    ):
-        name = activations.checked("activation", activation, resolve(group).rank)
-        return recorded.run(
-            "matmul_reduce_scatter",
-            async_op,
-            lambda functional: functional.matmul_reduce_scatter(
-                input,
-                weight,
-                reduce_op,
-                scatter_dim,
-                bias=bias,
-                group=group,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: activate(result, name),
-        )
-    checks.warn_without_gradients("matmul_reduce_scatter", input, weight, bias)
-    return reduce.matmul_reduce_scatter(
-        resolve(group).on(input),
-        input,
-        weight,
-        reduce_op=reduce_op,
-        scatter_dim=scatter_dim,
-        bias=bias,
-        activation=activation,
+    options = reduce.Options(reduce_op, scatter_dim, algorithm, out_dtype, activation)
+    if _requires_gradients(input, weight, bias):
+        if _are_matrices(input, weight) and recorded.equal_parts(group, input, weight, scatter_dim):
+            name = checks.activation("activation", activation, resolve(group).rank)
+            return recorded.run(
+                reduce.SCATTER,
+                async_op,
+                lambda functional: functional.matmul_reduce_scatter(
+                    input,
+                    weight,
+                    reduce_op,
+                    scatter_dim,
+                    bias=bias,
+                    group=group,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                ),
+                lambda result: activate(result, name),
+            )
+        checks.warn_without_gradients(reduce.SCATTER)
+    tensors = (input, weight, bias, None)
+    communicator = resolve(group).on(input)
+    return communicator.call(
+        reduce.SCATTER,
+        reduce.matmul_reduce_scatter,
+        tensors,
+        (options,),
         async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
+        fills=False,
     )
 
 
@@ -221,40 +212,55 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    if recorded.wanted(input, weight, bias) and _are_matrices(input, weight):
-        name = activations.checked("activation", activation, resolve(group).rank)
-        return recorded.run(
-            "matmul_all_reduce",
-            async_op,
-            lambda functional: functional.matmul_all_reduce(
-                input,
-                weight,
-                reduce_op,
-                bias=bias,
-                group=group,
-                algorithm=algorithm,
-                out_dtype=out_dtype,
-            ),
-            lambda result: activate(result, name),
-        )
-    checks.warn_without_gradients("matmul_all_reduce", input, weight, bias)
-    return reduce.matmul_all_reduce(
-        resolve(group).on(input),
-        input,
-        weight,
-        reduce_op=reduce_op,
-        bias=bias,
-        activation=activation,
+    options = reduce.Options(reduce_op, None, algorithm, out_dtype, activation)
+    if _requires_gradients(input, weight, bias):
+        if _are_matrices(input, weight):
+            name = checks.activation("activation", activation, resolve(group).rank)
+            return recorded.run(
+                reduce.ALL_REDUCE,
+                async_op,
+                lambda functional: functional.matmul_all_reduce(
+                    input,
+                    weight,
+                    reduce_op,
+                    bias=bias,
+                    group=group,
+                    algorithm=algorithm,
+                    out_dtype=out_dtype,
+                ),
+                lambda result: activate(result, name),
+            )
+        checks.warn_without_gradients(reduce.ALL_REDUCE)
+    tensors = (input, weight, bias, None)
+    communicator = resolve(group).on(input)
+    return communicator.call(
+        reduce.ALL_REDUCE,
+        reduce.matmul_all_reduce,
+        tensors,
+        (options,),
         async_op=async_op,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
+        fills=False,
     )
 
 
+def _requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and _requires_gradients(*each):
+            return True
+    return False
+
+
 def _are_matrices(input: Any, weight: Any) -> bool:
-    """Whether there are shapes to go by; what is not is refused where there is a group to say it to."""
+    """Whether autograd can know of a matmul of these; else the op refuses them, on all ranks."""
     return (
-        isinstance(input, torch.Tensor)
+        not modes_active()
+        and isinstance(input, torch.Tensor)
         and isinstance(weight, torch.Tensor)
         and input.dim() > 1
         and weight.dim() == 2
@@ -311,10 +317,16 @@ def all_gather_grouped_matmul(
     >>> interlace.run(layer, 2)[0]
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
-    return _public(
-        grouped.GATHER, input, weight, input_splits, output_splits, bias, activation, group,
-        return_received, async_op, algorithm, out_dtype,
-    )  # fmt: skip
+    options = grouped.Options(
+        grouped.GATHER,
+        input_splits,
+        output_splits,
+        return_received,
+        algorithm,
+        out_dtype,
+        activation,
+    )
+    return _grouped_matmul(input, weight, bias, options, group, async_op)
 
 
 def all_to_all_grouped_matmul(
@@ -355,62 +367,59 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(layer, 2)
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
-    return _public(
-        grouped.EXCHANGE, input, weight, input_splits, output_splits, bias, activation, group,
-        return_received, async_op, algorithm, out_dtype,
-    )  # fmt: skip
+    options = grouped.Options(
+        grouped.EXCHANGE,
+        input_splits,
+        output_splits,
+        return_received,
+        algorithm,
+        out_dtype,
+        activation,
+    )
+    return _grouped_matmul(input, weight, bias, options, group, async_op)
 
 
-def _public(
-    op: str,
+def _grouped_matmul(
     input: torch.Tensor,
     weight: torch.Tensor,
-    input_splits: Any,
-    output_splits: Any,
     bias: torch.Tensor | None,
-    activation: str | None,
+    options: grouped.Options,
     group: Any,
-    return_received: bool,
     async_op: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
 ) -> Any:
-    asked = grouped.Asked(
-        op, input_splits, output_splits, activation, return_received, algorithm, out_dtype
-    )
-    if recorded.wanted(input, weight, bias):
-        communicator = resolve(group).on(input)
-        call = grouped.checked(communicator, input, weight, bias, asked)
-        first = f"{op} of tensors that require gradients"  # on all ranks, then
-        routes = communicator.run(
-            first,
-            lambda: Outcome(grouped.agree(communicator, asked, call, first), None),
-            async_op=False,
-        )
-        rows = {sum(each) for each in routes.counts}
-        if op == grouped.EXCHANGE or len(rows) == 1:
-            splits = routes.splits()
+    op, communicator = options.op, resolve(group).on(input)
+    if _requires_gradients(input, weight, bias):
+        if not modes_active():
+            with communicator.accepting(op):
+                call = grouped.checked(communicator, input, weight, bias, options)
+            first = f"{op} of tensors that require gradients"  # on all ranks, then
+            routes = communicator.run(
+                first,
+                lambda: Outcome(grouped.agree(communicator, options, call, first), None),
+                async_op=False,
+            )
+            if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
+                splits = routes.splits()
 
-            def start(functional: Any) -> Any:
-                return getattr(functional, op)(
-                    input,
-                    weight,
-                    call.input_splits,
-                    [rows for each in splits for rows in each],
-                    bias=bias,
-                    group=group,
-                    return_received=return_received,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                )
+                def start(functional: Any) -> Any:
+                    return getattr(functional, op)(
+                        input,
+                        weight,
+                        call.input_splits,
+                        [rows for each in splits for rows in each],
+                        bias=bias,
+                        group=group,
+                        return_received=options.return_received,
+                        algorithm=options.algorithm,
+                        out_dtype=options.out_dtype,
+                    )
 
-            def finish(made: Any) -> Any:
-                received, output = made if return_received else (None, made)
-                output = activate(output, call.activation)
-                return grouped.result(received, output, splits)
+                def finish(made: Any) -> Any:
+                    received, output = made if options.return_received else (None, made)
+                    output = activate(output, call.activation)
+                    return grouped.result(received, output, splits)
 
-            return recorded.run(op, async_op, start, finish)
-    checks.warn_without_gradients(op, input, weight, bias)
-    return grouped.grouped_matmul(
-        resolve(group).on(input), input, weight, bias, asked, async_op=async_op
-    )
+                return recorded.run(op, async_op, start, finish)
+        checks.warn_without_gradients(op)
+    tensors = (input, weight, bias, None, None)
+    return communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=async_op)

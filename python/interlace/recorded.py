@@ -14,17 +14,8 @@ import torch
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.utils._pytree import tree_map_only
 
-from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.core.torch_modes import modes_active
-
-
-def wanted(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these arguments, tensors or lists of tensors, and can."""
-    if not torch.is_grad_enabled() or modes_active():
-        return False
-    return checks.requires_grad(tensors)
 
 
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:

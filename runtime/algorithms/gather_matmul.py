@@ -293,6 +293,30 @@ def all_gather_matmul_unfused(
         communicator.engine.all_gather(_small_gather(communicator, rows, input), parts, flat)
     else:
         all_gather_copy(communicator, flat, parts)
+    _multiply_all(communicator, linears, gathered)
+    return communicator.compute.record()
+
+
+def all_gather_inner_matmul(
+    communicator: Communicator,
+    shard: torch.Tensor,
+    linears: Sequence[Linear],
+    lengths: Sequence[int],
+    gathered: torch.Tensor,
+) -> Event:
+    """Shards are slices of the contracted dimension, so every output needs every shard.
+
+    ``shard`` and ``gathered`` are transposed: ``[own K, rows]`` and ``[K, rows]``.
+    """
+    parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
+    all_gather_copy(communicator, shard.view(-1), parts)
+    _multiply_all(communicator, linears, gathered.T)
+    return communicator.compute.record()
+
+
+def _multiply_all(
+    communicator: Communicator, linears: Sequence[Linear], gathered: torch.Tensor
+) -> None:
     for linear in linears:
         communicator.compute.call(
             lambda linear=linear: multiply(  # type: ignore[misc]
@@ -300,4 +324,3 @@ def all_gather_matmul_unfused(
             ),
             "matmul",
         )
-    return communicator.compute.record()

@@ -63,7 +63,7 @@ class Words:
 
 def _words_of(communicator: Communicator, programs: int) -> Words:
     """The group's words, made or enlarged. Collective when it has to be."""
-    held: Words | None = communicator.words
+    held: Words | None = communicator.arena.words
     if held is None or held.programs < programs:
         enough = 1
         while enough < programs:
@@ -71,7 +71,7 @@ def _words_of(communicator: Communicator, programs: int) -> Words:
         place = communicator.place
         buffer = place.allocate(Words.bytes_for(enough, communicator.world_size))
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
-        held = communicator.words = Words(buffer, enough, place.poll_limit(), outgrown)
+        held = communicator.arena.words = Words(buffer, enough, place.poll_limit(), outgrown)
     return held
 
 
@@ -123,7 +123,8 @@ def _run(
     )
     with place.launching():
         communicator.compute.wait_event(place.record_current())
-        communicator.watch_words(held.buffer, programs)
+        if place.watcher is not None:
+            place.watcher.begins_words(held.buffer, programs)
         communicator.compute.launch(launch)
         communicator.compute.counted(held.buffer, programs)
         return communicator.compute.record()

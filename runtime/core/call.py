@@ -6,14 +6,19 @@ import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from interlace.runtime.core.errors import DifferentOpsError
+from interlace.runtime.core.stream import Event, Outcome
 
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
 
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], None]
+Start = Callable[[], Outcome | Event | None]
+"""The host part of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,17 @@ class Call:
         if self.match is not None:
             self.match(parts)
         return parts
+
+
+class PreparedCall(NamedTuple):
+    """A call whose arguments were checked on this rank.
+
+    ``outputs`` are the caller's tensors that it fills; ``terms`` is what ranks agree on, if that is known.
+    """
+
+    start: Start
+    outputs: Sequence[torch.Tensor] = ()
+    terms: Call | None = None
 
 
 def compare(messages: Sequence[bytes]) -> list[Any]:

@@ -31,11 +31,14 @@ from interlace.kernels.signal import (
     MAX_WORLD_SIZE,
     SPIN_LIMIT_WORD,
 )
+from interlace.runtime.core.errors import InterlaceError
 
 WORD = 8
 DATA_ALIGNMENT = 256
 SMALLEST_SLOTS = 1 << 10
 SMALLEST_DATA = 1 << 16
+CHANNELS = 2
+MOST_PASSING_TABLES = 64
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,14 +190,16 @@ class _Channel:
 
 
 class Arena:
-    """Leases workspaces of one group, in the same order and from the same places on every rank."""
+    """Leases workspaces of one group, in the same order and from the same places on every rank.
+
+    ``turn`` counts the ops that took a channel. ``words``: memory of ``algorithms/low_latency.py``, if any.
+    """
 
     def __init__(
         self,
         allocate: Callable[[int], SymmetricBuffer],
         world_size: int,
         *,
-        channels: int = 2,
         spin_limit: int = 0,
         alike: bool = False,
     ) -> None:
@@ -203,42 +208,29 @@ class Arena:
         self._world_size = world_size
         self._spin_limit = spin_limit
         self._alike = alike  # channels grow together: one call makes room for all calls like it
-        self._channels: list[_Channel | None] = [None] * channels
-        self._turn = 0
+        self.channels: list[_Channel | None] = [None] * CHANNELS
+        self.turn = 0
+        self.words: Any = None
 
     def lease(self, layout: Layout, op: str) -> Workspace:
         """A workspace of at least ``layout``'s size. Collective when the channel has to grow."""
-        index = self._turn % len(self._channels)
-        self._turn += 1
-        channel = self._channels[index]
+        index = self.turn % len(self.channels)
+        self.turn += 1
+        channel = self.channels[index]
         if channel is None or channel.slots < layout.slots or channel.nbytes < layout.nbytes:
-            for number in range(len(self._channels)) if self._alike else (index,):
-                self._channels[number] = self._grown(self._channels[number], layout)
-            channel = self._channels[index]
+            for number in range(len(self.channels)) if self._alike else (index,):
+                self.channels[number] = self._grown(self.channels[number], layout)
+            channel = self.channels[index]
             assert channel is not None
         slot_offset = HEADER_WORDS * WORD
         data_offset = slot_offset + channel.slots * WORD
         return Workspace(index, channel.buffer, slot_offset, data_offset, self._world_size, op)
 
-    @property
-    def next_channel(self) -> int:
-        """The number of the channel whose turn it is."""
-        return self._turn % len(self._channels)
-
-    def next_buffer(self, after: int) -> SymmetricBuffer | None:
-        """The memory of the channel whose turn it is after so many more ops."""
-        channel = self._channels[(self._turn + after) % len(self._channels)]
-        return None if channel is None else channel.buffer
-
     def multicast(self) -> bool:
         """Whether all channels have a multicast address. Collective before the first lease."""
         if not self.buffers():
-            self._channels = [self._grown(None, Layout()) for _ in self._channels]
+            self.channels = [self._grown(None, Layout()) for _ in self.channels]
         return all(buffer.multicast for buffer in self.buffers())
-
-    def skip(self) -> None:
-        """Take a turn without a lease: of an op that has the workspace from before."""
-        self._turn += 1
 
     def _grown(self, old: _Channel | None, layout: Layout) -> _Channel:
         slots = _doubled(old.slots if old else SMALLEST_SLOTS, layout.slots)
@@ -251,16 +243,52 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory held on this rank, outgrown buffers included."""
-        held = 0
-        for channel in self._channels:
+        held = self.words.nbytes if self.words else 0
+        for channel in self.channels:
             if channel is not None:
                 held += channel.buffer.nbytes + sum(b.nbytes for b in channel.retired)
         return held
 
     def buffers(self) -> list[SymmetricBuffer]:
-        """The buffers in use now."""
-        return [channel.buffer for channel in self._channels if channel is not None]
+        """The channels' buffers in use now."""
+        return [channel.buffer for channel in self.channels if channel is not None]
 
     def close(self) -> None:
         """Drop every buffer."""
-        self._channels = [None] * len(self._channels)
+        self.channels = [None] * len(self.channels)
+        self.words = None
+
+
+class Tables:
+    """int64 tables for the kernels of one group, computed and moved to the device once per key."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self.lasting: dict[Any, torch.Tensor] = {}
+        self._passing: dict[Any, torch.Tensor] = {}
+
+    def table(
+        self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
+    ) -> torch.Tensor:
+        """The table of ``key``; ``rows()`` are its lines.
+
+        ``passing``: one of so many keys that old tables are given up, unless a captured graph has them.
+        """
+        table = self.lasting.get(key)
+        if table is None and passing:
+            table = self._passing.get(key)
+            if table is not None and self._place.capturing:
+                self.lasting[key] = table
+        if table is None:
+            if self._place.capturing:
+                raise InterlaceError(
+                    f"rank {self._place.rank}: an op needs a table that cannot be made during a graph "
+                    "capture; call it once with tensors like these before the capture"
+                )
+            flat = [value for row in rows() for value in row] or [0]
+            table = torch.tensor(flat, dtype=torch.int64).to(self._place.device)
+            tables = self._passing if passing else self.lasting
+            if passing and len(tables) >= MOST_PASSING_TABLES:
+                del tables[next(iter(tables))]
+            tables[key] = table
+        return table

@@ -79,7 +79,7 @@ class StreamEngine(Engine):
 
     def _verify(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
-        explicit = configuration.override_key()
+        explicit = configuration.OVERRIDE.get()
         told = call.with_term("configuration", explicit) if explicit else call
         told.verify(self._messages(told))
 
@@ -115,7 +115,11 @@ class StreamEngine(Engine):
                 f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
                 f'not op "{reduction or "sum"}" of {dtype}'
             )
-        if algorithm == "multimem" and not place.interpreted and not self._communicator.multicast:
+        if (
+            algorithm == "multimem"
+            and not place.interpreted
+            and not self._communicator.arena.multicast()
+        ):
             raise PlaceUnavailableError(
                 f'{call.op}: algorithm="multimem" needs memory with a multicast address, and this group\'s '
                 f"has none, on rank {self.rank}: its GPUs have no NVLink switch, or ranks share a GPU"
@@ -128,7 +132,7 @@ class StreamEngine(Engine):
             place,
             small if reduction is None or supported else None,
             kernel=supported,
-            multicast=lambda: reduction is None and self._communicator.multicast,
+            multicast=lambda: reduction is None and self._communicator.arena.multicast(),
         )
 
     def parts(self, call: Call) -> list[Any]:

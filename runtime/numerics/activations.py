@@ -30,14 +30,3 @@ SLOPES = {"": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     """The activation ``name`` of ``x``, by torch; "" is none."""
     return _FUNCTIONS[name](x)
-
-
-def checked(name: str, value: object, rank: int) -> str:
-    """``value`` as a name, "" for None and "none"; ValueError if it is none of the activations."""
-    if value is None or value in ("", "none"):
-        return ""
-    if not isinstance(value, str) or value not in NAMES:
-        raise ValueError(
-            f"{name} must be None or one of {', '.join(NAMES)}, got {value!r} on rank {rank}"
-        )
-    return value

@@ -126,9 +126,10 @@ def check_values(values: Mapping[str, object]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be {text}")
 
 
-_override: contextvars.ContextVar[dict[str, int | bool] | None] = contextvars.ContextVar(
-    "interlace_configuration", default=None
+OVERRIDE: contextvars.ContextVar[tuple[tuple[str, int | bool], ...]] = contextvars.ContextVar(
+    "interlace_configuration", default=()
 )
+"""What :func:`override` has set here, sorted, to be compared; () for nothing."""
 
 
 @contextmanager
@@ -147,28 +148,26 @@ def override(**values: int | bool) -> Iterator[None]:
     [tensor(128.), tensor(128.)]
     """
     check_values(values)
-    token = _override.set({**(_override.get() or {}), **values})
+    token = OVERRIDE.set(_sorted({**dict(OVERRIDE.get()), **values}))
     try:
         yield
     finally:
-        _override.reset(token)
+        OVERRIDE.reset(token)
 
 
-def override_key() -> tuple[tuple[str, int | bool], ...]:
-    """What :func:`override` has set here, to be compared; () for nothing."""
-    values = _override.get()
-    return tuple(sorted(values.items())) if values else ()
+def _sorted(values: Mapping[str, int | bool]) -> tuple[tuple[str, int | bool], ...]:
+    return tuple(sorted(values.items()))
 
 
 def set_override(values: dict[str, int | bool]) -> None:
     """As :func:`override`, for the rest of the current context."""
     check_values(values)
-    _override.set(dict(values))
+    OVERRIDE.set(_sorted(values))
 
 
 def current_override() -> dict[str, int | bool]:
     """What :func:`override` has set here, for handing on to another thread or process."""
-    return dict(_override.get() or {})
+    return dict(OVERRIDE.get())
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:

@@ -312,7 +312,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
     agreed = _groups.get(communicator)
     if agreed is None:
         agreed = _groups[communicator] = _agree(communicator, problem.op)
-    explicit = configuration.override_key()
+    explicit = configuration.OVERRIDE.get()
     key = (problem, algorithm, explicit)
     choice = agreed.chosen.get(key)
     if choice is None:

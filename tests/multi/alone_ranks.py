@@ -1,4 +1,4 @@
-"""What test_alone.py runs in a world of one: each call twice, asynchronous calls never being shortened."""
+"""What test_alone.py runs in a world of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import torch_names
-from interlace.process_group import alone
 from multi.backend_ranks import world
 
 Make = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -99,27 +98,17 @@ def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
     return "gave", f"{out!r} from {x!r}"
 
 
-def both_ways(path: str) -> tuple[list[str], int]:
-    """Where a shortened call differs from the general one, and how many were shortened."""
-    different, shortened = [], 0
-    copied = alone.copied
-
-    def counting(*args: Any) -> bool:
-        nonlocal shortened
-        done = copied(*args)
-        shortened += done
-        return done
-
-    alone.copied = counting
+def differing(path: str) -> list[str]:
+    """Where a call that is remembered, or an asynchronous one, gives something else than the first."""
+    different = []
     with world(path):
         for case, make in CASES.items():
             for name, op in OPS.items():
-                short, general = _outcome(op, make, False), _outcome(op, make, True)
-                again = _outcome(op, make, False)  # the general way may have remembered the call
-                if not short == general == again:
-                    different.append(f"{name}, {case}: {short}, {again}; generally {general}")
-    alone.copied = copied
-    return different, shortened
+                first, general = _outcome(op, make, False), _outcome(op, make, True)
+                again = _outcome(op, make, False)
+                if not first == general == again:
+                    different.append(f"{name}, {case}: {first}, {again}; asynchronous {general}")
+    return different
 
 
 def written_behind(path: str) -> list[str]:
@@ -140,7 +129,7 @@ def written_behind(path: str) -> list[str]:
 
 
 def counted_and_refused(path: str) -> tuple[int, str, str]:
-    """A shortened call counts, and is refused where any other would be."""
+    """A call in a world of one counts, shows in a profile, and is refused after the end of its group."""
     out, x = torch.zeros(2), torch.ones(2)
     with world(path) as group:
         before = group._get_sequence_number_for_group()

@@ -17,7 +17,6 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.links import as_bytes
@@ -76,7 +75,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
     """One op of the engine; ``terms`` are what the ranks have to agree on."""
     call = Call(op, tuple(terms.items()))
-    group.collective(call, lambda engine: getattr(engine, op)(call, *arguments), async_op=False)
+    group.run(call.op, lambda: getattr(group.engine, op)(call, *arguments), async_op=False)
 
 
 def _check(
@@ -243,7 +242,7 @@ def agreeing(group: Communicator) -> list[str]:
                 wrong.append(f"exchange of {length} from {rank}: {len(answer)} bytes")
     call = Call("parts", part=("of", group.rank))
     found: list[Any] = []
-    group.collective(call, lambda engine: found.extend(engine.parts(call)), async_op=False)
+    group.run(call.op, lambda: found.extend(group.engine.parts(call)), async_op=False)
     if found != [("of", rank) for rank in range(group.world_size)]:
         wrong.append(f"parts: {found}")
     run(group, "barrier")
@@ -274,8 +273,8 @@ def asynchronous(group: Communicator) -> list[str]:
     for number in range(10):
         tensor = torch.full((1 << (2 * number % 18),), group.rank + number, dtype=torch.int64)
         call = Call("all_reduce", (("number", number),))
-        start = functools.partial(_reduced, call=call, tensor=tensor)
-        works.append(group.collective(call, start, [tensor], async_op=True))
+        start = functools.partial(_reduced, group, call=call, tensor=tensor)
+        works.append(group.run(call.op, start, [tensor], async_op=True))
         tensors.append(tensor)
     for work in reversed(works):
         assert work is not None
@@ -288,8 +287,8 @@ def asynchronous(group: Communicator) -> list[str]:
     ]
 
 
-def _reduced(engine: Engine, *, call: Call, tensor: torch.Tensor) -> None:
-    engine.all_reduce(call, tensor, "sum")
+def _reduced(group: Communicator, *, call: Call, tensor: torch.Tensor) -> None:
+    group.engine.all_reduce(call, tensor, "sum")
 
 
 def sending(group: Communicator) -> list[str]:

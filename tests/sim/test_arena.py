@@ -102,11 +102,11 @@ def test_no_allocation_and_no_zeroing_after_the_first_calls() -> None:
         interlace.barrier()
         before = sum(calls.values())
         held = default_group().workspace_bytes
-        tables = len(default_group()._tables)
+        tables = len(default_group().tables.lasting)
         for _ in range(4):
             one_of_each()
         assert default_group().workspace_bytes == held
-        assert len(default_group()._tables) == tables
+        assert len(default_group().tables.lasting) == tables
         interlace.barrier()
         return [before, sum(calls.values())]
 
@@ -142,7 +142,7 @@ def test_epochs_only_grow_and_credits_follow() -> None:
         for _ in range(6):
             interlace.all_reduce(torch.ones(3))
             headers = [b.view(b.rank, 0, (HEADER_WORDS,), torch.int64) for b in
-                       group._arena.buffers()]  # fmt: skip
+                       group.arena.buffers()]  # fmt: skip
             seen.append([int(header[EPOCH_WORD]) for header in headers])
         interlace.barrier()
         for header in headers:

@@ -108,7 +108,7 @@ def test_they_compute_there(monkeypatch: pytest.MonkeyPatch) -> None:
             interlace.all_reduce(x, group=group)
             interlace.barrier(group)
             assert x.tolist() == [3.0] * length  # the barrier has waited for what was enqueued
-        return [group._arena._turn, second._arena._turn]
+        return [group.arena.turn, second.arena.turn]
 
     assert fake_host.run(on_rank, 2) == [[1, 3]] * 2
     assert gpu.launches

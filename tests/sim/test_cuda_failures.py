@@ -45,7 +45,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch
         place = own_place()
         if place.rank == 1:
             return None  # does not come
-        workspace = default_group()._arena.lease(_layout(), "an op")
+        workspace = default_group().arena.lease(_layout(), "an op")
         default_group().compute.wait(workspace, 1, 3)
         with pytest.raises(DeviceHang):
             gpu.synchronize(gpu.current)
@@ -203,7 +203,7 @@ def _waiting_for_credit(gpu: FakeGpu) -> tuple[Any, torch.Tensor]:
     """Rank 0 waits for rank 1's credit before it copies into its memory; and that memory."""
     warm_up()
     group, rank = default_group(), interlace.get_rank()
-    workspace = group._arena.lease(_layout(data=True), "an op")
+    workspace = group.arena.lease(_layout(data=True), "an op")
     theirs = workspace.data(1, 0, (4,), torch.float32)
     header = workspace.header(0)
     header[EPOCH_WORD] = header[CREDIT_WORDS + 1] = 6
@@ -294,7 +294,7 @@ def test_what_was_not_received_is_not_passed_on(
     def on_rank() -> Any:
         warm_up()
         group, place = default_group(), own_place()
-        workspace = group._arena.lease(_layout(), "an op")
+        workspace = group.arena.lease(_layout(), "an op")
         epoch = int(workspace.header(place.rank)[EPOCH_WORD])
         if place.rank == 0:
             group.compute.wait(workspace, 1, 3)

@@ -18,8 +18,8 @@ import interlace
 from fake_cuda import CudaError, DeviceHang, FakeGpu
 from fake_driver import install
 from interlace.groups.groups import default_group
-from interlace.runtime.core.communicator import MOST_PASSING_TABLES
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.memory import MOST_PASSING_TABLES
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.stream import DeviceStream
 

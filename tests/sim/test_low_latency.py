@@ -137,7 +137,7 @@ def set_epochs(finished: int) -> None:
     """As if every program had ended so many ops; collective."""
     group = default_group()
     group.barrier()
-    words = group.words
+    words = group.arena.words
     own = words.buffer.view(group.rank, words.epochs_offset, (words.programs,), I64)
     own.fill_(finished)
     group.barrier()
@@ -265,7 +265,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
         else:
             interlace.broadcast(tensor, 1, **LOW)
         if interlace.get_rank() == 0:
-            made[0] = made[0][0], default_group().words
+            made[0] = made[0][0], default_group().arena.words
 
     def note(launch: KernelLaunch) -> None:
         if launch.arguments["rank"] == 0:

@@ -46,7 +46,7 @@ def run_op(
     communicator = default_group()
     assert isinstance(communicator.engine, StreamEngine)
     made = Call(op, (("algorithm", algorithm),), **call)
-    communicator.collective(made, lambda engine: start(engine, made), async_op=False)
+    communicator.run(made.op, lambda: start(communicator.engine, made), async_op=False)
 
 
 def payload(length: int, *key: int) -> torch.Tensor:

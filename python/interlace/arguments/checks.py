@@ -7,17 +7,60 @@ import operator
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from interlace.arguments.reduce_ops import NAMES, OPS, PREMUL_SUM, Factor, ReduceOp
+from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 FLOAT_DTYPES = (*FUSED_DTYPES, torch.float64)
 ALGORITHMS = ("auto", "fused", "pipelined", "unfused")
 REDUCE_OPS = ("sum", "avg")
+
+
+_SUM: Any = ReduceOp.SUM
+
+
+def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value``, detached, if a collective can read it: a strided tensor on the group's device.
+
+    What is right returns early, and words are found for what is wrong only.
+    """
+    kind = communicator.device_type
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and (value.is_cpu if kind == "cpu" else value.device.type == kind)
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_nested
+        and has_memory(value)
+    ):
+        return value.detach() if value.requires_grad else value
+    checked = tensor(name, value, communicator)
+    if checked.is_nested:
+        raise TypeError(
+            f"{name} must be a strided tensor, got a nested one on rank {communicator.rank}"
+        )
+    return checked
+
+
+def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+    """``value``, detached, if a collective can also write it, each element once."""
+    checked = source(name, value, communicator)
+    overlaps = not checked.is_contiguous() and any(
+        e > 1 and s == 0 for e, s in zip(checked.shape, checked.stride(), strict=True)
+    )
+    if overlaps:
+        raise ValueError(
+            f"{name} of shape {tuple(checked.shape)} is expanded, its elements share memory "
+            f"(strides {checked.stride()}), on rank {communicator.rank}"
+        )
+    return checked
 
 
 def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
@@ -95,39 +138,54 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def output(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
-    """``value`` if it is a tensor on the group's device that can be written, each element once."""
-    checked = tensor(name, value, communicator)
-    if any(e > 1 and s == 0 for e, s in zip(checked.shape, checked.stride(), strict=True)):
+def reduce_op(op: Any, rank: int) -> tuple[str, Factor]:
+    """The name of ``op``, one of :data:`reduce_ops.OPS`, and the factor of a PREMUL_SUM.
+
+    ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or what a backend finds
+    in the options of a call. Raises ValueError, or TypeError for what is no op at all.
+
+    >>> reduce_op("sum", 0), reduce_op(ReduceOp.AVG, 0)
+    (('sum', None), ('avg', None))
+    >>> reduce_op(torch.distributed._make_nccl_premul_sum(0.5), 0)
+    ('premul_sum', 0.5)
+    """
+    kind = type(op)
+    if kind is str or kind is ReduceOp.RedOpType:
+        name = NAMES.get(op)
+        if name is not None and name != PREMUL_SUM:
+            return name, None
+    elif kind is ReduceOp or isinstance(op, ReduceOp):
+        if op == _SUM:  # its members' hashes and values take longer
+            return "sum", None
+        name = NAMES.get(op.op)
+        if name is not None and name != PREMUL_SUM:
+            return name, None
+        if name == PREMUL_SUM and (factor := _factor(op)) is not None:
+            return PREMUL_SUM, factor
+    if NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
         raise ValueError(
-            f"{name} of shape {tuple(checked.shape)} is expanded, its elements share memory "
-            f"(strides {checked.stride()}), on rank {communicator.rank}"
+            f"op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor), on rank {rank}"
         )
-    return checked
+    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
 
 
-def requires_grad(tensors: Sequence[Any]) -> bool:
-    """Whether a tensor among these, or among the lists among these, does."""
-    for each in tensors:
-        if each is None:
-            continue
-        if type(each) is torch.Tensor or isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_grad(each):
-            return True
-    return False
+def _factor(op: Any) -> Factor:
+    """What ``op`` multiplies with; its attribute ``factor`` in torch 2.13, earlier in its state only."""
+    try:
+        factor: Factor = op.__getstate__()[1]
+    except RuntimeError:  # torch says so where there is none
+        return None
+    return factor
 
 
-def warn_without_gradients(op: str, *tensors: Any) -> None:
+def warn_without_gradients(op: str) -> None:
     """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
-    if torch.is_grad_enabled() and requires_grad(tensors):
-        warnings.warn(
-            f"interlace.{op} does not record gradients of unequal parts: its output is "
-            "detached from inputs that require them; call it under torch.no_grad() if that is meant",
-            UserWarning,
-            stacklevel=3,
-        )
+    warnings.warn(
+        f"interlace.{op} does not record gradients of unequal parts: its output is "
+        "detached from inputs that require them; call it under torch.no_grad() if that is meant",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def float_dtype(name: str, dtype: torch.dtype, rank: int) -> None:
@@ -243,3 +301,94 @@ def fused_algorithm_allowed(
                 f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype} '
                 f'on rank {rank}; use "unfused" or "auto"'
             )
+
+
+def activation(name: str, value: Any, rank: int) -> str:
+    """``value`` as a name, "" for None and "none"; ValueError if it is none of the activations."""
+    if value is None or value in ("", "none"):
+        return ""
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise ValueError(
+            f"{name} must be None or one of {', '.join(ACTIVATIONS)}, got {value!r} on rank {rank}"
+        )
+    return value
+
+
+def activations(value: Any, count: int, several: bool, rank: int) -> list[str]:
+    """One name for each of ``count`` weights."""
+    if not several or value is None or isinstance(value, str):
+        return [activation("activation", value, rank)] * count
+    _entries("activation", value, count, "a name or a sequence", rank)
+    return [activation(f"activation[{i}]", each, rank) for i, each in enumerate(value)]
+
+
+def _entries(name: str, value: Any, count: int, what: str, rank: int) -> None:
+    """Raise unless ``value`` is a sequence with an entry for each of ``count`` weights."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
+        raise TypeError(
+            f"{name} must be {what} like weight, got {type(value).__name__} on rank {rank}"
+        )
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries, weight has {count}, on rank {rank}")
+
+
+class Operands(NamedTuple):
+    """The checked operands of a fused op: a bias and an activation for each weight; the output's dtype."""
+
+    input: torch.Tensor
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    activations: list[str]
+    algorithm: str
+    dtype: torch.dtype
+
+
+def operands(
+    communicator: Communicator,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    options: Any,
+    gather_dim: int | None = None,
+) -> Operands:
+    """All that the fused ops have in common; ``options`` has their ``algorithm``, ``out_dtype`` ...
+
+    With ``gather_dim`` there may be several weights; if that is the last dimension, k is not compared.
+    """
+    rank = communicator.rank
+    input = tensor("input", input, communicator)
+    float_dtype("input", input.dtype, rank)
+    if input.dim() < 2:
+        raise ValueError(
+            f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
+        )
+    algorithm = one_of("algorithm", options.algorithm, ALGORITHMS, rank)
+    dtype = output_dtype(options.out_dtype, input, rank)
+    fused_algorithm_allowed(algorithm, input.dtype, dtype, rank)
+    inner: int | None = input.shape[-1]
+    several = False
+    if gather_dim is not None:
+        if dimension("gather_dim", gather_dim, input.dim(), rank) == input.dim() - 1:
+            inner = None
+        several = not isinstance(imported("weight", weight, rank), torch.Tensor)
+    if not several:
+        weights = [matrix("weight", weight, input, inner, communicator)]
+        biases = [bias_vector("bias", bias, weights[0].shape[1], input, communicator)]
+    else:
+        if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
+            raise TypeError(
+                "weight must be a tensor or a non-empty sequence of tensors, got "
+                f"{type(weight).__name__} on rank {rank}"
+            )
+        weights = [
+            matrix(f"weight[{i}]", each, input, inner, communicator)
+            for i, each in enumerate(weight)
+        ]
+        vectors = [None] * len(weights) if bias is None else bias
+        _entries("bias", vectors, len(weights), "a sequence", rank)
+        biases = [
+            bias_vector(f"bias[{i}]", each, own.shape[1], input, communicator)
+            for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
+        ]
+    names = activations(options.activation, len(weights), several, rank)
+    return Operands(input, weights, biases, names, algorithm, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
 
 NOT_GIVEN: Any = object()
@@ -47,7 +47,7 @@ def _parts(
     written: bool,
 ) -> list[torch.Tensor]:
     rank, world_size = communicator.rank, communicator.world_size
-    take = dense.target if written else dense.source
+    take = checks.target if written else checks.source
     whole = checks.imported(name, whole, rank)
     if isinstance(whole, torch.Tensor):
         tensor = take(name, whole, communicator)
@@ -95,7 +95,7 @@ def one_per_rank(
         raise ValueError(
             f"{name} must have one tensor per rank, {world_size}, got {len(whole)} on rank {rank}"
         )
-    take = dense.target if written else dense.source
+    take = checks.target if written else checks.source
     tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
     for r, tensor in enumerate(tensors):
         if tensor.dtype is not dtype:

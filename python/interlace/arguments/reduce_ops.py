@@ -1,4 +1,4 @@
-"""Reduce operations by every name they go by: torch's ``ReduceOp``, its instances, and strings."""
+"""Reduce operations: their names, the dtypes that they are for, and the factor of a PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -16,51 +16,11 @@ PREMUL_SUM = "premul_sum"
 
 Factor = float | torch.Tensor | None
 
-_NAMES: dict[Any, str] = {
+NAMES: dict[Any, str] = {
     **{name: name for name in OPS},
     **{name.upper(): name for name in OPS},
     **{getattr(ReduceOp.RedOpType, name.upper()): name for name in OPS},
 }
-
-_SUM: Any = ReduceOp.SUM
-
-
-def parse(op: Any, rank: int) -> tuple[str, Factor]:
-    """The name of ``op``, one of :data:`OPS`, and the factor of a PREMUL_SUM.
-
-    ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or what a backend finds
-    in the options of a call. Raises ValueError, or TypeError for what is no op at all.
-
-    >>> parse("sum", 0), parse(ReduceOp.AVG, 0), parse(torch.distributed._make_nccl_premul_sum(0.5), 0)
-    (('sum', None), ('avg', None), ('premul_sum', 0.5))
-    """
-    kind = type(op)
-    if kind is str or kind is ReduceOp.RedOpType:
-        name = _NAMES.get(op)
-        if name is not None and name != PREMUL_SUM:
-            return name, None
-    elif kind is ReduceOp or isinstance(op, ReduceOp):
-        if op == _SUM:  # its members' hashes and values take longer
-            return "sum", None
-        name = _NAMES.get(op.op)
-        if name is not None and name != PREMUL_SUM:
-            return name, None
-        if name == PREMUL_SUM and (factor := _factor(op)) is not None:
-            return PREMUL_SUM, factor
-    if _NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
-        raise ValueError(
-            f"op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor), on rank {rank}"
-        )
-    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
-
-
-def _factor(op: Any) -> Factor:
-    """What ``op`` multiplies with; its attribute ``factor`` in torch 2.13, earlier in its state only."""
-    try:
-        factor: Factor = op.__getstate__()[1]
-    except RuntimeError:  # torch says so where there is none
-        return None
-    return factor
 
 
 def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype, rank: int) -> None:

@@ -11,9 +11,9 @@ import torch
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import one_per_rank
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.memory import overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
@@ -33,25 +33,59 @@ def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence
     return match
 
 
-def _exchange(
+def _exchanged(
     communicator: Communicator,
     call: Call,
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
     given: Sequence[torch.Tensor],
-    async_op: bool,
-) -> Work | None:
+) -> PreparedCall:
     written = {each.untyped_storage().data_ptr() for each in outputs if each.numel()}
     shared = any(each.untyped_storage().data_ptr() in written for each in inputs if each.numel())
 
-    def start(engine: Engine) -> Event | None:
+    def start() -> Event | None:
         # peers may fill an output while others have still to read an input that is the same memory
         made = [each.clone().contiguous() if shared else each.contiguous() for each in inputs]
         return dense.filled(
-            communicator, outputs, lambda targets: engine.all_to_all(call, targets, made)
+            communicator,
+            outputs,
+            lambda targets: communicator.engine.all_to_all(call, targets, made),
         )
 
-    return communicator.collective(call, start, given, async_op=async_op)
+    return PreparedCall(start, given, call)
+
+
+def checked_all_to_all(
+    communicator: Communicator,
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+) -> PreparedCall:
+    """An :func:`all_to_all` that was checked on this rank."""
+    first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
+    first = checks.imported("input_tensor_list[0]", first, communicator.rank)
+    dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
+    inputs = one_per_rank(
+        "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
+        written=False,
+    )  # fmt: skip
+    outputs = one_per_rank(
+        "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
+        written=True,
+    )  # fmt: skip
+    expected = tuple(each.shape for each in outputs)
+    sent = tuple(each.shape for each in inputs)
+    key = ("all_to_all", dtype, *expected, *sent)
+    call = communicator.calls.get(key)
+    if call is None:
+        call = Call(
+            "all_to_all",
+            (("dtype", dtype),),
+            part=(tuple(map(tuple, expected)), tuple(map(tuple, sent))),
+            match=_pairwise("all_to_all", "has shape", "output_tensor_list", "input_tensor_list"),
+            equal_fits=expected == sent and len(set(sent)) == 1,
+        )
+        dense.remember(communicator, key, call)
+    return _exchanged(communicator, call, outputs, inputs, output_tensor_list)
 
 
 def _all_to_all(
@@ -60,51 +94,8 @@ def _all_to_all(
     input_tensor_list: list[torch.Tensor],
     async_op: bool = False,
 ) -> Work | None:
-    try:
-        form = dense.uncut_lists(output_tensor_list, input_tensor_list, communicator)
-        known: Any = form and communicator.calls.get(("all_to_all", *form))
-    except Exception:
-        with communicator.accepting("all_to_all"):
-            raise
-    if known is not None:
-        into, parts = list(output_tensor_list), list(input_tensor_list)
-        return communicator.collective(
-            known,
-            lambda engine: engine.all_to_all(known, into, parts),
-            into,
-            async_op=async_op,
-        )
-    try:
-        first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
-        first = checks.imported("input_tensor_list[0]", first, communicator.rank)
-        dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
-        inputs = one_per_rank(
-            "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
-            written=False,
-        )  # fmt: skip
-        outputs = one_per_rank(
-            "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
-            written=True,
-        )  # fmt: skip
-        expected = tuple(tuple(each.shape) for each in outputs)
-        sent = tuple(tuple(each.shape) for each in inputs)
-        key = ("all_to_all", dtype, *expected, *sent)
-        call = communicator.calls.get(key)
-        if call is None:
-            match = _pairwise("all_to_all", "has shape", "output_tensor_list", "input_tensor_list")
-            equal = expected == sent and len(set(sent)) == 1
-            made = Call(
-                "all_to_all",
-                (("dtype", dtype),),
-                part=(expected, sent),
-                match=match,
-                equal_fits=equal,
-            )
-            call = dense.remember(communicator, key, made)
-    except Exception:
-        with communicator.accepting("all_to_all"):
-            raise
-    return _exchange(communicator, call, outputs, inputs, output_tensor_list, async_op)
+    lists = output_tensor_list, input_tensor_list
+    return communicator.call("all_to_all", checked_all_to_all, lists, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def all_to_all(
@@ -169,6 +160,55 @@ def sizes(
     return lengths
 
 
+def checked_all_to_all_single(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+) -> PreparedCall:
+    """An :func:`all_to_all_single` that was checked on this rank."""
+    name = "all_to_all_single"
+    data = checks.source("input", input, communicator)
+    out = checks.target("output", output, communicator)
+    even = _absent(output_split_sizes) and _absent(input_split_sizes)
+    key: Any = (name, data.dtype, data.shape, out.dtype, out.shape)
+    known = communicator.calls.get(key) if even else None
+    if (
+        known is not None
+        and data.numel()
+        and data.is_contiguous()
+        and out.is_contiguous()
+        and not overlap(data, out)
+    ):
+        return PreparedCall(
+            lambda: communicator.engine.all_to_all_single(known, out, data), (output,), known
+        )
+    if out.dtype is not data.dtype:
+        checks.same_dtype("output", out.dtype, "input", data.dtype, communicator.rank)
+    if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:
+        raise ValueError(
+            f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
+            f"{tuple(data.shape)} on rank {communicator.rank}"
+        )
+    sent = sizes("input_split_sizes", input_split_sizes, data.shape[0], "input", communicator)
+    expected = sizes("output_split_sizes", output_split_sizes, out.shape[0], "output", communicator)
+    if not even or data.shape != out.shape:
+        key = (name, data.dtype, data.shape, expected, sent)
+    call = communicator.calls.get(key)
+    if call is None:
+        call = Call(
+            name,
+            (("dtype of input", data.dtype), ("shape of input off dim 0", tuple(data.shape[1:]))),
+            part=(expected, sent),
+            match=_pairwise(name, "is", "output_split_sizes", "input_split_sizes"),
+            equal_fits=expected == sent and len(set(sent)) == 1,
+        )
+        dense.remember(communicator, key, call)
+    outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))
+    return _exchanged(communicator, call, outputs, inputs, [output])
+
+
 def _all_to_all_single(
     communicator: Communicator,
     output: torch.Tensor,
@@ -177,61 +217,10 @@ def _all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    name, rank = "all_to_all_single", communicator.rank
-    known: Any = None
-    try:
-        even = _absent(output_split_sizes) and _absent(input_split_sizes)
-        if even and (form := dense.uncut(output, input, communicator)):
-            known = communicator.calls.get((name, *form))
-            if (
-                known is not None
-                and output.data_ptr() == input.data_ptr()
-                and communicator.world_size > 1
-            ):
-                known = None
-    except Exception:
-        with communicator.accepting(name):
-            raise
-    if known is not None:
-        into, whole = dense.detached(output), dense.detached(input)
-        return communicator.collective(
-            known,
-            lambda engine: engine.all_to_all_single(known, into, whole),
-            (output,),
-            async_op=async_op,
-        )
-    try:
-        data = dense.source("input", input, communicator)
-        out = dense.target("output", output, communicator)
-        if out.dtype is not data.dtype:
-            checks.same_dtype("output", out.dtype, "input", data.dtype, rank)
-        if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:
-            raise ValueError(
-                f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
-                f"{tuple(data.shape)} on rank {rank}"
-            )
-        sent = sizes("input_split_sizes", input_split_sizes, data.shape[0], "input", communicator)
-        expected = sizes(
-            "output_split_sizes", output_split_sizes, out.shape[0], "output", communicator
-        )
-        key = (name, data.dtype, data.shape, expected, sent)
-        call = communicator.calls.get(key)
-        if call is None:
-            match = _pairwise(name, "is", "output_split_sizes", "input_split_sizes")
-            terms = (
-                ("dtype of input", data.dtype),
-                ("shape of input off dim 0", tuple(data.shape[1:])),
-            )
-            equal = expected == sent and len(set(sent)) == 1
-            made = Call(name, terms, part=(expected, sent), match=match, equal_fits=equal)
-            call = dense.remember(communicator, key, made)
-        if even and data.shape == out.shape:
-            dense.remember(communicator, (name, data.dtype, data.shape, out.shape), call)
-    except Exception:
-        with communicator.accepting(name):
-            raise
-    outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))
-    return _exchange(communicator, call, outputs, inputs, [output], async_op)
+    splits = output_split_sizes, input_split_sizes
+    return communicator.call(  # type: ignore[no-any-return]
+        "all_to_all_single", checked_all_to_all_single, (output, input), splits, async_op=async_op
+    )
 
 
 def all_to_all_single(

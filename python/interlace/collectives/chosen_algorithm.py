@@ -58,8 +58,9 @@ def check_nodes(algorithm: str, communicator: Communicator) -> None:
         )
 
 
-def serving(engine: Engine, communicator: Communicator, algorithm: str) -> Engine:
+def serving(communicator: Communicator, algorithm: str) -> Engine:
     """What runs a call whose term "algorithm" is ``algorithm``."""
+    engine = communicator.engine
     if algorithm == "auto" or isinstance(engine, StreamEngine):
         return engine
     return StreamEngine(communicator)

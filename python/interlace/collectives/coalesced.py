@@ -9,28 +9,21 @@ import torch
 
 from interlace.arguments import dense
 from interlace.collectives.rootless import (
-    Prepared,
-    prepare_all_gather,
-    prepare_all_reduce,
-    prepare_reduce_scatter,
+    checked_all_gather,
+    checked_all_reduce,
+    checked_reduce_scatter,
 )
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
 
-def _equally_many(
+def _check_lengths(
     communicator: Communicator, op: str, names: tuple[str, str], first: Any, second: Any
 ) -> None:
-    """Raise, on all ranks, unless both are lists of one length."""
-    with communicator.accepting(op):
-        _check_lengths(communicator.rank, op, names, first, second)
-
-
-def _check_lengths(rank: int, op: str, names: tuple[str, str], first: Any, second: Any) -> None:
+    """Raise unless both are lists of one length."""
+    rank = communicator.rank
     for name, value in zip(names, (first, second), strict=True):
         if not isinstance(value, (list, tuple)):
             raise TypeError(
@@ -43,10 +36,10 @@ def _check_lengths(rank: int, op: str, names: tuple[str, str], first: Any, secon
 
 
 def _together(
-    communicator: Communicator, name: str, prepared: Sequence[Prepared], async_op: bool
-) -> Work | None:
-    """Run ``prepared`` one after another, when all of it was compared on all ranks."""
-    calls = [call for call, _, _ in prepared]
+    communicator: Communicator, name: str, prepared: Sequence[PreparedCall]
+) -> PreparedCall:
+    """``prepared``, one after another, when all of it was compared on all ranks."""
+    calls = [each.terms for each in prepared if each.terms is not None]
     key = (name, *[call.message for call in calls])
     whole = communicator.calls.get(key)
     if whole is None:
@@ -54,16 +47,15 @@ def _together(
         for index, call in enumerate(calls):
             terms += [(f"{term}, of entry {index},", value) for term, value in call.terms]
         whole = dense.remember(communicator, key, Call(name, tuple(terms)))
-    outputs = [tensor for _, _, tensors in prepared for tensor in tensors]
 
-    def start(engine: Engine) -> Event | None:
-        engine.parts(whole)
+    def start() -> Any:
+        communicator.engine.parts(whole)
         event = None
-        for _, begin, _ in prepared:
-            event = begin(engine)
+        for each in prepared:
+            event = each.start()
         return event
 
-    return communicator.collective(whole, start, outputs, async_op=async_op)
+    return PreparedCall(start, [tensor for each in prepared for tensor in each.outputs], whole)
 
 
 def _all_reduce_coalesced(
@@ -73,9 +65,14 @@ def _all_reduce_coalesced(
     async_op: bool = False,
 ) -> Work | None:
     name = "all_reduce_coalesced"
-    _equally_many(communicator, name, ("tensors", "tensors"), tensors, tensors)
-    prepared = [prepare_all_reduce(communicator, tensor, op) for tensor in tensors]
-    return _together(communicator, name, prepared, async_op)
+
+    def check(*_: Any) -> PreparedCall:
+        _check_lengths(communicator, name, ("tensors", "tensors"), tensors, tensors)
+        return _together(
+            communicator, name, [checked_all_reduce(communicator, each, op) for each in tensors]
+        )
+
+    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
 
 
 def all_reduce_coalesced(
@@ -106,10 +103,14 @@ def _all_gather_coalesced(
     name: str = "all_gather_coalesced",
     names: tuple[str, str] = ("output_tensor_lists", "input_tensor_list"),
 ) -> Work | None:
-    _equally_many(communicator, name, names, outputs, inputs)
-    pairs = zip(outputs, inputs, strict=True)
-    prepared = [prepare_all_gather(communicator, output, tensor) for output, tensor in pairs]
-    return _together(communicator, name, prepared, async_op)
+    def check(*_: Any) -> PreparedCall:
+        _check_lengths(communicator, name, names, outputs, inputs)
+        pairs = zip(outputs, inputs, strict=True)
+        return _together(
+            communicator, name, [checked_all_gather(communicator, *pair) for pair in pairs]
+        )
+
+    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
 
 
 def all_gather_coalesced(
@@ -170,10 +171,15 @@ def _reduce_scatter_tensor_coalesced(
     async_op: bool = False,
 ) -> Work | None:
     name = "reduce_scatter_tensor_coalesced"
-    _equally_many(communicator, name, ("outputs", "inputs"), outputs, inputs)
-    pairs = zip(outputs, inputs, strict=True)
-    prepared = [prepare_reduce_scatter(communicator, output, whole, op) for output, whole in pairs]
-    return _together(communicator, name, prepared, async_op)
+
+    def check(*_: Any) -> PreparedCall:
+        _check_lengths(communicator, name, ("outputs", "inputs"), outputs, inputs)
+        pairs = zip(outputs, inputs, strict=True)
+        return _together(
+            communicator, name, [checked_reduce_scatter(communicator, *pair, op) for pair in pairs]
+        )
+
+    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_tensor_coalesced(

@@ -18,7 +18,6 @@ from interlace.collectives import point_to_point
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event
 
 SMALL = 16384  # bytes that go along with a rank's message
@@ -70,17 +69,17 @@ def _all_gather_object(communicator: Communicator, obj: Any) -> list[Any]:
     said: list[Packed] = []
     outputs: list[torch.Tensor] = []
 
-    def start(engine: Engine) -> Event | None:
-        said.extend(engine.parts(call))
+    def start() -> Event | None:
+        said.extend(communicator.engine.parts(call))
         lengths = [_length(each) for each in said]
         if not any(lengths):
             return None
         outputs.extend(_room(communicator, length) for length in lengths)
         rest = Call(name, (("lengths", tuple(lengths)),))
         own = _tensor(communicator, data if lengths[communicator.rank] else b"")
-        return engine.all_gather(rest, outputs, own)
+        return communicator.engine.all_gather(rest, outputs, own)
 
-    communicator.collective(call, start, async_op=False)
+    communicator.run(name, start, async_op=False)
     return [
         pickle.loads(each if isinstance(each, bytes) else _bytes(outputs[rank]))
         for rank, each in enumerate(said)
@@ -125,8 +124,8 @@ def _gather_object(communicator: Communicator, obj: Any, root: int) -> list[Any]
     said: list[Packed] = []
     outputs: list[torch.Tensor] = []
 
-    def start(engine: Engine) -> Event | None:
-        said.extend(engine.parts(call))
+    def start() -> Event | None:
+        said.extend(communicator.engine.parts(call))
         lengths = [_length(each) for each in said]
         if not any(lengths):
             return None
@@ -134,9 +133,9 @@ def _gather_object(communicator: Communicator, obj: Any, root: int) -> list[Any]
             outputs.extend(_room(communicator, length) for length in lengths)
         rest = Call(name, (("lengths", tuple(lengths)),))
         own = _tensor(communicator, data if lengths[rank] else b"")
-        return engine.gather(rest, outputs if rank == root else None, own, root)
+        return communicator.engine.gather(rest, outputs if rank == root else None, own, root)
 
-    communicator.collective(call, start, async_op=False)
+    communicator.run(name, start, async_op=False)
     if rank != root:
         return None
     return [
@@ -198,16 +197,16 @@ def _broadcast_objects(communicator: Communicator, objects: list[Any], root: int
     call = Call(name, terms, part=_said(data))
     received: list[bytes | torch.Tensor] = []
 
-    def start(engine: Engine) -> Event | None:
-        said = engine.parts(call)[root]
+    def start() -> Event | None:
+        said = communicator.engine.parts(call)[root]
         if isinstance(said, bytes):
             received.append(said)
             return None
         moved = _tensor(communicator, data) if is_root else _room(communicator, said)
         received.append(moved)
-        return engine.broadcast(Call(name, (("length", said),)), moved, root)
+        return communicator.engine.broadcast(Call(name, (("length", said),)), moved, root)
 
-    communicator.collective(call, start, async_op=False)
+    communicator.run(name, start, async_op=False)
     (whole,) = received
     return list(pickle.loads(whole if isinstance(whole, bytes) else _bytes(whole)))
 
@@ -249,17 +248,19 @@ def _scatter_object(communicator: Communicator, objects: Sequence[Any] | None, r
     call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
     received: list[bytes | torch.Tensor] = []
 
-    def start(engine: Engine) -> Event | None:
-        said = engine.parts(call)[root]
+    def start() -> Event | None:
+        said = communicator.engine.parts(call)[root]
         if isinstance(said[rank], bytes):
             received.append(said[rank])
             return None
         mine = _room(communicator, said[rank])
         received.append(mine)
         inputs = [_tensor(communicator, each) for each in packed] if rank == root else None
-        return engine.scatter(Call(name, (("lengths", tuple(said)),)), mine, inputs, root)
+        return communicator.engine.scatter(
+            Call(name, (("lengths", tuple(said)),)), mine, inputs, root
+        )
 
-    communicator.collective(call, start, async_op=False)
+    communicator.run(name, start, async_op=False)
     (mine,) = received
     return pickle.loads(mine if isinstance(mine, bytes) else _bytes(mine))
 

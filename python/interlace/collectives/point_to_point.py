@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import dense
+from interlace.arguments import checks, dense
 from interlace.arguments.roots import check_member, group_rank
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
@@ -43,7 +43,7 @@ def _check_tag(tag: Any, rank: int) -> None:
 def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
     """Begin to send to ``peer``, a rank of the group."""
     check_member("dst", peer, communicator)
-    data = dense.source("tensor", tensor, communicator)
+    data = checks.source("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     made = data.contiguous()
     call = _call(communicator, "send", made)
@@ -56,7 +56,7 @@ def _irecv(
     """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
     if peer is not None:
         check_member("src", peer, communicator)
-    data = dense.target("tensor", tensor, communicator)
+    data = checks.target("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     call = _call(communicator, "recv", data)
 
@@ -303,8 +303,8 @@ def _prepared(entry: Any) -> Callable[[], Work]:
     peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
     if _direction(entry.op) == "isend":
         destination = group_rank("dst", peer, group_peer, communicator)
-        dense.source("tensor", entry.tensor, communicator)
+        checks.source("tensor", entry.tensor, communicator)
         return lambda: _isend(communicator, entry.tensor, destination, entry.tag)
     source = _source(peer, group_peer, communicator)
-    dense.target("tensor", entry.tensor, communicator)
+    checks.target("tensor", entry.tensor, communicator)
     return lambda: _irecv(communicator, entry.tensor, source, entry.tag)

@@ -1,7 +1,7 @@
 """Collectives with a root: broadcast, reduce, gather, scatter; torch's semantics.
 
 ``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group; the
-internal forms take ``root``, a rank of the group.
+internal forms take ``root``, a rank of the group. What the functions are for: ``rootless.py``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
-from interlace.arguments.roots import check_member, group_rank
+from interlace.arguments.roots import group_rank
 from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
+
+Rank = int | None
 
 # -- broadcast ----------------------------------------------------------------------------------------
 
@@ -28,51 +29,48 @@ from interlace.runtime.core.work import Work
 BROADCAST_ALGORITHMS = ("auto", "copy", "low_latency")
 
 
-def _broadcast(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    root: int,
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> Work | None:
-    if communicator.plans is not None:
-        known = communicator.plans.again_into("broadcast", tensor, (), (root,), async_op=async_op)
-        if known is not None:
-            return known[0]  # type: ignore[no-any-return]
-    try:
-        check_member("src", root, communicator)
-        is_root = communicator.rank == root
-        data = (dense.source if is_root else dense.target)("tensor", tensor, communicator)
-        key = ("broadcast", data.dtype, data.shape, root, algorithm)
-        call = communicator.calls.get(key)
-        if call is None:
-            checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
-            chosen_algorithm.check_nodes(algorithm, communicator)
-            terms = (
-                ("shape of tensor", tuple(data.shape)),
-                ("dtype of tensor", data.dtype),
-                ("root", root),
-                ("algorithm", algorithm),
-            )
-            call = dense.remember(communicator, key, Call("broadcast", terms))
-    except Exception:
-        with communicator.accepting("broadcast"):
-            raise
-    if data.is_contiguous() and algorithm == "auto":
-        return communicator.collective(
-            call, lambda engine: engine.broadcast(call, data, root), (tensor,), async_op=async_op
+def checked_broadcast(
+    communicator: Communicator, tensor: torch.Tensor, src: Rank, group_src: Rank, algorithm: str
+) -> PreparedCall:
+    """A :func:`broadcast` that was checked on this rank."""
+    root = group_rank("src", src, group_src, communicator)
+    is_root = communicator.rank == root
+    data = (checks.source if is_root else checks.target)("tensor", tensor, communicator)
+    key = ("broadcast", data.dtype, data.shape, root, algorithm)
+    call = communicator.calls.get(key)
+    if call is None:
+        checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
+        chosen_algorithm.check_nodes(algorithm, communicator)
+        terms = (
+            ("shape of tensor", tuple(data.shape)),
+            ("dtype of tensor", data.dtype),
+            ("root", root),
+            ("algorithm", algorithm),
         )
+        call = dense.remember(communicator, key, Call("broadcast", terms))
 
-    def start(engine: Engine) -> Event | None:
-        engine = chosen_algorithm.serving(engine, communicator, algorithm)
-        if is_root:
+    def start() -> Event | None:
+        engine = chosen_algorithm.serving(communicator, algorithm)
+        if is_root or data.is_contiguous():
             return engine.broadcast(call, data.contiguous(), root)
         return dense.filled(
             communicator, [data], lambda made: engine.broadcast(call, made[0], root)
         )
 
-    return communicator.collective(call, start, (tensor,), async_op=async_op)
+    return PreparedCall(start, (tensor,), call)
+
+
+def _broadcast(
+    communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
+) -> Work | None:
+    return communicator.call(  # type: ignore[no-any-return]
+        "broadcast",
+        checked_broadcast,
+        (tensor,),
+        (None, root, "auto"),
+        async_op=async_op,
+        fills=True,
+    )
 
 
 def broadcast(
@@ -99,15 +97,51 @@ def broadcast(
     [[1], [1]]
     """
     communicator = resolve(group).on(tensor)
-    try:
-        root = group_rank("src", src, group_src, communicator)
-    except Exception:
-        with communicator.accepting("broadcast"):
-            raise
-    return _broadcast(communicator, tensor, root, async_op, algorithm=algorithm)
+    return communicator.call(  # type: ignore[no-any-return]
+        "broadcast",
+        checked_broadcast,
+        (tensor,),
+        (src, group_src, algorithm),
+        async_op=async_op,
+        fills=True,
+    )
 
 
 # -- reduce -------------------------------------------------------------------------------------------
+
+
+def checked_reduce(
+    communicator: Communicator, tensor: torch.Tensor, dst: Rank, group_dst: Rank, op: Any
+) -> PreparedCall:
+    """A :func:`reduce` that was checked on this rank."""
+    rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator)
+    data = checks.target("tensor", tensor, communicator)
+    name, factor = checks.reduce_op(op, rank)
+    if factor is not None:
+        reduce_ops.check_factor(factor, "tensor", data, rank)
+    key = ("reduce", data.dtype, data.shape, name, root)
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype("reduce", name, "tensor", data.dtype, rank)
+        terms = (
+            ("shape of tensor", tuple(data.shape)),
+            ("dtype of tensor", data.dtype),
+            ("op", name),
+            ("root", root),
+        )
+        call = dense.remember(communicator, key, Call("reduce", terms))
+
+    def start() -> Event | None:
+        if factor is None:
+            made, reducing = data.contiguous(), name
+        else:
+            made, reducing = reduce_ops.scaled(data, factor), "sum"
+        event = communicator.engine.reduce(call, made, root, reducing)
+        if rank != root:
+            return event
+        return dense.copied_back(communicator, [data], [made], event)
+
+    return PreparedCall(start, (tensor,), call)
 
 
 def _reduce(
@@ -117,37 +151,9 @@ def _reduce(
     op: Any = "sum",
     async_op: bool = False,
 ) -> Work | None:
-    rank = communicator.rank
-    try:
-        check_member("dst", root, communicator)
-        data = dense.target("tensor", tensor, communicator)
-        name, factor = reduce_ops.parse(op, rank)
-        if factor is not None:
-            reduce_ops.check_factor(factor, "tensor", data, rank)
-        key = ("reduce", data.dtype, data.shape, name, root)
-        call = communicator.calls.get(key)
-        if call is None:
-            reduce_ops.check_dtype("reduce", name, "tensor", data.dtype, rank)
-            terms = (
-                ("shape of tensor", tuple(data.shape)),
-                ("dtype of tensor", data.dtype),
-                ("op", name),
-                ("root", root),
-            )
-            call = dense.remember(communicator, key, Call("reduce", terms))
-    except Exception:
-        with communicator.accepting("reduce"):
-            raise
-    reducing = name if factor is None else "sum"
-
-    def start(engine: Engine) -> Event | None:
-        made = data.contiguous() if factor is None else reduce_ops.scaled(data, factor)
-        event = engine.reduce(call, made, root, reducing)
-        if rank != root:
-            return event
-        return dense.copied_back(communicator, [data], [made], event)
-
-    return communicator.collective(call, start, (tensor,), async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "reduce", checked_reduce, (tensor,), (None, root, op), async_op=async_op
+    )
 
 
 def reduce(
@@ -173,12 +179,9 @@ def reduce(
     [[3], [2]]
     """
     communicator = resolve(group).on(tensor)
-    try:
-        root = group_rank("dst", dst, group_dst, communicator)
-    except Exception:
-        with communicator.accepting("reduce"):
-            raise
-    return _reduce(communicator, tensor, root, op, async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "reduce", checked_reduce, (tensor,), (dst, group_dst, op), async_op=async_op
+    )
 
 
 # -- gather and scatter -------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ def _one_root(op: str, root: int, list_name: str) -> Any:
     return match
 
 
-def _rooted_call(
+def _call(
     communicator: Communicator,
     op: str,
     list_name: str,
@@ -230,23 +233,44 @@ def _rooted_call(
     key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
     if call is None:
-        terms = (("dtype of tensor", data.dtype), ("root", root))
-        made = Call(
+        call = Call(
             op,
-            terms,
+            (("dtype of tensor", data.dtype), ("root", root)),
             part=(tuple(data.shape), _shapes(tensors)),
             match=_one_root(op, root, list_name),
         )
-        call = dense.remember(communicator, key, made)
+        dense.remember(communicator, key, call)
     return call
 
 
-def _known(op: str, communicator: Communicator, tensors: Any, own: Any, root: int) -> Call | None:
-    """The call of the root, if its tensors may go to the engine as they are and it was made before."""
-    if root != communicator.rank:
-        return None
-    form = dense.uncut_list(tensors, own, communicator)
-    return communicator.calls.get((op, root, *form)) if form else None
+def checked_gather(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None,
+    dst: Rank,
+    group_dst: Rank,
+) -> PreparedCall:
+    """A :func:`gather` that was checked on this rank."""
+    rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator, default=0)
+    data = checks.source("tensor", tensor, communicator)
+    _only_on_root("gather_list", gather_list, root, rank)
+    outputs: list[torch.Tensor] | None = None
+    if rank == root:
+        outputs = one_per_rank(
+            "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
+        )
+        apart("gather_list", outputs, "tensor", data, rank)
+    call = _call(communicator, "gather", "gather_list", data, outputs, root)
+
+    def start() -> Event | None:
+        engine, made = communicator.engine, data.contiguous()
+        if outputs is None:
+            return engine.gather(call, None, made, root)
+        return dense.filled(
+            communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
+        )
+
+    return PreparedCall(start, gather_list or (), call)
 
 
 def _gather(
@@ -256,37 +280,9 @@ def _gather(
     root: int,
     async_op: bool = False,
 ) -> Work | None:
-    rank = communicator.rank
-    known = _known("gather", communicator, gather_list, tensor, root)
-    if known is not None:
-        own, listed = dense.detached(tensor), list(gather_list or ())
-        return communicator.collective(
-            known, lambda engine: engine.gather(known, listed, own, root), listed, async_op=async_op
-        )
-    try:
-        check_member("dst", root, communicator)
-        data = dense.source("tensor", tensor, communicator)
-        _only_on_root("gather_list", gather_list, root, rank)
-        outputs: list[torch.Tensor] | None = None
-        if rank == root:
-            outputs = one_per_rank(
-                "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
-            )
-            apart("gather_list", outputs, "tensor", data, rank)
-        call = _rooted_call(communicator, "gather", "gather_list", data, outputs, root)
-    except Exception:
-        with communicator.accepting("gather"):
-            raise
-
-    def start(engine: Engine) -> Event | None:
-        made = data.contiguous()
-        if outputs is None:
-            return engine.gather(call, None, made, root)
-        return dense.filled(
-            communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
-        )
-
-    return communicator.collective(call, start, gather_list or (), async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "gather", checked_gather, (tensor, gather_list), (None, root), async_op=async_op
+    )
 
 
 def gather(
@@ -313,12 +309,38 @@ def gather(
     [[tensor([0.]), tensor([1., 1.])], None]
     """
     communicator = resolve(group).on(tensor)
-    try:
-        root = group_rank("dst", dst, group_dst, communicator, default=0)
-    except Exception:
-        with communicator.accepting("gather"):
-            raise
-    return _gather(communicator, tensor, gather_list, root, async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "gather", checked_gather, (tensor, gather_list), (dst, group_dst), async_op=async_op
+    )
+
+
+def checked_scatter(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None,
+    src: Rank,
+    group_src: Rank,
+) -> PreparedCall:
+    """A :func:`scatter` that was checked on this rank."""
+    rank, root = communicator.rank, group_rank("src", src, group_src, communicator, default=0)
+    out = checks.target("tensor", tensor, communicator)
+    _only_on_root("scatter_list", scatter_list, root, rank)
+    inputs: list[torch.Tensor] | None = None
+    if rank == root:
+        inputs = one_per_rank(
+            "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
+        )
+        apart("scatter_list", inputs, "tensor", out, rank)
+    call = _call(communicator, "scatter", "scatter_list", out, inputs, root)
+
+    def start() -> Event | None:
+        engine = communicator.engine
+        made = None if inputs is None else [each.contiguous() for each in inputs]
+        return dense.filled(
+            communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
+        )
+
+    return PreparedCall(start, (tensor,), call)
 
 
 def _scatter(
@@ -328,38 +350,9 @@ def _scatter(
     root: int,
     async_op: bool = False,
 ) -> Work | None:
-    rank = communicator.rank
-    known = _known("scatter", communicator, scatter_list, tensor, root)
-    if known is not None:
-        own, listed = dense.detached(tensor), list(scatter_list or ())
-        return communicator.collective(
-            known,
-            lambda engine: engine.scatter(known, own, listed, root),
-            (tensor,),
-            async_op=async_op,
-        )
-    try:
-        check_member("src", root, communicator)
-        out = dense.target("tensor", tensor, communicator)
-        _only_on_root("scatter_list", scatter_list, root, rank)
-        inputs: list[torch.Tensor] | None = None
-        if rank == root:
-            inputs = one_per_rank(
-                "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
-            )
-            apart("scatter_list", inputs, "tensor", out, rank)
-        call = _rooted_call(communicator, "scatter", "scatter_list", out, inputs, root)
-    except Exception:
-        with communicator.accepting("scatter"):
-            raise
-
-    def start(engine: Engine) -> Event | None:
-        made = None if inputs is None else [each.contiguous() for each in inputs]
-        return dense.filled(
-            communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
-        )
-
-    return communicator.collective(call, start, (tensor,), async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "scatter", checked_scatter, (tensor, scatter_list), (None, root), async_op=async_op
+    )
 
 
 def scatter(
@@ -386,9 +379,6 @@ def scatter(
     [[0.0, 0.0], [1.0, 1.0]]
     """
     communicator = resolve(group).on(tensor)
-    try:
-        root = group_rank("src", src, group_src, communicator, default=0)
-    except Exception:
-        with communicator.accepting("scatter"):
-            raise
-    return _scatter(communicator, tensor, scatter_list, root, async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "scatter", checked_scatter, (tensor, scatter_list), (src, group_src), async_op=async_op
+    )

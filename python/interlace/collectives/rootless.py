@@ -1,12 +1,14 @@
 """Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
 
-Each has an internal form, ``_all_reduce(communicator, ...)``: it checks this rank's arguments, looks up the
-:class:`Call` that ranks agree on, and hands dense tensors to the engine. Misuse is reported on all ranks.
+Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
+ranks have to agree on, and returns what hands dense tensors to the group's engine. ``Communicator.call``
+runs it, for the public function and for the internal form, ``_all_reduce(communicator, ...)``. A misuse on
+one rank is reported on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,63 +18,50 @@ from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import NOT_GIVEN, either, parts
 from interlace.collectives import chosen_algorithm, sparse
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
-
-Prepared = tuple[Call, Callable[[Engine], Event | None], Sequence[torch.Tensor]]
-"""What ``Communicator.collective`` takes: a call, what the engine is to do, the outputs."""
 
 # -- all_reduce ---------------------------------------------------------------------------------------
 
 
-def _reduction(
-    communicator: Communicator, name: str, tensor: torch.Tensor, op: str, *terms: Any
-) -> Call:
-    """The call of a reduction of tensors that are equal in shape, made once."""
-    key = (name, tensor.dtype, tensor.shape, op, *terms)
+def checked_all_reduce(
+    communicator: Communicator, tensor: torch.Tensor, op: Any, algorithm: str = "auto"
+) -> PreparedCall:
+    """An :func:`all_reduce` that was checked on this rank."""
+    data = checks.target("tensor", tensor, communicator)
+    name, factor = checks.reduce_op(op, communicator.rank)
+    if factor is not None:
+        reduce_ops.check_factor(factor, "tensor", data, communicator.rank)
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+    key = ("all_reduce", data.dtype, data.shape, name, algorithm)
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype(name, op, "tensor", tensor.dtype, communicator.rank)
-        common = (
-            ("shape of tensor", tuple(tensor.shape)),
-            ("dtype of tensor", tensor.dtype),
-            ("op", op),
+        reduce_ops.check_dtype("all_reduce", name, "tensor", data.dtype, communicator.rank)
+        terms = (
+            ("shape of tensor", tuple(data.shape)),
+            ("dtype of tensor", data.dtype),
+            ("op", name),
+            ("algorithm", algorithm),
         )
-        call = dense.remember(communicator, key, Call(name, (*common, *terms)))
-    return call
-
-
-def prepare_all_reduce(
-    communicator: Communicator, tensor: torch.Tensor, op: Any, algorithm: str = "auto"
-) -> Prepared:
-    """An :func:`all_reduce` that was checked on this rank."""
-    try:
-        data = dense.target("tensor", tensor, communicator)
-        name, factor = reduce_ops.parse(op, communicator.rank)
-        if factor is not None:
-            reduce_ops.check_factor(factor, "tensor", data, communicator.rank)
-        if algorithm != "auto":
-            chosen_algorithm.check(algorithm, data.dtype, communicator, name)
-        call = _reduction(communicator, "all_reduce", data, name, ("algorithm", algorithm))
-    except Exception:
-        with communicator.accepting("all_reduce"):
-            raise
+        call = dense.remember(communicator, key, Call("all_reduce", terms))
     if factor is None and algorithm == "auto" and data.is_contiguous():
-        return call, lambda engine: engine.all_reduce(call, data, name), (tensor,)
+        return PreparedCall(
+            lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call
+        )
 
-    def start(engine: Engine) -> Event | None:
+    def start() -> Event | None:
         if factor is None:
             made, reducing = data.contiguous(), name
         else:
             made, reducing = reduce_ops.scaled(data, factor), "sum"
-        serving = chosen_algorithm.serving(engine, communicator, algorithm)
+        serving = chosen_algorithm.serving(communicator, algorithm)
         event = serving.all_reduce(call, made, reducing)
         return dense.copied_back(communicator, [data], [made], event)
 
-    return call, start, (tensor,)
+    return PreparedCall(start, (tensor,), call)
 
 
 def _all_reduce(
@@ -83,14 +72,14 @@ def _all_reduce(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
-    if communicator.plans is not None:
-        known = communicator.plans.again_into(
-            "all_reduce", tensor, (), (op, algorithm), async_op=async_op
-        )
-        if known is not None:
-            return known[0]  # type: ignore[no-any-return]
-    prepared = prepare_all_reduce(communicator, tensor, op, algorithm)
-    return communicator.collective(*prepared, async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "all_reduce",
+        checked_all_reduce,
+        (tensor,),
+        (op, algorithm),
+        async_op=async_op,
+        fills=True,
+    )
 
 
 def all_reduce(
@@ -133,83 +122,63 @@ def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any
     return tuple((f"shape of {name}[{r}]", tuple(each.shape)) for r, each in enumerate(tensors))
 
 
-def _whole(whole: torch.Tensor, part: torch.Tensor, algorithm: str, rank: int) -> bool:
-    """Whether ``whole``, known to be in one of the forms for ``part``, may be cut without a look."""
+def _uncut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
+    """Whether ``whole``, known to be in one of the forms for ``part``, may go to the engine as it is."""
     nbytes = part.nbytes
     offset = part.data_ptr() - whole.data_ptr()
     return (
-        algorithm == "auto"
-        and whole.is_contiguous()
+        whole.is_contiguous()
         and part.is_contiguous()
-        and nbytes > 0  # what is empty is not cut into as many
+        and nbytes > 0
         and (offset == rank * nbytes or not -nbytes < offset < whole.nbytes)
     )
 
 
-def prepare_all_gather(
+def checked_all_gather(
     communicator: Communicator,
     output: torch.Tensor | list[torch.Tensor],
     tensor: torch.Tensor,
     algorithm: str = "auto",
-) -> Prepared:
+) -> PreparedCall:
     """An :func:`all_gather` that was checked on this rank."""
-    try:
-        if algorithm == "auto":
-            known: Any = None
-            if isinstance(output, torch.Tensor):
-                form = dense.uncut(output, tensor, communicator)
-                if form and (known := communicator.calls.get(("all_gather_single", *form))):
-                    out, data = dense.detached(output), dense.detached(tensor)
-                    return known, lambda engine: engine.all_gather_single(known, out, data), (out,)
-            else:
-                form = dense.uncut_list(output, tensor, communicator)
-                if form and (known := communicator.calls.get(("all_gather", "auto", *form))):
-                    data, listed = dense.detached(tensor), list(output)
-                    return known, lambda engine: engine.all_gather(known, listed, data), listed
-        data = dense.source("tensor", tensor, communicator)
-        single = isinstance(output, torch.Tensor)
-        key: Any = ("all_gather", algorithm, data.dtype, data.shape)
-        if single:
-            out = dense.target("output", output, communicator)
-            key = (*key, out.shape, out.dtype)
-            known = communicator.calls.get(key)
-            if known is not None and _whole(out, data, algorithm, communicator.rank):
-                pieces = out.chunk(communicator.world_size)
-                return known, lambda engine: engine.all_gather(known, pieces, data), (out,)
-        outputs = parts("output", output, "tensor", data, communicator, written=True)
-        if not single:
-            key = (*key, *[each.shape for each in outputs])
-        if algorithm != "auto":
-            chosen_algorithm.check(algorithm, data.dtype, communicator)
-        call = communicator.calls.get(key)
-        if call is None:
-            terms = (
-                ("dtype of tensor", data.dtype),
-                *_shape_terms("output", outputs),
-                ("algorithm", algorithm),
+    data = checks.source("tensor", tensor, communicator)
+    key: Any = ("all_gather", algorithm, data.dtype, data.shape)
+    given: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
+    whole = None
+    if isinstance(output, torch.Tensor):
+        whole = checks.target("output", output, communicator)
+        key = (*key, whole.shape, whole.dtype)
+        known = communicator.calls.get(key)
+        if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
+            return PreparedCall(
+                lambda: communicator.engine.all_gather_single(known, whole, data), given, known
             )
-            call = dense.remember(communicator, key, Call("all_gather", terms))
-    except Exception:
-        with communicator.accepting("all_gather"):
-            raise
-    given = (output,) if isinstance(output, torch.Tensor) else output
-    if isinstance(output, torch.Tensor) and algorithm == "auto":  # next time see above
-        dense.remember(
-            communicator, ("all_gather_single", data.dtype, data.shape, output.shape), call
+    outputs = parts("output", output, "tensor", data, communicator, written=True)
+    if whole is None:
+        key = (*key, *[each.shape for each in outputs])
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, data.dtype, communicator)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (
+            ("dtype of tensor", data.dtype),
+            *_shape_terms("output", outputs),
+            ("algorithm", algorithm),
         )
+        call = dense.remember(communicator, key, Call("all_gather", terms))
     if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
-        return call, lambda engine: engine.all_gather(call, outputs, data), given
+        return PreparedCall(
+            lambda: communicator.engine.all_gather(call, outputs, data), given, call
+        )
 
-    def start(engine: Engine) -> Event | None:
+    def start() -> Event | None:
         made = data.contiguous()
+        serving = chosen_algorithm.serving(communicator, algorithm)
+        return dense.filled(
+            communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
+        )
 
-        def run(targets: list[torch.Tensor]) -> Event | None:
-            serving = chosen_algorithm.serving(engine, communicator, algorithm)
-            return serving.all_gather(call, targets, made)
-
-        return dense.filled(communicator, outputs, run)
-
-    return call, start, given
+    return PreparedCall(start, given, call)
 
 
 def _all_gather(
@@ -220,14 +189,14 @@ def _all_gather(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
-    if communicator.plans is not None:
-        known = communicator.plans.again_into(
-            "all_gather", output, (tensor,), (algorithm,), async_op=async_op
-        )
-        if known is not None:
-            return known[0]  # type: ignore[no-any-return]
-    prepared = prepare_all_gather(communicator, output, tensor, algorithm)
-    return communicator.collective(*prepared, async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "all_gather",
+        checked_all_gather,
+        (output, tensor),
+        (algorithm,),
+        async_op=async_op,
+        fills=True,
+    )
 
 
 def all_gather(
@@ -264,14 +233,11 @@ def all_gather(
     [tensor([0, 1]), tensor([0, 1])]
     """
     communicator = resolve(group).on(tensor, input_tensor)
-    try:
+    with communicator.accepting("all_gather"):
         if tensor_list is not NOT_GIVEN:
             output = either("output", output, "tensor_list", tensor_list, "all_gather")
         output = either("output", output, "output_tensor", output_tensor, "all_gather")
         tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
-    except Exception:
-        with communicator.accepting("all_gather"):
-            raise
     return _all_gather(communicator, output, tensor, async_op, algorithm=algorithm)
 
 
@@ -282,110 +248,66 @@ _all_gather_base = all_gather
 # -- reduce_scatter -----------------------------------------------------------------------------------
 
 
-def _remembered_reduce_scatter(
-    communicator: Communicator, output: Any, input: Any, op: Any
-) -> Prepared | None:
-    """One that may go to the engine as it is, if the same was asked for before."""
-    single = isinstance(input, torch.Tensor)
-    form = (dense.uncut if single else dense.uncut_list)(input, output, communicator)
-    if form is None:
-        return None
-    name, factor = reduce_ops.parse(op, communicator.rank)
-    if factor is not None:
-        return None
-    kept, known = dense.detached(output), None
-    if single:
-        known = communicator.calls.get(("reduce_scatter_single", name, *form))
-        if known is not None:
-            data, call = dense.detached(input), known
-            return (
-                call,
-                lambda engine: engine.reduce_scatter_single(call, kept, data, name),
-                (kept,),
-            )
-    else:
-        known = communicator.calls.get(("reduce_scatter", "auto", name, *form))
-        if known is not None:
-            listed, call = list(input), known
-            return call, lambda engine: engine.reduce_scatter(call, kept, listed, name), (kept,)
-    return None
-
-
-def prepare_reduce_scatter(
+def checked_reduce_scatter(
     communicator: Communicator,
     output: torch.Tensor,
     input: torch.Tensor | list[torch.Tensor],
     op: Any,
     algorithm: str = "auto",
-) -> Prepared:
+) -> PreparedCall:
     """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
-    try:
-        if algorithm == "auto" and (
-            found := _remembered_reduce_scatter(communicator, output, input, op)
-        ):
-            return found
-        out = dense.target("output", output, communicator)
-        name, factor = reduce_ops.parse(op, rank)
-        if algorithm != "auto":
-            chosen_algorithm.check(algorithm, out.dtype, communicator, name)
-        single = isinstance(input, torch.Tensor)
-        key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
-        if single:
-            whole = dense.source("input", input, communicator)
-            key = (*key, whole.shape, whole.dtype)
-            known = communicator.calls.get(key)
-            if known is not None and factor is None and _whole(whole, out, algorithm, rank):
-                pieces = whole.chunk(communicator.world_size)
-                return (
-                    known,
-                    lambda engine: engine.reduce_scatter(known, out, pieces, name),
-                    (output,),
-                )
-        inputs = parts("input", input, "output", out, communicator, written=False)
-        if factor is not None:
-            for r, each in enumerate(inputs):
-                reduce_ops.check_factor(factor, f"input[{r}]", each, rank)
-        if not single:
-            key = (*key, *[each.shape for each in inputs])
-        call = communicator.calls.get(key)
-        if call is None:
-            reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype, rank)
-            terms = (
-                ("dtype of input", out.dtype),
-                ("op", name),
-                *_shape_terms("input", inputs),
-                ("algorithm", algorithm),
+    out = checks.target("output", output, communicator)
+    name, factor = checks.reduce_op(op, rank)
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, out.dtype, communicator, name)
+    as_it_is = algorithm == "auto" and factor is None
+    key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
+    whole = None
+    if isinstance(input, torch.Tensor):
+        whole = checks.source("input", input, communicator)
+        key = (*key, whole.shape, whole.dtype)
+        known = communicator.calls.get(key)
+        if known is not None and as_it_is and _uncut(whole, out, rank):
+            return PreparedCall(
+                lambda: communicator.engine.reduce_scatter_single(known, out, whole, name),
+                (output,),
+                known,
             )
-            call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-    except Exception:
-        with communicator.accepting("reduce_scatter"):
-            raise
-    if isinstance(input, torch.Tensor) and algorithm == "auto":
-        dense.remember(
-            communicator, ("reduce_scatter_single", name, out.dtype, out.shape, input.shape), call
+    inputs = parts("input", input, "output", out, communicator, written=False)
+    if factor is not None:
+        for r, each in enumerate(inputs):
+            reduce_ops.check_factor(factor, f"input[{r}]", each, rank)
+    if whole is None:
+        key = (*key, *[each.shape for each in inputs])
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype, rank)
+        terms = (
+            ("dtype of input", out.dtype),
+            ("op", name),
+            *_shape_terms("input", inputs),
+            ("algorithm", algorithm),
         )
-    if (
-        algorithm == "auto"
-        and factor is None
-        and out.is_contiguous()
-        and dense.all_dense(input, inputs)
-    ):
-        return call, lambda engine: engine.reduce_scatter(call, out, inputs, name), (output,)
+        call = dense.remember(communicator, key, Call("reduce_scatter", terms))
+    if as_it_is and out.is_contiguous() and dense.all_dense(input, inputs):
+        return PreparedCall(
+            lambda: communicator.engine.reduce_scatter(call, out, inputs, name), (output,), call
+        )
 
-    def start(engine: Engine) -> Event | None:
+    def start() -> Event | None:
         if factor is None:
-            made = [each.contiguous() for each in inputs]
+            made, reducing = [each.contiguous() for each in inputs], name
         else:
-            made = [reduce_ops.scaled(each, factor) for each in inputs]
+            made, reducing = [reduce_ops.scaled(each, factor) for each in inputs], "sum"
+        serving = chosen_algorithm.serving(communicator, algorithm)
+        return dense.filled(
+            communicator,
+            [out],
+            lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
+        )
 
-        def run(targets: list[torch.Tensor]) -> Event | None:
-            serving = chosen_algorithm.serving(engine, communicator, algorithm)
-            return serving.reduce_scatter(call, targets[0], made, name if factor is None else "sum")
-
-        return dense.filled(communicator, [out], run)
-
-    return call, start, (output,)
+    return PreparedCall(start, (output,), call)
 
 
 def _reduce_scatter(
@@ -397,14 +319,14 @@ def _reduce_scatter(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
-    if communicator.plans is not None:
-        known = communicator.plans.again_into(
-            "reduce_scatter", output, (input,), (op, algorithm), async_op=async_op
-        )
-        if known is not None:
-            return known[0]  # type: ignore[no-any-return]
-    prepared = prepare_reduce_scatter(communicator, output, input, op, algorithm)
-    return communicator.collective(*prepared, async_op=async_op)
+    return communicator.call(  # type: ignore[no-any-return]
+        "reduce_scatter",
+        checked_reduce_scatter,
+        (output, input),
+        (op, algorithm),
+        async_op=async_op,
+        fills=True,
+    )
 
 
 def reduce_scatter(
@@ -438,12 +360,9 @@ def reduce_scatter(
     [[0.0, 2.0], [4.0, 6.0]]
     """
     communicator = resolve(group).on(output)
-    try:
+    with communicator.accepting("reduce_scatter"):
         output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
         input = either("input", input, "input_list", input_list, "reduce_scatter")
-    except Exception:
-        with communicator.accepting("reduce_scatter"):
-            raise
     return _reduce_scatter(communicator, output, input, op, async_op, algorithm=algorithm)
 
 
@@ -459,18 +378,19 @@ _BARRIER = Call("barrier")
 def _barrier(
     communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
 ) -> Work | None:
-    for other in communicator.also:  # what was issued on other devices has to finish, too
-        other.place.arrive()
+    for other in communicator.on_all_devices():
+        if other is not communicator:
+            other.place.arrive()  # what was issued there has to finish, too
 
-    def start(engine: Engine) -> Event | None:
-        return engine.barrier(_BARRIER)
+    def start() -> Event | None:
+        return communicator.engine.barrier(_BARRIER)
 
-    if timeout is None or async_op:
-        return communicator.collective(_BARRIER, start, async_op=async_op)
-    work = communicator.collective(_BARRIER, start, async_op=True)
-    assert work is not None
-    work.wait(timeout)
-    return None
+    bounded = timeout is not None and not async_op
+    work: Work | None = communicator.run("barrier", start, async_op=async_op or bounded)
+    if bounded:
+        assert work is not None
+        work.wait(timeout)
+    return work if async_op else None
 
 
 def barrier(

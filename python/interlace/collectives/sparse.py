@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, reduce_ops
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.work import Work
@@ -29,7 +29,7 @@ def _checked(communicator: Communicator, tensor: Any, op: Any) -> tuple[torch.Te
             f"tensor is on {tensor.device}, the group's memory on "
             f"{communicator.place.device}, on rank {rank}"
         )
-    name, _ = reduce_ops.parse(op, rank)
+    name, _ = checks.reduce_op(op, rank)
     checks.one_of("op of a sparse all_reduce", name, OPS, rank)
     reduce_ops.check_dtype(NAME, name, "tensor", tensor.dtype, rank)
     return tensor.detach(), name
@@ -43,25 +43,26 @@ def _all_reduce(
     ``op``: sum or avg. Ranks may hold entries at different indices. Raises ValueError or TypeError on
     every rank if shapes, numbers of sparse dims, dtypes or ops differ.
     """
-    try:
-        data, name = _checked(communicator, tensor, op)
-    except Exception:
-        with communicator.accepting(NAME):
-            raise
+    return communicator.call(NAME, _prepared, (tensor,), (op,), async_op=async_op)  # type: ignore[no-any-return]
+
+
+def _prepared(communicator: Communicator, tensor: torch.Tensor, op: Any) -> PreparedCall:
+    data, name = _checked(communicator, tensor, op)
     mine = data.coalesce()
     indices, values = mine.indices(), mine.values().contiguous()
     terms = (
+        ("layout", "sparse COO"),
         ("shape of tensor", tuple(data.shape)),
         ("sparse dims of tensor", data.sparse_dim()),
         ("dtype of tensor", data.dtype),
         ("op", name),
     )
-    call = Call(NAME, (("layout", "sparse COO"), *terms), part=int(indices.shape[1]))
+    call = Call(NAME, terms, part=int(indices.shape[1]))
 
-    def start(engine: Engine) -> None:
-        counts = engine.parts(call)
+    def start() -> None:
+        counts = communicator.engine.parts(call)
         everyones = [
-            _gathered(engine, part, what, [_rows(part, count) for count in counts])
+            _gathered(communicator.engine, part, what, [_rows(part, count) for count in counts])
             for what, part in (("indices", indices.t().contiguous()), ("values", values))
         ]
         rows, entries = (torch.cat(parts) for parts in everyones)
@@ -73,7 +74,7 @@ def _all_reduce(
         with torch.no_grad():  # a detached sparse tensor has entries of its own
             tensor.copy_(total)
 
-    return communicator.collective(call, start, (tensor,), async_op=async_op)
+    return PreparedCall(start, (tensor,), call)
 
 
 def _rows(like: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.arguments.roots import group_rank
 from interlace.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives.rooted import _gather, _scatter
@@ -52,7 +52,7 @@ def split(
                     f"{sizes_name} is {expected}, {name} has {found} along dim {dim}, on rank {rank}"
                 )
         return tensors
-    whole = dense.source(name, whole, communicator)
+    whole = checks.source(name, whole, communicator)
     if not whole.dim():
         raise ValueError(f"{name} must have dimensions to be split along, on rank {rank}")
     dim = checks.dimension("dim", dim, whole.dim(), rank)
@@ -61,7 +61,7 @@ def split(
 
 
 def _length(name: str, tensor: Any, dim: int, communicator: Communicator) -> int:
-    checked = dense.source(name, tensor, communicator)
+    checked = checks.source(name, tensor, communicator)
     return checked.shape[checks.dimension("dim", dim, checked.dim(), communicator.rank)]
 
 
@@ -88,11 +88,8 @@ def all_gather_v(
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     communicator = resolve(group).on(tensor)
-    try:
+    with communicator.accepting("all_gather"):
         parts = split("output", output, "output_split_sizes", output_split_sizes, dim, communicator)
-    except Exception:
-        with communicator.accepting("all_gather"):
-            raise
     return _all_gather(communicator, parts, tensor, async_op)
 
 
@@ -120,11 +117,8 @@ def reduce_scatter_v(
     [[0.0], [2.0, 4.0, 6.0]]
     """
     communicator = resolve(group).on(output)
-    try:
+    with communicator.accepting("reduce_scatter"):
         parts = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    except Exception:
-        with communicator.accepting("reduce_scatter"):
-            raise
     return _reduce_scatter(communicator, output, parts, op, async_op)
 
 
@@ -154,14 +148,11 @@ def gather_v(
     [[0.0, 1.0, 1.0], None]
     """
     communicator = resolve(group).on(tensor)
-    try:
+    with communicator.accepting("gather"):
         root = group_rank("dst", dst, group_dst, communicator, default=0)
         parts = None
         if output is not None:
             parts = split("output", output, "sizes", sizes, dim, communicator)
-    except Exception:
-        with communicator.accepting("gather"):
-            raise
     return _gather(communicator, tensor, parts, root, async_op)
 
 
@@ -191,14 +182,11 @@ def scatter_v(
     [[0.0], [1.0, 2.0]]
     """
     communicator = resolve(group).on(tensor)
-    try:
+    with communicator.accepting("scatter"):
         root = group_rank("src", src, group_src, communicator, default=0)
         parts = None
         if input is not None:
             parts = split("input", input, "sizes", sizes, dim, communicator)
-    except Exception:
-        with communicator.accepting("scatter"):
-            raise
     return _scatter(communicator, tensor, parts, root, async_op)
 
 
@@ -228,12 +216,9 @@ def all_to_all_v(
     [[[0.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]]]
     """
     communicator = resolve(group).on(input)
-    try:
+    with communicator.accepting("all_to_all"):
         outputs = split(
             "output", output, "output_split_sizes", output_split_sizes, dim, communicator
         )
         inputs = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    except Exception:
-        with communicator.accepting("all_to_all"):
-            raise
     return _all_to_all(communicator, outputs, inputs, async_op)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from interlace.arguments import reduce_ops
+from interlace.arguments import checks, reduce_ops
 from interlace.groups.specs import bound
 from interlace.ops import undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
@@ -113,7 +113,7 @@ def reduction(
     if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
         return reduce_op, input
     try:
-        name, factor = reduce_ops.parse(reduce_op, 0)
+        name, factor = checks.reduce_op(reduce_op, 0)
     except (TypeError, ValueError):
         text = f"reduce_op must be one of {', '.join(reduce_ops.OPS)}, got {reduce_op!r}"
         refuse(op, group, tag, ValueError(text))

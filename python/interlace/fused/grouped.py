@@ -28,32 +28,25 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.runtime.algorithms import grouped_matmul as algorithms
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics import activations
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_algorithm
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 
 
-class Buffers(NamedTuple):
-    """Where the results go, if the caller has made it."""
-
-    output: torch.Tensor
-    received: torch.Tensor | None
-
-
-class Asked(NamedTuple):
-    """The arguments of a call that are no tensors of values."""
+class Options(NamedTuple):
+    """The arguments of a call that are no tensors of values; ``op`` says which op it is."""
 
     op: str
     input_splits: Any
-    output_splits: Any
-    activation: str | None
-    return_received: bool
-    algorithm: str
-    out_dtype: torch.dtype | None
+    output_splits: Any = None
+    return_received: bool = False
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
+    activation: str | None = None
 
 
 class Checked(NamedTuple):
@@ -79,35 +72,39 @@ def grouped_matmul(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    asked: Asked,
-    *,
-    async_op: bool,
-    buffers: Buffers | None = None,
-) -> Any:
-    """Either op, without gradients. With ``buffers`` the result is nothing but what they hold."""
-    call = checked(communicator, input, weight, bias, asked)
+    output: torch.Tensor | None,
+    received: torch.Tensor | None,
+    options: Options,
+) -> PreparedCall:
+    """Either op, checked. ``output`` and ``received`` get the results, if the caller has made them."""
+    call = checked(communicator, input, weight, bias, options)
 
-    def host() -> Outcome:
-        routes = agree(communicator, asked, call)
-        made = buffers
+    def start() -> Outcome:
+        routes = agree(communicator, options, call)
+        made, rows = output, received
         if made is None:
-            shape = (routes.received(communicator.rank), call.weight.shape[2])
-            output = call.input.new_empty(shape, dtype=call.dtype)
-            kept, inner = asked.return_received, call.input.shape[1]
-            made = Buffers(output, call.input.new_empty(shape[0], inner) if kept else None)
-        event = _start(communicator, asked.op, call, routes, made)
-        if buffers is not None:
+            count = routes.received(communicator.rank)
+            made = call.input.new_empty(count, call.weight.shape[2], dtype=call.dtype)
+            if options.return_received:
+                rows = call.input.new_empty(count, call.input.shape[1])
+        event = _started(communicator, options.op, call, routes, made, rows)
+        if output is not None:
             return Outcome(None, event)
-        return Outcome(result(made.received, made.output, routes.splits()), event)
+        return Outcome(result(rows, made, routes.splits()), event)
 
-    return communicator.run(asked.op, host, async_op=async_op)
+    return PreparedCall(start)
 
 
-def _start(
-    communicator: Communicator, op: str, call: Checked, routes: Routes, buffers: Buffers
+def _started(
+    communicator: Communicator,
+    op: str,
+    call: Checked,
+    routes: Routes,
+    output: torch.Tensor,
+    received: torch.Tensor | None,
 ) -> Event:
     """Choose the algorithm, from what all ranks know alike, and start it."""
-    input, linear = call.input, Linear(call.weight, call.bias, buffers.output)
+    input, linear = call.input, Linear(call.weight, call.bias, output)
     linear.activation = call.activation
     inner, place = input.shape[1], communicator.place
     rows = routes.most_received
@@ -120,9 +117,7 @@ def _start(
         if place.nodes is not None:
             algorithm = "unfused"
     if algorithm == "unfused":
-        return algorithms.grouped_matmul_unfused(
-            communicator, op, input, linear, routes, buffers.received
-        )
+        return algorithms.grouped_matmul_unfused(communicator, op, input, linear, routes, received)
     if place.nodes is not None:
         raise ValueError(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use '
@@ -133,7 +128,7 @@ def _start(
     run = algorithms.grouped_matmul_pipelined
     if algorithm == "fused":
         run = algorithms.grouped_matmul_fused
-    return run(communicator, op, input, linear, routes, buffers.received, chosen)
+    return run(communicator, op, input, linear, routes, received, chosen)
 
 
 # -- validation ----------------------------------------------------------------------------------------
@@ -144,67 +139,66 @@ def checked(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    asked: Asked,
+    options: Options,
 ) -> Checked:
     """The arguments, if they fit together on this rank."""
     rank, world_size = communicator.rank, communicator.world_size
-    with communicator.accepting(asked.op):
-        input = checks.tensor("input", input, communicator)
-        checks.float_dtype("input", input.dtype, rank)
-        if input.dim() != 2:
+    input = checks.tensor("input", input, communicator)
+    checks.float_dtype("input", input.dtype, rank)
+    if input.dim() != 2:
+        raise ValueError(
+            f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)} on rank {rank}"
+        )
+    weight = checks.tensor("weight", weight, communicator)
+    if weight.dim() != 3 or not weight.shape[0]:
+        raise ValueError(
+            "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
+            f"{tuple(weight.shape)} on rank {rank}"
+        )
+    checks.same_dtype("weight", weight.dtype, "input", input.dtype, rank)
+    if weight.shape[1] != input.shape[1]:
+        raise ValueError(
+            f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
+            f"{input.shape[1]} (shape {tuple(input.shape)}), on rank {rank}"
+        )
+    experts = weight.shape[0] * (world_size if options.op == EXCHANGE else 1)
+    sent = counts("input_splits", options.input_splits, rank)
+    if options.op == EXCHANGE and len(sent) % world_size:
+        raise ValueError(
+            f"input_splits has {len(sent)} experts, which world size {world_size} does not divide, "
+            f"on rank {rank}"
+        )
+    if len(sent) != experts:
+        of = f"{world_size} ranks with " if options.op == EXCHANGE else ""
+        raise ValueError(
+            f"input_splits has {len(sent)} entries, {of}{weight.shape[0]} experts in weight make "
+            f"{experts}, on rank {rank}"
+        )
+    if sum(sent) != input.shape[0]:
+        raise ValueError(
+            f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows, on rank {rank}"
+        )
+    expected = None
+    if options.output_splits is not None:
+        expected = counts("output_splits", options.output_splits, rank)
+        if len(expected) != weight.shape[0] * world_size:
             raise ValueError(
-                f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)} on rank {rank}"
+                f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
+                f"{world_size} ranks make {weight.shape[0] * world_size}, on rank {rank}"
             )
-        weight = checks.tensor("weight", weight, communicator)
-        if weight.dim() != 3 or not weight.shape[0]:
+    if bias is not None:
+        bias = checks.tensor("bias", bias, communicator)
+        if bias.shape != (weight.shape[0], weight.shape[2]):
             raise ValueError(
-                "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
-                f"{tuple(weight.shape)} on rank {rank}"
+                f"bias must have shape {(weight.shape[0], weight.shape[2])} to match weight, got "
+                f"{tuple(bias.shape)} on rank {rank}"
             )
-        checks.same_dtype("weight", weight.dtype, "input", input.dtype, rank)
-        if weight.shape[1] != input.shape[1]:
-            raise ValueError(
-                f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
-                f"{input.shape[1]} (shape {tuple(input.shape)}), on rank {rank}"
-            )
-        experts = weight.shape[0] * (world_size if asked.op == EXCHANGE else 1)
-        sent = counts("input_splits", asked.input_splits, rank)
-        if asked.op == EXCHANGE and len(sent) % world_size:
-            raise ValueError(
-                f"input_splits has {len(sent)} experts, which world size {world_size} does not divide, "
-                f"on rank {rank}"
-            )
-        if len(sent) != experts:
-            of = f"{world_size} ranks with " if asked.op == EXCHANGE else ""
-            raise ValueError(
-                f"input_splits has {len(sent)} entries, {of}{weight.shape[0]} experts in weight make "
-                f"{experts}, on rank {rank}"
-            )
-        if sum(sent) != input.shape[0]:
-            raise ValueError(
-                f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows, on rank {rank}"
-            )
-        expected = None
-        if asked.output_splits is not None:
-            expected = counts("output_splits", asked.output_splits, rank)
-            if len(expected) != weight.shape[0] * world_size:
-                raise ValueError(
-                    f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
-                    f"{world_size} ranks make {weight.shape[0] * world_size}, on rank {rank}"
-                )
-        if bias is not None:
-            bias = checks.tensor("bias", bias, communicator)
-            if bias.shape != (weight.shape[0], weight.shape[2]):
-                raise ValueError(
-                    f"bias must have shape {(weight.shape[0], weight.shape[2])} to match weight, got "
-                    f"{tuple(bias.shape)} on rank {rank}"
-                )
-            checks.same_dtype("bias", bias.dtype, "input", input.dtype, rank)
-            bias = bias.contiguous()
-        name = activations.checked("activation", asked.activation, rank)
-        algorithm = checks.one_of("algorithm", asked.algorithm, checks.ALGORITHMS, rank)
-        dtype = checks.output_dtype(asked.out_dtype, input, rank)
-        checks.fused_algorithm_allowed(algorithm, input.dtype, dtype, rank)
+        checks.same_dtype("bias", bias.dtype, "input", input.dtype, rank)
+        bias = bias.contiguous()
+    name = checks.activation("activation", options.activation, rank)
+    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS, rank)
+    dtype = checks.output_dtype(options.out_dtype, input, rank)
+    checks.fused_algorithm_allowed(algorithm, input.dtype, dtype, rank)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     return Checked(input, weight, bias, sent, expected, name, algorithm, dtype)
@@ -225,41 +219,34 @@ def counts(name: str, value: Any, rank: int) -> list[int]:
 
 
 def agree(
-    communicator: Communicator, asked: Asked, call: Checked, said: str | None = None
+    communicator: Communicator, options: Options, call: Checked, name: str | None = None
 ) -> Routes:
     """The routes; raises unless all ranks' arguments fit together, on every rank the same.
 
-    ``said``: what ranks call this agreement, if not by the op.
+    ``name``: what ranks call this agreement, if not by the op.
     """
-    op, rank, world_size = asked.op, communicator.rank, communicator.world_size
-    options = (
-        call.input.shape[1],
-        len(call.input_splits),
-        call.algorithm,
-        call.dtype,
-        bool(asked.return_received),
-        configuration.override_key(),
+    op, rank, world_size = options.op, communicator.rank, communicator.world_size
+    terms = (
+        ("dtype of input", call.input.dtype),
+        ("k of input", call.input.shape[1]),
+        ("the number of experts", len(call.input_splits)),
+        ("algorithm", call.algorithm),
+        ("out_dtype", call.dtype),
+        ("return_received", bool(options.return_received)),
+        ("configuration", configuration.OVERRIDE.get()),
     )
-    answers = communicator.agree(
-        said or op, (call.input.dtype, options, tuple(call.input_splits), call.output_splits)
-    )
-    checks.equal_on_all(op, "dtype of input", [a[0] for a in answers], rank, kind=TypeError)
-    names = (
-        "k of input", "the number of experts", "algorithm", "out_dtype", "return_received",
-        "configuration",
-    )  # fmt: skip
-    for index, name in enumerate(names):
-        checks.equal_on_all(op, name, [a[1][index] for a in answers], rank)
+    splits = tuple(call.input_splits), call.output_splits
+    answers = communicator.parts(Call(name or op, terms, part=splits))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size
     else:
         each = experts // world_size
         blocks = [(r * each, (r + 1) * each) for r in range(world_size)]
-    routes = Routes(rank, tuple(answer[2] for answer in answers), tuple(blocks))
-    for receiver, answer in enumerate(answers):
-        if answer[3] is not None:
-            _expected(op, routes, receiver, answer[3])
+    routes = Routes(rank, tuple(sent for sent, _ in answers), tuple(blocks))
+    for receiver, (_, expected) in enumerate(answers):
+        if expected is not None:
+            _expected(op, routes, receiver, expected)
     return routes
 
 

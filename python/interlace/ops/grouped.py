@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interlace.fused import grouped
-from interlace.fused.grouped import EXCHANGE, GATHER, Asked, Buffers
+from interlace.fused.grouped import EXCHANGE, GATHER, Options
 from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import Ops
@@ -82,19 +82,12 @@ def _start(
     algorithm: str,
     out_dtype: torch.dtype | None,
 ) -> Started:
-    asked = Asked(
-        op, list(input_splits), list(output_splits), None, return_received, algorithm, out_dtype
-    )
-    try:
-        sizes = grouped.counts("output_splits", asked.output_splits, communicator.rank)
+    with communicator.accepting(op):
+        sizes = grouped.counts("output_splits", list(output_splits), communicator.rank)
         made = products(input, weight, sizes, return_received, out_dtype)
-    except Exception:
-        with communicator.accepting(op):
-            raise
-    buffers = Buffers(made[0], made[1] if return_received else None)
-    work = grouped.grouped_matmul(
-        communicator, input, weight, bias, asked, async_op=True, buffers=buffers
-    )
+    options = Options(op, list(input_splits), sizes, return_received, algorithm, out_dtype)
+    tensors = (input, weight, bias, made[0], made[1] if return_received else None)
+    work = communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=True)
     return Started(made, work)
 
 

@@ -22,10 +22,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
-from interlace.fused.shapes import rows_of
 from interlace.ops.eager import fused, scaled, shapes
 from interlace.runtime.algorithms.matmul_reduce import sum_with_bias
-from interlace.runtime.algorithms.operands import Linear, multiply
+from interlace.runtime.algorithms.operands import Linear, multiply, rows_of
 from interlace.runtime.numerics import reductions
 
 Tensors = list[torch.Tensor]
@@ -67,7 +66,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
     alike(op, "input", inputs)
-    name, _ = reduce_ops.parse(reduce_op, 0)
+    name, _ = checks.reduce_op(reduce_op, 0)
     reduce_ops.check_dtype(op, name, "input", inputs[0].dtype, 0)
     total = shapes.like(inputs[0])
     if _has_values(total):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -26,6 +25,7 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    _create_work_from_future,
 )
 
 from interlace.collectives import monitored_barrier as monitored
@@ -37,7 +37,6 @@ from interlace.collectives.coalesced import (
     _reduce_scatter_tensor_coalesced,
 )
 from interlace.groups.groups import OnInterlace
-from interlace.process_group import alone
 from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
 from interlace.process_group.rules import (
     NamedAsInTorch213,
@@ -65,6 +64,11 @@ _DEFAULT_GATHER = GatherOptions()
 _DEFAULT_SCATTER = ScatterOptions()
 _DEFAULT_BARRIER = BarrierOptions()
 
+# What a synchronous call returns: torch waits for it and drops it.
+_done: torch.futures.Future[None] = torch.futures.Future()
+_done.set_result(None)
+COMPLETED: Work = _create_work_from_future(_done)
+
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -80,12 +84,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     _ended = ""
     _copies: HostCopies | None = None
     _above = 0  # calls of super() under way
-    _alone = False  # a world of one
-
-    @functools.cached_property
-    def _completed(self) -> Work:
-        """What a synchronous call returns: torch waits for it and drops it."""
-        return Work("a synchronous call", self._place, None)
 
     @abc.abstractmethod
     def _make_dispatchable(self) -> None:
@@ -160,7 +158,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
                 work = function(self.interlace_communicator, *args)
         else:
             work = function(self.interlace_communicator, *args)
-        return self._completed if work is None else work
+        return COMPLETED if work is None else work
 
     def _run_on_copies(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
@@ -237,8 +235,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             or type(inputs) is not list
         ):
             return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
-        if self._alone and alone.copied(self, outputs, inputs, opts):
-            return self._completed
         outs, ins = self._own(outputs[0]), self._own(inputs)
         if outs is None or ins is None:
             with self._dispatching(
@@ -251,8 +247,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
     ) -> Any:
-        if self._alone and alone.copied(self, output, input, opts):
-            return self._completed
         own = self._own([output, input])
         if own is None:
             with self._dispatching(
@@ -281,8 +275,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             return self.reduce_scatter(
                 *long_form(ReduceScatterOptions, [outputs, inputs], [opts, *rest])
             )
-        if self._alone and alone.reduced(self, outputs, inputs, opts):
-            return self._completed
         outs, ins = self._own(outputs), self._own(inputs[0])
         if outs is None or ins is None:
             with self._dispatching(
@@ -303,8 +295,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
     ) -> Any:
-        if self._alone and alone.reduced(self, output, input, opts):
-            return self._completed
         own = self._own([output, input])
         if own is None:
             with self._dispatching(
@@ -320,8 +310,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         )  # fmt: skip
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
-        if self._alone and alone.copied(self, outputs, inputs, opts):
-            return self._completed
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             with self._dispatching(inputs, lambda os, ts: self.alltoall(os, ts, opts)) as last:
@@ -337,8 +325,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         opts: Any = _DEFAULT_ALL_TO_ALL,
     ) -> Any:
         even = not output_split_sizes and not input_split_sizes
-        if even and self._alone and alone.copied(self, output, input, opts):
-            return self._completed
         own = self._own([output, input])
         if own is None:
             splits = output_split_sizes, input_split_sizes
@@ -359,8 +345,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     ) -> Any:
         if type(opts) is not GatherOptions or type(outputs) is not list or type(inputs) is not list:
             return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
-        if self._alone and opts.rootRank == 0 and alone.copied(self, outputs, inputs, opts):
-            return self._completed
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
         if outs is None or ins is None:
             with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)) as last:
@@ -380,8 +364,6 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             or type(inputs) is not list
         ):
             return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
-        if self._alone and opts.rootRank == 0 and alone.copied(self, outputs, inputs, opts):
-            return self._completed
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
         if outs is None or ins is None:
             with self._dispatching(

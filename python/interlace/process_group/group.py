@@ -7,7 +7,7 @@ internal form of interlace's own function; a call that torch's dispatcher has to
 - ``ProcessGroup.__init__(rank, size)``; given a store, it builds an object without overrides.
 - Name and description are kept here: torch would keep them in its C++ backends, of which there is none.
 - Every collective returns a Work: C++ callers do not expect None, and crash.
-- Dynamo must not trace into a method: see ``process_group_rules.keep_outside_compilation``.
+- Dynamo must not trace into a method: see ``rules.keep_outside_compilation``.
 - C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
   group over the same ranks, made when it is first needed, which takes all ranks of the group.
 - Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from interlace.process_group import functional_kernels
-from interlace.process_group.collectives import Collectives
+from interlace.process_group.collectives import COMPLETED, Collectives
 from interlace.process_group.rules import keep_outside_compilation, underlying
 from interlace.process_group.staging import HostCopies
 from interlace.runtime.core.communicator import Communicator
@@ -37,6 +37,7 @@ from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.available import gpu_problem
 
 LINGER_SECONDS = 0.2
+DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
 
 
@@ -59,6 +60,32 @@ def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
         ranks=ranks,
         high_priority=bool(getattr(backend_options, "is_high_priority_stream", False)),
     )
+
+
+class _OnTwoDevices(Communicator):
+    """The group on the CPU, which knows of the same ranks' communicator on their GPUs."""
+
+    def __init__(self, place: Place, ranks: Sequence[int], group: InterlaceProcessGroup) -> None:
+        super().__init__(place, ranks)
+        self._group = group
+
+    def on(self, *values: Any) -> Communicator:
+        return self._group.device_communicator if _kind_of(values) == "cuda" else self
+
+    def on_all_devices(self) -> Sequence[Communicator]:
+        made = self._group.__dict__.get("device_communicator")
+        return (self,) if made is None else (self, made)
+
+
+def _kind_of(value: Any) -> str:
+    """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, (list, tuple)):
+        return next((kind for each in value if (kind := _kind_of(each))), "")
+    if hasattr(value, "__dlpack_device__"):
+        return "cuda" if int(value.__dlpack_device__()[0]) in DLPACK_CUDA else "cpu"
+    return ""
 
 
 class _OnGpu(HostCopies):
@@ -85,14 +112,16 @@ class InterlaceProcessGroup(Collectives):
         super().__init__(rank, size)
         functional_kernels.register()
         place = connect_place(store, rank, size, timeout.total_seconds(), name)
-        self.interlace_communicator = Communicator(place, ranks or range(size))
-        self._place, self._alone = place, size == 1
+        self._place = place
         self._store, self._timeout = store, timeout
         self._group_name, self._group_description = name, "undefined"
         self._gloo: Any = None
         self._high_priority = high_priority
+        members = ranks or range(size)
         if self._has_gpus:
-            self.interlace_communicator.elsewhere = lambda: self.device_communicator
+            self.interlace_communicator = _OnTwoDevices(place, members, self)
+        else:
+            self.interlace_communicator = Communicator(place, members)
 
     # -- on GPUs -------------------------------------------------------------------------------
 
@@ -106,9 +135,7 @@ class InterlaceProcessGroup(Collectives):
         place = connect.on_gpu(
             host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
         )
-        made = Communicator(place, self.interlace_communicator.ranks)
-        self.interlace_communicator.also.append(made)
-        return made
+        return Communicator(place, self.interlace_communicator.ranks)
 
     @functools.cached_property
     def _has_gpus(self) -> bool:
@@ -133,7 +160,7 @@ class InterlaceProcessGroup(Collectives):
         self._copies = None
         with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
             work = function(self.device_communicator, *args)
-        return self._completed if work is None else work
+        return COMPLETED if work is None else work
 
     # -- identity ------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ def _in_flight(started: Started) -> Tensor:
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    checks.warn_without_gradients("torch.ops.symm_mem.fused_all_gather_matmul", A, Bs)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (A, *Bs)):
+        checks.warn_without_gradients("torch.ops.symm_mem.fused_all_gather_matmul")
     communicator = resolve(group_name)
     last = gather_dim % A.dim() == A.dim() - 1
     if not Bs or A.dtype not in checks.FLOAT_DTYPES:
@@ -93,7 +94,8 @@ def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
 def fused_matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
-    checks.warn_without_gradients("torch.ops.symm_mem.fused_matmul_reduce_scatter", A, B)
+    if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        checks.warn_without_gradients("torch.ops.symm_mem.fused_matmul_reduce_scatter")
     communicator = resolve(group_name)
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
         return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)

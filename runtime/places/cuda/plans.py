@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.memory import CHANNELS, Workspace
 from interlace.runtime.core.stream import Outcome, Settled
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
@@ -71,43 +73,32 @@ class Plans:
         self._communicator, self._place = communicator, place
         self._plans: dict[Any, Plan] = {}
         self._end: DeviceEvent | None = None
+        # the message of a call, and the answers to it, that had to go the long way for them
+        self._answered: tuple[bytes, list[bytes]] | None = None
         self.hits = 0
 
     # -- the short way -------------------------------------------------------------------------
 
     def again(
-        self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
-    ) -> tuple[Any] | None:
-        """(result,) of a fused call of a known kind, or its (Work,) if ``async_op``.
-
-        None for another, which then goes the long way, and is watched.
-        """
-        call = self._prepared(op, tensors, options, into=False)
-        if call is None:
-            return None
-        result = self._repeated(op, call, (), async_op=async_op)
-        if result is _MISSED:
-            self._place.watcher = Watcher(call.kind, call.arguments)
-            return None
-        self.hits += 1
-        return (result if async_op or result is not None else True,)
-
-    def again_into(
         self,
         op: str,
-        outputs: torch.Tensor | Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        tensors: Sequence[Any],
         options: tuple[Any, ...],
         *,
         async_op: bool,
-    ) -> tuple[Work | None] | None:
-        """As :meth:`again`, of a plain collective that fills ``outputs``: (its Work or None,)."""
-        call = self._prepared(op, (outputs, *inputs), options, into=True)
+        into: bool,
+    ) -> tuple[Any] | None:
+        """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
+
+        None for another, which then goes the long way, and is watched. ``into``: the op fills the first of
+        ``tensors``, and has no result.
+        """
+        call = self._prepared(op, tensors, options, into=into)
         if call is None:
             return None
-        result = self._repeated(op, call, outputs, async_op=async_op)
+        result = self._repeated(op, call, tensors[0] if into else (), async_op=async_op)
         if result is _MISSED:
-            self._place.watcher = Watcher(call.kind, call.arguments, apart=True)
+            self._place.watcher = Watcher(call.kind, call.arguments, apart=into)
             return None
         self.hits += 1
         return (result,)
@@ -120,16 +111,16 @@ class Plans:
         ``into``: the op writes the first of ``tensors``.
         """
         place = self._place
-        place.watcher = self._communicator.answered = None  # of a call that failed
+        place.watcher = self._answered = None  # of a call that failed
         if modes_active() or self._communicator.closed:
             return None
         arguments: list[torch.Tensor] = []
         addresses: list[int] = []
         key: list[Any] = [
             op,
-            self._communicator.next_channel,
+            self._communicator.arena.turn % CHANNELS,
             options,
-            configuration.override_key(),
+            configuration.OVERRIDE.get(),
         ]
         try:
             for given in tensors:
@@ -196,15 +187,15 @@ class Plans:
         return Work(op, place, Settled(Outcome(result, end)), given)
 
     def _run(self, call: _Again) -> Any:
-        communicator, place, plan = self._communicator, self._place, call.plan
-        if not communicator.will_lease(plan.steps):
+        place, plan = self._place, call.plan
+        if not self._will_lease(plan.steps):
             del self._plans[call.kind]  # the workspaces have grown
             return _MISSED
         if plan.agreed is not None:
             agreed, answers = plan.agreed
             now = place.agree_again(agreed)
             if now is not answers and now != answers:
-                communicator.answered = (agreed.message, now)
+                self._answered = (agreed.message, now)
                 return _MISSED
         device = place.device
         results = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in plan.results]
@@ -212,6 +203,28 @@ class Plans:
         for step in plan.steps:
             self._repeat(step, bases, call.arguments, results)
         return results[0] if plan.tree is WHOLE else built(plan.tree, results)
+
+    def _will_lease(self, steps: Sequence[Step]) -> bool:
+        """Whether the next ops would get the workspace, or the words, of each step, one after another."""
+        arena = self._communicator.arena
+        turn = arena.turn
+        for step in steps:
+            if step.workspace is None:
+                if arena.words is None or arena.words.buffer is not step.words[0]:  # type: ignore[index]
+                    return False
+                continue
+            channel = arena.channels[turn % CHANNELS]
+            if channel is None or channel.buffer is not step.workspace.buffer:
+                return False
+            turn += 1
+        return True
+
+    def _leased_again(self, workspace: Workspace) -> Workspace:
+        """The next workspace, which is ``workspace``, free for ops that push."""
+        self._communicator.arena.turn += 1
+        if self._communicator.was_pulled(workspace):
+            self._communicator.compute.wait_credits(workspace)
+        return workspace
 
     def _repeat(
         self,
@@ -223,7 +236,7 @@ class Plans:
         communicator, place = self._communicator, self._place
         stream = communicator.compute
         assert isinstance(stream, DeviceStream)
-        workspace = step.workspace and communicator.lease_again(step.workspace)
+        workspace = step.workspace and self._leased_again(step.workspace)
         if step.programs:
             stream.admit(step.programs)
         target = stream.enter()
@@ -262,12 +275,31 @@ class Plans:
 
     # -- the long way, watched -----------------------------------------------------------------
 
+    def agree(self, call: Call) -> list[bytes]:
+        """As ``Place.agree``, of a call that may be a part of what is being planned."""
+        answered, self._answered = self._answered, None
+        if answered is not None and answered[0] == call.message:
+            answers = answered[1]
+        else:
+            answers = self._place.agree(call)
+        if self._place.watcher is not None:
+            self._place.watcher.agreed(call, answers)
+        return answers
+
+    def lasting_tensors(self) -> list[torch.Tensor]:
+        """What lives on the device as long as the group does."""
+        arena = self._communicator.arena
+        buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
+        memory = [part for buffer in buffers for part in buffer.peer_bytes]
+        tables = self._communicator.tables.lasting.values()
+        return [*tables, *(buffer.peers for buffer in buffers), *memory]
+
     def learn(self, op: str, result: Any) -> None:
         """The call of ``op`` that went the long way has returned ``result``."""
         watcher, self._place.watcher = self._place.watcher, None
         if watcher is None or watcher.kind[0] != op:
             return
-        plan = watcher.plan(result, self._communicator.lasting_tensors())
+        plan = watcher.plan(result, self.lasting_tensors())
         if plan is not None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()

@@ -123,7 +123,7 @@ def _why_not(name: str, request: Request, setting: Setting, place: Place) -> str
         return f"not for {request.dtype}"
     if name == "low_latency" and op is not None and op.message_bytes > MOST_BYTES:
         return f"for at most {MOST_BYTES >> 10} KiB a rank"
-    if name == "multimem" and not place.interpreted and not default_group().multicast:
+    if name == "multimem" and not place.interpreted and not default_group().arena.multicast():
         return "no multicast address"
     return ""
 

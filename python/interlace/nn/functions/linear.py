@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.nn.functions.linear_gradients import Column, Layer, Row
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
@@ -159,7 +159,7 @@ def _checked_input(
     input: Any, dim_name: str, dim: Any, communicator: Communicator
 ) -> tuple[Tensor, int]:
     rank = communicator.rank
-    source = dense.source("input", input, communicator)
+    source = checks.source("input", input, communicator)
     checks.float_dtype("input", source.dtype, rank)
     if source.dim() < 2:
         raise ValueError(
@@ -198,14 +198,14 @@ def _checked_weights(
     casting = torch.is_autocast_enabled(input.device.type)
     for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
         name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")
-        matrix = dense.source(name, weight, communicator)
+        matrix = checks.source(name, weight, communicator)
         if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
             raise ValueError(
                 f"{name} must have shape (out, {input.shape[-1]}) for input of shape "
                 f"{tuple(input.shape)}, got {tuple(matrix.shape)}, on rank {rank}"
             )
         if bias is not None:
-            vector = dense.source(bias_name, bias, communicator)
+            vector = checks.source(bias_name, bias, communicator)
             if tuple(vector.shape) != (matrix.shape[0],):
                 raise ValueError(
                     f"{bias_name} must have shape ({matrix.shape[0]},) to match {name}, got "

@@ -15,12 +15,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives.rootless import _all_reduce
-from interlace.fused.shapes import rows_of, unrows
 from interlace.nn.functions import weight_gradients
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, gather
 from interlace.ops.eager import fused
 from interlace.ops.eager.pending import Started
-from interlace.runtime.algorithms.operands import multiply
+from interlace.runtime.algorithms.operands import multiply, rows_of, unrows
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor

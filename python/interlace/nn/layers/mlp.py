@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
 from interlace.nn.parameters.sharding import HeldGroup
-from interlace.runtime.numerics import activations
+from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
 
@@ -68,7 +69,7 @@ class SequenceParallelMLP(torch.nn.Module):
         self._held = held
         if not callable(activation):
             with held.communicator.accepting("SequenceParallelMLP"):
-                activation = activations.checked("activation", activation, held.communicator.rank)
+                activation = checks.activation("activation", activation, held.communicator.rank)
         self.activation = activation
         self.save_gathered = save_gathered
         options: dict[str, Any] = {
@@ -107,5 +108,5 @@ class SequenceParallelMLP(torch.nn.Module):
 
     def _activated(self, x: Tensor) -> Tensor:
         if isinstance(self.activation, str):
-            return activations.activate(x, self.activation)
+            return activate(x, self.activation)
         return self.activation(x)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from interlace.fused import gather, reduce
-from interlace.fused.gather import Buffers
 from interlace.ops.eager import shapes
 from interlace.ops.eager.pending import Started
+from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 
 
@@ -46,26 +47,18 @@ def all_gather_matmul(
     algorithm: str,
     out_dtype: torch.dtype | None,
 ) -> Started:
-    op, weights = "all_gather_matmul", list(weights)
-    try:
-        products = gather_products(
-            input, weights, gather_dim, return_gathered, out_dtype, communicator.world_size
-        )
-    except Exception:
-        with communicator.accepting(op):
-            raise
-    matrices = [product.matrix for product in products]
-    work = gather.all_gather_matmul(
-        communicator,
-        input,
-        weights,
-        gather_dim=gather_dim,
-        bias=list(biases) or None,
-        return_gathered=return_gathered,
+    weights, size = list(weights), communicator.world_size
+    with communicator.accepting(gather.OP):
+        products = gather_products(input, weights, gather_dim, return_gathered, out_dtype, size)
+    outputs = [product.matrix for product in products]
+    gathered = outputs.pop() if return_gathered else None
+    work = communicator.call(
+        gather.OP,
+        gather.prepared,
+        (input, weights, list(biases) or None, outputs, gathered),
+        (gather.Options(gather_dim, return_gathered, algorithm, out_dtype),),
         async_op=True,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-        buffers=Buffers(matrices[: len(weights)], matrices[-1] if return_gathered else None),
+        fills=False,
     )
     return Started([product.view for product in products], work)
 
@@ -95,30 +88,13 @@ def matmul_reduce_scatter(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    *options: Any,
 ) -> Started:
-    op = "matmul_reduce_scatter"
-    try:
-        product = reduce_product(input, weight, scatter_dim, out_dtype, communicator.world_size)
-    except Exception:
-        with communicator.accepting(op):
-            raise
-    work = reduce.matmul_reduce_scatter(
-        communicator,
-        input,
-        weight,
-        reduce_op=reduce_op,
-        scatter_dim=scatter_dim,
-        bias=bias,
-        async_op=True,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-        buffer=product.matrix,
+    """``options``: reduce_op, scatter_dim, algorithm, out_dtype."""
+    given = reduce.Options(*options)
+    return _reduced(
+        communicator, reduce.SCATTER, reduce.matmul_reduce_scatter, (input, weight, bias), given
     )
-    return Started([product.view], work)
 
 
 def matmul_all_reduce(
@@ -127,24 +103,27 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     reduce_op: str,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    *options: Any,
 ) -> Started:
-    op = "matmul_all_reduce"
-    try:
-        product = reduce_product(input, weight, None, out_dtype, communicator.world_size)
-    except Exception:
-        with communicator.accepting(op):
-            raise
-    work = reduce.matmul_all_reduce(
-        communicator,
-        input,
-        weight,
-        reduce_op=reduce_op,
-        bias=bias,
-        async_op=True,
-        algorithm=algorithm,
-        out_dtype=out_dtype,
-        buffer=product.matrix,
+    """``options``: algorithm, out_dtype."""
+    given = reduce.Options(reduce_op, None, *options)
+    return _reduced(
+        communicator, reduce.ALL_REDUCE, reduce.matmul_all_reduce, (input, weight, bias), given
+    )
+
+
+def _reduced(
+    communicator: Communicator,
+    op: str,
+    check: Callable[..., PreparedCall],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    options: reduce.Options,
+) -> Started:
+    input, weight, _ = tensors
+    dim, dtype, size = options.scatter_dim, options.out_dtype, communicator.world_size
+    with communicator.accepting(op):
+        product = reduce_product(input, weight, dim, dtype, size)
+    work = communicator.call(
+        op, check, (*tensors, product.matrix), (options,), async_op=True, fills=False
     )
     return Started([product.view], work)

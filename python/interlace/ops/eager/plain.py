@@ -93,11 +93,8 @@ def reduce_scatter(
 
 def _checked(communicator: Communicator, op: str, make: Any) -> Any:
     """What ``make`` returns; what it raises reaches all ranks."""
-    try:
+    with communicator.accepting(op):
         return make()
-    except Exception:
-        with communicator.accepting(op):
-            raise
 
 
 def all_to_all(

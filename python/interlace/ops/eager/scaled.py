@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.fused.shapes import rows_of
 from interlace.ops.eager import plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
 from interlace.runtime.algorithms import plain as collective_algorithms
+from interlace.runtime.algorithms.operands import rows_of
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration
@@ -195,7 +195,7 @@ def all_gather_scaled_matmul(
         why_not = scaled_kernels.why_not(communicator, inner, weights, out_dtype) if kernel else ""
         mine = (
             tuple(input.shape), dim, input.dtype, by_row, algorithm, use_fast_accum, why_not,
-            [weight.shape[1] for weight in weights], configuration.override_key(),
+            [weight.shape[1] for weight in weights], configuration.OVERRIDE.get(),
         )  # fmt: skip
         answers = communicator.agree(op, mine)
         for index, name in enumerate(("shape of input", "gather_dim", "dtype of input")):
@@ -324,7 +324,7 @@ def scaled_matmul_reduce_scatter(
             "use_fast_accum": use_fast_accum,
             "algorithm": algorithm,
             "whether there is a bias": bias is not None,
-            "configuration": configuration.override_key(),
+            "configuration": configuration.OVERRIDE.get(),
         }
         largest = _largest_inner(communicator, input, weight, terms)
         if largest:

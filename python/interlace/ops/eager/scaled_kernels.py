@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.fused.shapes import rows_of, unrows
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce
-from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, Linear
+from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, Linear, rows_of, unrows
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import tuning

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.collectives.all_to_all import whole_numbers
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
 from interlace.tensor.uneven import blocks as moves
 from interlace.tensor.uneven.placeholder import Placeholder
 
@@ -32,12 +31,12 @@ def exchange(
     call = Call(op, terms, part=part)
     parts: list[Any] = []
 
-    def start(engine: Engine) -> None:
-        parts.extend(engine.parts(call))
+    def start() -> None:
+        parts.extend(communicator.engine.parts(call))
         if check is not None:
             check(parts)
 
-    in_rank(lambda: communicator.collective(call, start, async_op=False))
+    in_rank(lambda: communicator.run(op, start, async_op=False))
     return parts
 
 
@@ -101,7 +100,7 @@ def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tenso
     """``tensor`` itself if an op can read it."""
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(f"{name} on rank {communicator.rank}")
-    dense.source(name, tensor, communicator)
+    checks.source(name, tensor, communicator)
     return tensor  # type: ignore[no-any-return]
 
 
