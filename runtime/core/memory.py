@@ -200,6 +200,7 @@ class Arena:
         allocate: Callable[[int], SymmetricBuffer],
         world_size: int,
         *,
+        channels: int = CHANNELS,
         spin_limit: int = 0,
         alike: bool = False,
     ) -> None:
@@ -208,7 +209,7 @@ class Arena:
         self._world_size = world_size
         self._spin_limit = spin_limit
         self._alike = alike  # channels grow together: one call makes room for all calls like it
-        self.channels: list[_Channel | None] = [None] * CHANNELS
+        self.channels: list[_Channel | None] = [None] * channels
         self.turn = 0
         self.words: Any = None
 

@@ -65,8 +65,8 @@ _DEFAULT_SCATTER = ScatterOptions()
 _DEFAULT_BARRIER = BarrierOptions()
 
 # What a synchronous call returns: torch waits for it and drops it.
-_done: torch.futures.Future[None] = torch.futures.Future()
-_done.set_result(None)
+_done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+_done.set_result([])
 COMPLETED: Work = _create_work_from_future(_done)
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
