@@ -11,8 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from interlace.cli import main
 from interlace.cli.demo import command, workload
-from interlace.cli.demo.command import DemoOptions
+from interlace.cli.demo.options import DemoOptions
 from interlace.runtime.scheduler import recording
 
 
@@ -112,9 +113,6 @@ def test_bad_files(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float64"}, "--dtype must be one of"),
-        ({"place": "moon"}, "--place must be one of"),
-        ({"ranks": 0}, "--ranks must be positive"),
         ({"text": "a", "input": "b"}, "exclude each other"),
         ({"trace": "no/such/folder/t.json"}, "the folder does not exist"),
         ({"trace": "t.json", "place": "cuda"}, "--trace needs --place sim or shm"),
@@ -123,3 +121,19 @@ def test_bad_files(tmp_path: pathlib.Path) -> None:
 def test_bad_options(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         printed(DemoOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
+        (["--place", "moon"], "argument --place: invalid choice: 'moon'"),
+        (["--ranks", "0"], "argument --ranks: must be positive, got 0"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["demo", *arguments])
+    assert message in capsys.readouterr().err

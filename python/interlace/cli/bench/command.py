@@ -11,7 +11,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from interlace.cli.bench.options import (
 )
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.plots import refuse_format
-from interlace.cli.output.progress import Progress, TickFile, nothing
+from interlace.cli.output.progress import Progress, nothing
 from interlace.groups import groups
 
 
@@ -76,7 +76,6 @@ def _prints() -> bool:
 def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:
     """One ``interlace.run`` per size."""
     place, world_size = place_of(options), world_size_of(options)
-    apart = place == "shm"
     results = []
     with (
         tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder,
@@ -84,13 +83,13 @@ def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result
     ):
         for number, request in enumerate(requests):
             progress.begin(number, _text(request))
-            file = TickFile(f"{folder}/progress-{number}")
-            with progress.reading(file) if apart else nullcontext(), _wrong(request) as said:
+            ticks = progress.on_ranks(f"{folder}/progress-{number}", apart=place == "shm")
+            with ticks as tick, _wrong(request) as said:
                 found = interlace.run(
                     on_rank,
                     world_size,
                     replace(request, store=f"{folder}/store-{number}"),
-                    file if apart else progress.at,
+                    tick,
                     place=place,
                     timeout=options.timeout,
                 )

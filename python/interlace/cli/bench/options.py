@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pathlib
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from interlace.benchmark.subjects import baselines, ops
 from interlace.benchmark.subjects.requests import DTYPES, Request, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
+from interlace.cli.output.options import option
 from interlace.launcher import MOST_SECONDS
 
 OWN_PLACES = ("sim", "shm", "cuda")
@@ -22,7 +22,6 @@ PLACES = (*OWN_PLACES, "hosts", "nvshmem")  # these two only with torchrun
 GPU_PLACES = ("cuda", "nvshmem")
 DEFAULT_SIZES = "64K:16M:x16"
 DEFAULT_SHAPE = "1024"
-TIMEOUT = 600.0
 MOST_RANKS = 64
 
 DESCRIPTION = """\
@@ -58,80 +57,45 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 class BenchOptions:
     """Arguments of the command, as texts where they are lists."""
 
-    target: str
-    sizes: str | None = None
-    m: str | None = None
-    n: str | None = None
-    k: str | None = None
-    dtype: str | None = None
-    world_size: int | None = None
-    place: str | None = None
-    algorithm: str | None = None
-    baseline: str | None = None
-    repetitions: int = 15
-    timeout: float = TIMEOUT
-    json: str | None = None
-    plot: str | None = None
-
-
-def add_command(commands: Any) -> None:
-    """Register ``bench`` with the subcommands of a parser."""
-    command = commands.add_parser(
-        "bench",
-        help="time an op or a kernel of one's own, and check it, against baselines",
-        description=DESCRIPTION,
-        epilog=UNITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument("target", metavar="OP|FILE.py::FUNCTION")
-    command.add_argument(
-        "--sizes",
+    target: str = option(positional=True, metavar="OP|FILE.py::FUNCTION")
+    sizes: str | None = option(
+        None,
         metavar="1K:1G:x4",
         help="bytes, of collectives: a list of sizes and of ranges first:last:xFACTOR or "
         f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {DEFAULT_SIZES})",
     )
-    command.add_argument(
-        "--m", metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
+    m: str | None = option(
+        None, metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
     )
-    command.add_argument("--n", metavar="COLUMNS", help="of fused ops: columns of a rank's weight")
-    command.add_argument("--k", metavar="INNER", help="of fused ops: what a rank contracts")
-    command.add_argument(
-        "--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
+    n: str | None = option(None, metavar="COLUMNS", help="of fused ops: columns of a rank's weight")
+    k: str | None = option(None, metavar="INNER", help="of fused ops: what a rank contracts")
+    dtype: str | None = option(
+        None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
     )
-    command.add_argument("--world-size", type=int, help="ranks (default 2; torchrun has its own)")
-    command.add_argument(
-        "--place",
+    world_size: int | None = option(None, type=int, help="ranks (default 2; torchrun has its own)")
+    place: str | None = option(
+        None,
         choices=PLACES,
         help="sim: simulated ranks, whose times are those of the simulator; shm: processes on this host; "
         "cuda: virtual ranks on one GPU (default: cuda where there is a GPU, else shm). With torchrun, "
         "where its ranks have to be",
     )
-    command.add_argument(
-        "--algorithm",
+    algorithm: str | None = option(
+        None,
         metavar="NAME,...|all",
         help="auto; of fused ops fused, pipelined, unfused; of all_reduce, all_gather and reduce_scatter "
         "kernel, copy. all leaves out Triton kernels where they would be interpreted (default auto)",
     )
-    command.add_argument(
-        "--baseline",
+    baseline: str | None = option(
+        None,
         metavar="NAME,...|none",
         help="torch, nccl, gloo, symm_mem, or those of your Kernel (default what fits the place: gloo on a "
         "CPU, nccl on GPUs, torch for virtual ranks, none in sim)",
     )
-    command.add_argument(
-        "--repetitions", type=int, default=15, help="blocks per candidate and size (default 15)"
-    )
-    command.add_argument(
-        "--timeout", type=float, default=TIMEOUT, help="seconds for one size (default 600)"
-    )
-    command.add_argument("--json", metavar="FILE", help="write everything that was measured")
-    command.add_argument("--plot", metavar="FILE", help="write a plot (needs matplotlib)")
-
-
-def options_of(namespace: argparse.Namespace) -> BenchOptions:
-    """From parsed arguments."""
-    names = BenchOptions.__dataclass_fields__
-    return BenchOptions(**{name: getattr(namespace, name) for name in names})
+    repetitions: int = option(15, type=int, help="blocks per candidate and size (default 15)")
+    timeout: float = option(600.0, type=float, help="seconds for one size (default 600)")
+    json: str | None = option(None, metavar="FILE", help="write everything that was measured")
+    plot: str | None = option(None, metavar="FILE", help="write a plot (needs matplotlib)")
 
 
 def wants_interpreter(options: BenchOptions) -> bool:

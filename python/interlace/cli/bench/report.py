@@ -107,33 +107,22 @@ def _verdict(row: Row) -> str:
 
 
 def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> None:
-    names = [header.split("\n") for header in headers]
-    heads = [[name[i] if i < len(name) else "" for name in names] for i in range(2)]
+    names = [["", *header.split("\n")][-2:] for header in headers]
+    heads = [[name[i] for name in names] for i in range(2)]
     widths = [max(len(line[i]) for line in [*heads, *lines]) for i in range(len(headers))]
-    try:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        for line in [*heads, *lines]:
-            console.print(_aligned(line, widths), markup=False)
-        return
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, header in enumerate(headers):
-        grid.add_column(header, justify="left" if index == 1 else "right", no_wrap=True)
-    for line in lines:
-        wrong = line[-1].startswith("WRONG")
-        grid.add_row(*[Text(cell, "bold red" if wrong else "") for cell in line])
-    usual = console.width
-    console.width = max(usual, sum(widths) + 3 * len(widths))  # lines may wrap, cells stay whole
-    console.print(grid, crop=False)
-    console.width = usual
+    rule = ["-" * (sum(widths) + 2 * len(widths) - 2)]
+    for line in [*heads, rule, *lines]:
+        style = "bold red" if line[-1].startswith("WRONG") else ""
+        text = _aligned(line, widths)
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print()
 
 
 def _aligned(line: list[str], widths: list[int]) -> str:
+    """Cells below each other; names of candidates, in the second column, begin at its left."""
     cells = [
         cell.ljust(width) if i == 1 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        for i, (cell, width) in enumerate(zip(line, widths, strict=False))
     ]
     return "  ".join(cells).rstrip()
 

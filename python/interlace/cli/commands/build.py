@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from interlace.cli.output.consoles import new_console
+from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, Report
 from interlace.runtime.compiler.build import build as build_entries
 from interlace.runtime.compiler.catalogue import Entry, entries
@@ -43,36 +43,22 @@ def build(
             if name not in known:
                 raise ValueError(f"--kernel {name}: is none of {', '.join(known)}")
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
-    with compiling(len(wanted)) as on_report:
-        reports = build_entries(wanted, on_report=on_report)
+    with counted() as begin:
+        reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
     show(console, reports, as_json)
     return 1 if any(report.problems() for report in reports) else 0
 
 
 def _linked(arch: int, folder: str | None) -> list[Entry]:
     """The variants that are linked with NVSHMEM; none, and a message, where it is not installed."""
-    from rich.console import Console
-
     try:
         return linked(arch, folder)
     except PlaceUnavailableError as error:
         if folder is not None:
             raise
-        Console(stderr=True).print(
-            f"not linked with NVSHMEM: {error}", style="yellow", soft_wrap=True
-        )
+        text = f"not linked with NVSHMEM: {error}"
+        new_console(stderr=True).print(text, style="yellow", soft_wrap=True)
         return []
-
-
-@contextlib.contextmanager
-def compiling(total: int) -> Iterator[Callable[[Report], None]]:
-    """Show progress on stderr; the function is to be called with each report."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling", total=total)
-        yield lambda report: progress.advance(task)
 
 
 def show(console: Console, reports: list[Report], as_json: bool) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from interlace import __version__, aot
-from interlace.cli.commands.build import compiling, show
+from interlace.cli.commands.build import show
+from interlace.cli.output.options import add_options, option
+from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import Report
 from interlace.runtime.compiler.bundle.bundle import Target, build_bundles
 from interlace.runtime.compiler.bundle.ops import OPS, Options
@@ -21,33 +24,45 @@ LOADER = "load.py"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def add_options(build: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True)
+class BundleOptions:
     """The options of ``build`` that are for one op; None where they are not given."""
-    group = build.add_argument_group(
-        "one op ahead of time",
-        "cubin, PTX and a manifest for launches without Triton: docs/aot.md. Tiles are chosen for the "
-        "given extents; columns and inner that are multiples of 16 have to be so at every launch.",
+
+    op: str | None = option(None, metavar="OP", help=", ".join(OPS))
+    out: str | None = option(None, metavar="DIR", help="where the bundle goes")
+    dtype: str | None = option(None, metavar="NAME", help=", ".join(_DTYPES))
+    weight: str | None = option(
+        None, choices=("kn", "nk"), help="contiguous along N (default) or K"
     )
-    group.add_argument("--op", metavar="OP", help=", ".join(OPS))
-    group.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the bundle goes")
-    group.add_argument("--dtype", metavar="NAME", help=", ".join(_DTYPES))
-    group.add_argument("--weight", choices=("kn", "nk"), help="contiguous along N (default) or K")
-    group.add_argument(
-        "--bias", choices=("none", "n", "m"), help="per column, per row; default none"
+    bias: str | None = option(
+        None, choices=("none", "n", "m"), help="per column, per row; default none"
     )
-    group.add_argument("--average", action="store_const", const=True, help="not the sum")
-    group.add_argument("--path", choices=("auto", "tma", "pointers"), help="of loads; default auto")
-    for name, meaning in (("rows", "of a rank"), ("columns", "of the weight"), ("inner", "K")):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; default 4096")
-    group.add_argument(
-        "--set",
+    average: bool | None = option(None, action="store_const", const=True, help="not the sum")
+    path: str | None = option(
+        None, choices=("auto", "tma", "pointers"), help="of loads; default auto"
+    )
+    rows: int | None = option(None, type=int, metavar="N", help="of a rank; default 4096")
+    columns: int | None = option(None, type=int, metavar="N", help="of the weight; default 4096")
+    inner: int | None = option(None, type=int, metavar="N", help="K; default 4096")
+    set: tuple[str, ...] | None = option(
+        None,
         action="append",
         metavar="NAME=VALUE",
         help="a value of the configuration, such as block_m=64; may be repeated",
     )
 
 
-_OPTIONS = ("dtype", "weight", "bias", "average", "path", "rows", "columns", "inner", "set")
+_OPTIONS = tuple(each.name for each in fields(BundleOptions) if each.name != "op")
+
+
+def add_bundle_options(build: argparse.ArgumentParser) -> None:
+    """A group of options of ``build``."""
+    group = build.add_argument_group(
+        "one op ahead of time",
+        "cubin, PTX and a manifest for launches without Triton: docs/aot.md. Tiles are chosen for the "
+        "given extents; columns and inner that are multiples of 16 have to be so at every launch.",
+    )
+    add_options(group, BundleOptions)
 
 
 def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
@@ -60,9 +75,9 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
     if given.kernel is not None:
         raise ValueError("--kernel is for the whole catalogue; --op builds all kernels of an op")
     arches = tuple(dict.fromkeys(given.arch))
-    target = Target(given.op, _options(given), arches, given.out)
-    with compiling(len(target.entries())) as on_report:
-        reports = write([target], on_report=on_report)
+    target = Target(given.op, _options(given), arches, pathlib.Path(given.out))
+    with counted() as begin:
+        reports = write([target], on_report=begin("compiling", len(target.entries())))
     show(console, reports, as_json)
     failed = any(report.problems() for report in reports)
     if not as_json and not failed:
@@ -82,14 +97,16 @@ def write(
 
 def refuse_without_op(given: argparse.Namespace) -> None:
     """Raises ValueError for an option that only ``--op`` has."""
-    for name in ("out", *_OPTIONS):
+    for name in _OPTIONS:
         if getattr(given, name) is not None:
             raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
 
 
 def _options(given: argparse.Namespace) -> Options:
     chosen: dict[str, Any] = {
-        name: value for name in _OPTIONS if (value := getattr(given, name)) is not None
+        name: value
+        for name in _OPTIONS
+        if name != "out" and (value := getattr(given, name)) is not None
     }
     if "dtype" in chosen:
         named = {**_DTYPES, **{short: short for short in _DTYPES.values()}}

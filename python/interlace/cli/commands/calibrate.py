@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -16,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
-from interlace.cli.output.progress import Progress, TickFile, nothing
+from interlace.cli.output.options import option
+from interlace.cli.output.progress import Progress, nothing
 from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
@@ -41,45 +41,19 @@ ranks:
 class CalibrateOptions:
     """Arguments of the command."""
 
-    world_size: int | None = None
-    mesh: str | None = None
-    backend: str | None = None
-    repetitions: int = 21
-    json: bool = False
-    dry_run: bool = False
-    cache: str | None = None
-
-
-def add_command(commands: Any) -> None:
-    """Register ``calibrate`` with the subcommands of a parser."""
-    command = commands.add_parser(
-        "calibrate",
-        help="measure latency and bandwidth between ranks, for the cost model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    world_size: int | None = option(
+        None, type=int, metavar="RANKS", help="default: the mesh's, or 2"
     )
-    command.add_argument(
-        "--world-size", type=int, metavar="RANKS", help="default: the mesh's, or 2"
+    mesh: str | None = option(
+        None, metavar="2x2", help="ranks per dimension (default: one dimension)"
     )
-    command.add_argument(
-        "--mesh", metavar="2x2", help="ranks per dimension (default: one dimension)"
+    backend: str | None = option(
+        None, metavar="NAME", help="of torch.distributed, under torchrun (default interlace)"
     )
-    command.add_argument(
-        "--backend", metavar="NAME", help="of torch.distributed, under torchrun (default interlace)"
-    )
-    command.add_argument(
-        "--repetitions", type=int, default=21, help="calls of each small size (default 21)"
-    )
-    command.add_argument("--json", action="store_true", help="print it as JSON")
-    command.add_argument("--dry-run", action="store_true", help="only say what would be measured")
-    command.add_argument("--cache", metavar="FILE", help="write there instead")
-
-
-def options_of(namespace: argparse.Namespace) -> CalibrateOptions:
-    """From parsed arguments."""
-    return CalibrateOptions(
-        **{name: getattr(namespace, name) for name in CalibrateOptions.__dataclass_fields__}
-    )
+    repetitions: int = option(21, type=int, help="calls of each small size (default 21)")
+    json: bool = option(False, action="store_true", help="print it as JSON")
+    dry_run: bool = option(False, action="store_true", help="only say what would be measured")
+    cache: str | None = option(None, metavar="FILE", help="write there instead")
 
 
 def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
@@ -150,9 +124,8 @@ def _in_processes(request: Any, *, shown: bool) -> calibration.Measured:
         tempfile.TemporaryDirectory(prefix="interlace-calibrate-") as folder,
         Progress(1, shown=shown) as progress,
     ):
-        tick = TickFile(f"{folder}/progress")
         progress.begin(0, f"mesh {'x'.join(map(str, request.mesh))}")
-        with progress.reading(tick):
+        with progress.on_ranks(f"{folder}/progress", apart=True) as tick:
             times = interlace.run(
                 measuring.on_rank,
                 math.prod(request.mesh),

@@ -3,18 +3,15 @@
 inspect_machine()  facts (output/machine.py)
 judge_places()     facts -> per place: works, and why (not)
 collect()          both, as plain JSON-able values
-doctor()           prints them, as tables or as JSON
+doctor()           prints them, line by line or as JSON
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interlace.cli.output.machine import DEVICE_LIBRARY, Facts, inspect_machine
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -70,12 +67,10 @@ def judge_places(facts: Facts) -> Facts:
             missing.append(f"{old[0]} is older than compute capability 8.0")
         if interpreted:
             missing.append("kernels are loaded for the interpreter: unset TRITON_INTERPRET")
-    on_gpu = list(missing)
     alone = isinstance(gpus, list) and len(gpus) == 1
     note = "one GPU: virtual ranks only" if alone else f"peer access: {facts['peer_access']}"
     place("cuda", missing, note)
 
-    missing = list(on_gpu)
     backend, library = facts["nvshmem"]["torch_backend"], facts["nvshmem"]["device_library"]
     if backend is not True:
         reason = "" if backend is False else f": {_reason(backend)}"
@@ -86,7 +81,7 @@ def judge_places(facts: Facts) -> Facts:
     return places
 
 
-def doctor(console: Console, as_json: bool = False) -> int:
+def doctor(console: Any, as_json: bool = False) -> int:
     """Print what :func:`collect` finds; 0 if at least one place works here, else 1."""
     facts = collect()
     if as_json:
@@ -96,38 +91,17 @@ def doctor(console: Console, as_json: bool = False) -> int:
     return 0 if any(place["works"] for place in facts["places"].values()) else 1
 
 
-def _render(console: Console, facts: Facts) -> None:
-    try:
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        rows = [(name, value) for name, value in _rows(facts)]
-        for name, verdict in facts["places"].items():
-            rows.append(
-                (f"place {name}", f"{'yes' if verdict['works'] else 'no'}: {verdict['why']}")
-            )
-        for name, value in rows:
-            console.print(f"{name:22} {value}", markup=False)
-        return
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left", show_header=bool(columns))
-        for column in columns or ("", ""):
-            made.add_column(column, overflow="fold")
-        return made
-
-    machine = table("This machine")
+def _render(console: Any, facts: Facts) -> None:
     for name, value in _rows(facts):
-        machine.add_row(name, Text(value))
-    places = table("Places", "place", "works", "why")
+        console.print(f"{name:22} {value}", markup=False, highlight=False, soft_wrap=True)
     for name, verdict in facts["places"].items():
-        works = Text("yes", "green") if verdict["works"] else Text("no", "red")
-        places.add_row(name, works, Text(verdict["why"]))
-    console.print(machine, places)
+        works, style = ("yes", "green") if verdict["works"] else ("no", "red")
+        text = f"{f'place {name}':22} {works}: {verdict['why']}"
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
-    """The first table, as (name, text)."""
+    """Facts about the machine as (name, text)."""
     torch, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"

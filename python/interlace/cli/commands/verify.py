@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from interlace.cli.output.options import arches, option, positive_int, world_sizes
+from interlace.cli.output.progress import counted
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, Plan, Result
 from interlace.verify.suite.targets import TARGETS
+
+Bars = Callable[[str, int | None], Callable[..., None]]
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,14 +26,27 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """Arguments of the command. ``seeds`` and ``schedules`` None: what suits the subject."""
 
-    target: str = "all"
-    ranks: tuple[int, ...] | None = None
-    seeds: int | None = None
-    schedules: int | None = None
-    arch: tuple[int, ...] | None = None
-    quick: bool = False
-    ignore: tuple[str, ...] = ()
-    json: bool = False
+    target: str = option(
+        "all",
+        positional=True,
+        nargs="?",
+        metavar="all|OP|FILE.py::FUNCTION",
+        help="everything, one op of interlace, or a function of one's own that every rank runs",
+    )
+    ranks: tuple[int, ...] | None = option(None, type=world_sizes, metavar="2,3,4,8")
+    seeds: int | None = option(None, type=positive_int, help="schedules for races")
+    schedules: int | None = option(
+        None, type=positive_int, help="schedules that are run to their end"
+    )
+    arch: tuple[int, ...] | None = option(None, type=arches, metavar="80,90,100")
+    quick: bool = option(False, action="store_true", help="less of everything: under a minute")
+    ignore: tuple[str, ...] = option(
+        (),
+        action="append",
+        metavar="RULE",
+        help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
+    )
+    json: bool = option(False, action="store_true")
 
 
 def verify(console: Console, options: VerifyOptions) -> int:
@@ -36,9 +54,6 @@ def verify(console: Console, options: VerifyOptions) -> int:
 
     Raises ValueError or OSError for a target that is none.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
@@ -46,18 +61,8 @@ def verify(console: Console, options: VerifyOptions) -> int:
     plan = _plan(options, own)
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-    with (
-        quiet,
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        ) as progress,
-    ):
-        results = _run_own(options, plan, progress) if own else _run_file(options, plan, progress)
+    with quiet, counted() as begin:
+        results = _run_own(options, plan, begin) if own else _run_file(options, plan, begin)
     if options.json:
         facts = {
             "target": options.target,
@@ -85,30 +90,24 @@ def _plan(options: VerifyOptions, own: bool) -> Plan:
     )
 
 
-def _run_own(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+def _run_own(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
     everything = options.target == "all"
     names = list(TARGETS) if everything else [options.target]
     names = [name for name in names if name != PROTOCOLS]
     jobs = suite.shipped_jobs(names, plan)
     if everything or options.target == PROTOCOLS:
         jobs += suite.protocol_jobs(plan)
-    step = _bar(progress, "running", len(jobs))
-    results = suite.run_jobs(jobs, on_done=step)
-    step = _bar(progress, "compiling", len(suite.shipped_entries(names, plan)))
+    results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
+    step = begin("compiling", len(suite.shipped_entries(names, plan)))
     return results + suite.lint_shipped(names, plan, on_done=step)
 
 
-def _run_file(options: VerifyOptions, plan: Plan, progress: object) -> list[Result]:
+def _run_file(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
     fn = suite.load_function(options.target)
     jobs = suite.function_jobs(options.target, fn, plan)
-    results = suite.run_jobs(jobs, on_done=_bar(progress, "running", len(jobs)))
-    step = _bar(progress, "compiling", None)
+    results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
+    step = begin("compiling", None)
     return results + suite.lint_launches(options.target, fn, plan, on_done=step)
-
-
-def _bar(progress: object, text: str, total: int | None):  # type: ignore[no-untyped-def]
-    task = progress.add_task(text, total=total)  # type: ignore[attr-defined]
-    return lambda: progress.advance(task)  # type: ignore[attr-defined]
 
 
 def render(console: Console, results: list[Result]) -> None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import interlace
-from interlace import launcher, reference
+from interlace import reference
 from interlace.cli.demo import chrome_trace, timeline, workload
 from interlace.cli.demo.cases import CASES, Case
+from interlace.cli.demo.options import DemoOptions
 from interlace.cli.demo.workload import Workload
 from interlace.cli.output.plots import require_matplotlib
 from interlace.groups import groups
@@ -28,23 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TIMEOUT = 1800.0
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Arguments of the command; None takes the default, or the size of the input file."""
-
-    ranks: int = 4
-    place: str = "sim"
-    m: int | None = None
-    n: int | None = None
-    k: int | None = None
-    dtype: str = "bfloat16"
-    seed: int = 0
-    text: str | None = None
-    input: str | None = None
-    trace: str | None = None
-    plot: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +77,6 @@ def demo(console: Console, options: DemoOptions) -> int:
 
 def _load(options: DemoOptions) -> Workload:
     """The input, after everything that could make the run useless has been looked at."""
-    if options.dtype not in workload.DTYPES:
-        known = ", ".join(workload.DTYPES)
-        raise ValueError(f"--dtype must be one of {known}, got {options.dtype!r}")
-    if options.place not in launcher.PLACES:
-        known = ", ".join(launcher.PLACES)
-        raise ValueError(f"--place must be one of {known}, got {options.place!r}")
-    for name in ("ranks", "m", "n", "k"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be positive, got {value}")
     if options.text is not None and options.input is not None:
         raise ValueError("--text and --input exclude each other")
     for name in ("trace", "plot"):

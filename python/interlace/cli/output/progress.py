@@ -1,4 +1,4 @@
-"""A progress bar for ``interlace bench``: rich's where it is installed, else a line per size, on stderr.
+"""Progress of long commands on stderr: rich's bars where it is installed, else a line per step.
 
 Ranks that are processes of their own say how far they are in a file, which a thread of the caller reads; a
 process that measures itself calls :meth:`Progress.at` between blocks and has no such thread.
@@ -11,11 +11,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 PERIOD = 0.2
+Tick = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,14 @@ class Progress:
         self._bar.update(self._task, completed=self._number + share, refresh=True)
 
     @contextlib.contextmanager
-    def reading(self, tick: TickFile) -> Iterator[None]:
-        """Show what ``tick`` is told, until the end of the context."""
+    def on_ranks(self, path: str, *, apart: bool) -> Iterator[Tick]:
+        """What ranks call as ``tick(done, total)``; if they are processes of their own, by a file."""
+        if not apart:
+            yield self.at
+            return
+        tick = TickFile(path)
         if self._bar is None:
-            yield
+            yield tick
             return
         ended = threading.Event()
 
@@ -96,12 +101,34 @@ class Progress:
         thread = threading.Thread(target=watch, name="interlace bench progress", daemon=True)
         thread.start()
         try:
-            yield
+            yield tick
         finally:
             ended.set()
             thread.join()
             with contextlib.suppress(OSError):
-                os.unlink(tick.path)
+                os.unlink(path)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
+    """Yields a function that begins a bar, of a text and a count; its result is called after each step."""
+    from rich import progress
+    from rich.console import Console
+
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+
+        def begin(text: str, total: int | None) -> Callable[..., None]:
+            task = bars.add_task(text, total=total)
+            return lambda *done: bars.advance(task)
+
+        yield begin
 
 
 def _rich_bar() -> Any:

@@ -10,8 +10,6 @@ import datetime
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import torch
 import interlace
 from interlace.benchmark.runs.tune import Outcome, Timed, TuneRequest, on_rank, search
 from interlace.benchmark.runs.tune_candidates import Candidate, candidates, problem_of, untuned
-from interlace.cli.output.progress import Progress, TickFile
+from interlace.cli.output.progress import Progress
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
 from interlace.fused.reduce import ONE_SHOT_BYTES
@@ -123,11 +121,9 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, pa
         op, dtype_of(options), m, n, k, tuple(_tried(options, job)), seconds,
         virtual=place == "cuda" and not processes,
     )  # fmt: skip
-    file = TickFile(path)
 
     def run(tried: TuneRequest) -> list[Timed]:
-        tick: Callable[[int, int], None] = file if apart else progress.at
-        with progress.reading(file) if apart else nullcontext():
+        with progress.on_ranks(path, apart=apart) as tick:
             found = interlace.run(
                 on_rank, size, tried, tick, place=place, processes=processes,
                 timeout=seconds + GRACE,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import pathlib
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,11 +14,11 @@ from interlace.benchmark.subjects import ops
 from interlace.benchmark.subjects.requests import DTYPES
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+from interlace.cli.output.options import option
 
 PLACES = ("sim", "shm", "cuda")
 ARCHES = (80, 86, 89, 90, 100, 120)
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
-BUDGET = 60.0
 MOST_BUDGET = 1e5
 Shape = tuple[int, int, int]
 
@@ -48,67 +46,36 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 class TuneOptions:
     """Arguments of the command, as texts where they are lists."""
 
-    op: tuple[str, ...] = ()
-    m: str | None = None
-    n: str | None = None
-    k: str | None = None
-    shapes: str | None = None
-    dtype: str | None = None
-    world_size: int | None = None
-    place: str | None = None
-    budget: float = BUDGET
-    dry_run: bool = False
-    arch: int | None = None
-    cache: str | None = None
-
-
-def add_command(commands: Any) -> None:
-    """Register ``tune`` with the subcommands of a parser."""
-    command = commands.add_parser(
-        "tune",
-        help="measure which configuration of a fused op is fastest here, and remember it",
-        description=DESCRIPTION,
-        epilog=MEANING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    op: tuple[str, ...] = option(
+        (), positional=True, nargs="*", metavar="OP", help=", ".join(ops.FUSED)
     )
-    command.add_argument("op", nargs="*", metavar="OP", help=", ".join(ops.FUSED))
-    command.add_argument("--m", metavar="ROWS", help="all rows; a list or range, as bench has it")
-    command.add_argument("--n", metavar="COLUMNS", help="columns of a rank's weight")
-    command.add_argument("--k", metavar="INNER", help="what a rank contracts")
-    command.add_argument(
-        "--shapes", metavar="FILE", help="lines 'm n k' or 'm x n x k', # for comments"
+    m: str | None = option(None, metavar="ROWS", help="all rows; a list or range, as bench has it")
+    n: str | None = option(None, metavar="COLUMNS", help="columns of a rank's weight")
+    k: str | None = option(None, metavar="INNER", help="what a rank contracts")
+    shapes: str | None = option(
+        None, metavar="FILE", help="lines 'm n k' or 'm x n x k', # for comments"
     )
-    command.add_argument(
-        "--dtype",
+    dtype: str | None = option(
+        None,
         choices=("float32", "float16", "bfloat16", "float64"),
         help="default bfloat16 on a GPU, float32 on a CPU",
     )
-    command.add_argument(
-        "--world-size", type=int, help="ranks (default: the GPUs, if several; else 2)"
+    world_size: int | None = option(
+        None, type=int, help="ranks (default: the GPUs, if several; else 2)"
     )
-    command.add_argument(
-        "--place", choices=PLACES, help="default: cuda where there is a GPU, else shm"
+    place: str | None = option(
+        None, choices=PLACES, help="default: cuda where there is a GPU, else shm"
     )
-    command.add_argument(
-        "--budget", type=float, default=BUDGET, metavar="SECONDS", help="in all (default 60)"
+    budget: float = option(60.0, type=float, metavar="SECONDS", help="in all (default 60)")
+    dry_run: bool = option(
+        False, action="store_true", help="only list what is chosen now, and what would be tried"
     )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only list what is chosen now, and what would be tried",
+    arch: int | None = option(
+        None, type=int, choices=ARCHES, help="with --dry-run: as on such a GPU, without one"
     )
-    command.add_argument(
-        "--arch", type=int, choices=ARCHES, help="with --dry-run: as on such a GPU, without one"
+    cache: str | None = option(
+        None, metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
     )
-    command.add_argument(
-        "--cache", metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
-    )
-
-
-def options_of(namespace: argparse.Namespace) -> TuneOptions:
-    """From parsed arguments."""
-    given = {name: getattr(namespace, name) for name in TuneOptions.__dataclass_fields__}
-    return TuneOptions(**{**given, "op": tuple(given["op"])})
 
 
 def place_of(options: TuneOptions) -> str:

@@ -1,0 +1,71 @@
+"""Options of a command, declared once: the fields of a dataclass are its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def option(default: Any = dataclasses.MISSING, *, positional: bool = False, **keywords: Any) -> Any:
+    """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``."""
+    return dataclasses.field(default=default, metadata={"positional": positional, **keywords})
+
+
+def add_options(parser: Any, kind: Any) -> None:
+    """Add an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
+    for each in dataclasses.fields(kind):
+        keywords = dict(each.metadata)
+        name = each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"
+        if each.default is not dataclasses.MISSING:
+            is_list = isinstance(each.default, tuple)
+            keywords["default"] = list(each.default) if is_list else each.default
+        parser.add_argument(name, **keywords)
+
+
+def add_command(commands: Any, name: str, kind: Any, *, help: str, **texts: str) -> None:
+    """Add the command ``name`` with the options ``kind``; ``texts``: description and epilog."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    add_options(commands.add_parser(name, help=help, formatter_class=formatter, **texts), kind)
+
+
+def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    """``kind`` with the values that were parsed; lists become tuples."""
+    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values = {name: getattr(arguments, name) for name in names}
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+
+def positive_int(text: str) -> int:
+    """For ``type=``: an int of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value
+
+
+def _numbers(text: str, example: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like {example}, got {text!r}") from None
+
+
+def world_sizes(text: str) -> list[int]:
+    """For ``type=``: "2,3,4,8"."""
+    sizes = _numbers(text, "2,3,4,8")
+    for size in sizes:
+        if not 1 <= size <= 64:
+            raise argparse.ArgumentTypeError(f"must be within 1..64, got {size}")
+    return sizes
+
+
+def arches(text: str) -> list[int]:
+    """For ``type=``: "80,90,100"."""
+    found = _numbers(text, "80,90,100")
+    unknown = [arch for arch in found if arch not in (80, 90, 100)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"known are 80, 90 and 100, got {unknown[0]}")
+    return found
