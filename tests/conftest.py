@@ -64,6 +64,8 @@ GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Processes of ranks start in milliseconds."""
+    import guard
+    from interlace import launcher
     from interlace.runtime import processes
 
     if HAS_CUDA:
@@ -72,6 +74,11 @@ def _forked_ranks() -> Iterator[None]:
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "START_METHOD", "forkserver")
+        for run in (
+            launcher.run,
+            processes.ProcessPool.run,
+        ):  # their 300 s are short where others are busy
+            patch.setitem(run.__kwdefaults__, "timeout", guard.MOST)
         yield
 
 
