@@ -31,6 +31,11 @@ if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
         raise RuntimeError("a pytest plugin imported triton before tests/conftest.py could choose")
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Inductor would take code for other vectors from its cache of graphs.
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    capability = os.environ["ATEN_CPU_CAPABILITY"]
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/torchinductor_for_{capability}")
+
 # What somebody has tuned on this machine is not what is tested.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
 os.environ["INTERLACE_CALIBRATION"] = "off"
