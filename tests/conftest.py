@@ -31,6 +31,11 @@ if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
         raise RuntimeError("a pytest plugin imported triton before tests/conftest.py could choose")
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Inductor would take code for other vectors from its cache of graphs.
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    capability = os.environ["ATEN_CPU_CAPABILITY"]
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/torchinductor_for_{capability}")
+
 # What somebody has tuned on this machine is not what is tested.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
 os.environ["INTERLACE_CALIBRATION"] = "off"
@@ -64,6 +69,8 @@ GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Processes of ranks start in milliseconds."""
+    import guard
+    from interlace import launcher
     from interlace.runtime.start import pool
 
     if HAS_CUDA:
@@ -72,6 +79,8 @@ def _forked_ranks() -> Iterator[None]:
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "START_METHOD", "forkserver")
+        for run in (launcher.run, pool.ProcessPool.run):  # 300 s are short where others are busy
+            patch.setitem(run.__kwdefaults__, "timeout", guard.MOST)
         yield
 
 

@@ -304,7 +304,7 @@ def mail(nbytes: int) -> list[str]:
     }
     received = [e.recv(call, buffers[key], *key) for key in buffers]
     for future in received + sent:
-        future.result(60)
+        future.result(300)
     for (peer, tag), buffer in buffers.items():
         wrong += _check(f"{peer} {tag}", buffer, data(peer, nbytes, torch.uint8, 10 * rank + tag))
     return wrong
@@ -317,9 +317,9 @@ def mail_in_background(nbytes: int) -> bool:
     if e.rank == 0:
         future = e.send(Call("send"), tensor, 1, 0)
         e.barrier(Call("barrier"))
-        return future.result(60).event is None
+        return future.result(300).event is None
     buffer = torch.zeros_like(tensor)
-    e.recv(Call("recv"), buffer, 0, 0).result(60)
+    e.recv(Call("recv"), buffer, 0, 0).result(300)
     e.barrier(Call("barrier"))
     return torch.equal(buffer, tensor)
 
@@ -329,12 +329,12 @@ def mail_from_anyone(count: int) -> list[int]:
     e = engine()
     if e.rank:
         for number in range(count):
-            e.send(Call("send"), torch.tensor([e.rank, number]), 0, 5).result(60)
+            e.send(Call("send"), torch.tensor([e.rank, number]), 0, 5).result(300)
         return []
     sources, next_number = [], [0] * e.world_size
     for _ in range(count * (e.world_size - 1)):
         buffer = torch.zeros(2, dtype=torch.int64)
-        outcome = e.recv(Call("recv"), buffer, None, 5).result(60)
+        outcome = e.recv(Call("recv"), buffer, None, 5).result(300)
         assert outcome.source is not None
         source = outcome.source()
         assert buffer.tolist() == [source, next_number[source]]
@@ -349,11 +349,11 @@ def mail_from_the_last_one() -> list[int]:
     if e.rank:
         if e.rank == 2:
             time.sleep(0.5)
-        e.send(Call("send"), torch.tensor([e.rank]), 0, 5).result(60)
+        e.send(Call("send"), torch.tensor([e.rank]), 0, 5).result(300)
         return []
     buffers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     for buffer in buffers:
-        e.recv(Call("recv"), buffer, None, 5).result(60)
+        e.recv(Call("recv"), buffer, None, 5).result(300)
     return [int(buffer) for buffer in buffers]
 
 
@@ -361,16 +361,16 @@ def mail_of_other(dtype: torch.dtype, elements: int) -> str:
     """Rank 1 expects something else than rank 0 sends; the next message is right again."""
     e = engine()
     if e.rank == 0:
-        e.send(Call("send"), torch.ones(4, dtype=dtype), 1, 0).result(60)
-        e.send(Call("send"), torch.full((3,), 7.0), 1, 0).result(60)
+        e.send(Call("send"), torch.ones(4, dtype=dtype), 1, 0).result(300)
+        e.send(Call("send"), torch.full((3,), 7.0), 1, 0).result(300)
         return ""
     text = ""
     try:
-        e.recv(Call("recv"), torch.zeros(elements), 0, 0).result(60)
+        e.recv(Call("recv"), torch.zeros(elements), 0, 0).result(300)
     except (TypeError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
     buffer = torch.zeros(3)
-    e.recv(Call("recv"), buffer, 0, 0).result(60)
+    e.recv(Call("recv"), buffer, 0, 0).result(300)
     assert buffer.tolist() == [7.0] * 3
     return text
 

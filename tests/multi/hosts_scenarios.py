@@ -309,11 +309,11 @@ def sending(group: Communicator) -> list[str]:
             for tag in (7, 0):
                 expected = payload(peer, f"{n} {tag} {rank}", n, torch.float32)
                 tensor = poisoned(expected)
-                outcome = engine.recv(call, tensor, peer, tag).result(60)
+                outcome = engine.recv(call, tensor, peer, tag).result(300)
                 if not same(tensor, expected) or outcome.source is None or outcome.source() != peer:
                     wrong.append(f"recv {n} {tag} from {peer}")
     for send in sends:
-        send.result(60)
+        send.result(300)
     return wrong
 
 
@@ -324,12 +324,12 @@ def receiving_from_anybody(group: Communicator) -> list[str]:
     if group.rank:
         sends = [engine.send(call, torch.tensor([group.rank, number]), 0, 5) for number in range(2)]
         for send in sends:
-            send.result(60)
+            send.result(300)
         return []
     seen: dict[int, int] = {}
     for _ in range(2 * (group.world_size - 1)):
         tensor = torch.zeros(2, dtype=torch.int64)
-        outcome = engine.recv(call, tensor, None, 5).result(60)
+        outcome = engine.recv(call, tensor, None, 5).result(300)
         assert outcome.source is not None
         source, number = tensor.tolist()
         if source != outcome.source() or seen.get(source, 0) != number:
@@ -345,12 +345,12 @@ def receiving_what_does_not_fit(group: Communicator) -> list[str]:
     if group.rank == 0:
         tensors = [torch.arange(4.0), torch.arange(4), torch.arange(3.0)]
         for send in [engine.send(call, tensor, last, 0) for tensor in tensors]:
-            send.result(60)
+            send.result(300)
     elif group.rank == last:
         for _ in range(3):
             tensor = torch.full((3,), -1.0)
             try:
-                engine.recv(call, tensor, 0, 0).result(60)
+                engine.recv(call, tensor, 0, 0).result(300)
             except (TypeError, ValueError) as error:
                 texts.append(f"{type(error).__name__}: {error}")
         texts.append(str(tensor.tolist()))
@@ -415,7 +415,7 @@ def timing_out(group: Communicator) -> list[str]:
     texts: list[str] = []
     for _ in range(10):
         try:
-            group.engine.recv(Call("recv"), torch.zeros(1), 0, 0).result(60)
+            group.engine.recv(Call("recv"), torch.zeros(1), 0, 0).result(300)
         except InterlaceError as error:
             texts.append(f"{type(error).__name__}: {error}")
         try:
@@ -463,7 +463,7 @@ def dying_while_others_receive(group: Communicator) -> list[str]:
     texts = []
     for peer in (group.world_size - 1, None):
         try:
-            engine.recv(call, torch.zeros(1), peer, 0).result(60)
+            engine.recv(call, torch.zeros(1), peer, 0).result(300)
         except InterlaceError as error:
             texts.append(f"{type(error).__name__}: {error}")
     return texts

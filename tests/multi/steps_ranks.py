@@ -390,8 +390,8 @@ def interrupted(folder: str, op: Callable[..., Any]) -> float:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             sent = time.monotonic() + 0.1
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
                 op(e)
             except KeyboardInterrupt:
                 return time.monotonic() - sent

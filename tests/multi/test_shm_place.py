@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from guard import busy
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -238,7 +239,7 @@ def test_wait_for_a_rank_that_has_left(pool: ProcessPool) -> None:
 
 def test_wait_that_passes_its_bound(pool: ProcessPool) -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"all_reduce number 7 .* for ranks \[1\]"):
-        run(pool, ranks.late_for_exchange, world_size=2, place_timeout=0.5)
+        run(pool, ranks.late_for_exchange, world_size=2)
 
 
 def test_forked_child_cannot_use_the_group(pool: ProcessPool) -> None:
@@ -266,7 +267,7 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 
 
 def test_killed_rank_is_named_by_all(pool: ProcessPool, tmp_path: pathlib.Path) -> None:
-    """SIGKILL. The promise is 100 ms, the wait's own end 270 s; between them a busy machine has room."""
+    """SIGKILL. The promise is 100 ms; the wait itself ends minutes later, and a busy machine has room."""
     named = set(os.listdir("/dev/shm"))
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)") as caught:
         run(pool, ranks.killed_in_a_wait, 1, str(tmp_path), world_size=4)
@@ -292,7 +293,7 @@ def test_run_that_does_not_end(pool: ProcessPool) -> None:
     run(pool, ranks.whoami, world_size=2)
     before = len(pool.processes())
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught:
-        run(pool, ranks.never_ends, 1, world_size=2, timeout=1.0)
+        run(pool, ranks.never_ends, 1, world_size=2, timeout=2 * busy())
     assert caught.value.waited_for == (1,)
     assert len(pool.processes()) == before - 1
 
@@ -350,7 +351,7 @@ def test_worker_runs_in_order_with_the_context_of_the_caller() -> None:
         future = worker.submit(lambda number=number: seen.append((number, variable.get())))
     assert not worker.idle
     gate.set()
-    future.result(10)
+    future.result()
     assert first.result() and worker.idle
     assert seen == [(number, number) for number in range(50)]
     worker.close()
@@ -360,8 +361,8 @@ def test_worker_delivers_exceptions_and_goes_on() -> None:
     worker = OrderedWorker("test")
     failing, fine = worker.submit(lambda: 1 // 0), worker.submit(lambda: "fine")
     with pytest.raises(ZeroDivisionError):
-        failing.result(10)
-    assert fine.result(10) == "fine"
+        failing.result()
+    assert fine.result() == "fine"
     worker.close()
 
 
@@ -372,8 +373,8 @@ def test_closed_worker_fails_what_has_not_started() -> None:
     started.wait(10)
     worker.close(timeout=0)
     gate.set()
-    assert running.result(10) == (None, True)
+    assert running.result() == (None, True)
     with pytest.raises(AbortedError):
-        waiting.result(10)
+        waiting.result()
     with pytest.raises(AbortedError):
         worker.submit(lambda: None)
