@@ -1,8 +1,10 @@
-"""Steps of machine code, without ranks: every kind, every sum, and what the loader refuses."""
+"""Steps of machine code, without ranks: every kind, every sum, and what becomes an error."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -10,9 +12,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.shm.machine_code import ir, loader, steps
+from interlace.runtime.places.shm.machine_code import ir as steps_ir
+from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
@@ -293,7 +297,7 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
             others[row, 70 + place] ^= 1
 
 
-@pytest.mark.parametrize("kind", [ir.SUM + len(ir.ELEMENTS), 99, -1])
+@pytest.mark.parametrize("kind", [steps_ir.SUM + 1, 99, -1])
 def test_an_unknown_kind_stops(kind: int) -> None:
     memory, (word,) = words(0)
 
@@ -308,141 +312,101 @@ def test_an_unknown_kind_stops(kind: int) -> None:
 
 def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
     made = listed(lambda s: None)
-    assert len(made.registers) == ir.FIRST - ir.REGISTERS
+    assert len(made.registers) == steps_ir.FIRST - steps_ir.REGISTERS
     assert made.registers[0] == 0
     with pytest.raises(AssertionError):
         made.ring([])
 
 
-# -- the loader --------------------------------------------------------------------------------
-
-TABLE = """
-@table = internal constant [3 x i32] [i32 7, i32 11, i32 13]
-define i32 @entry(i64 %i) {
-  %at = getelementptr [3 x i32], ptr @table, i64 0, i64 %i
-  %value = load i32, ptr %at
-  ret i32 %value
-}
-define i32 @other(i64 %i) noinline {
-  %half = lshr i64 %i, 1
-  %value = call i32 @entry(i64 %half)
-  ret i32 %value
-}
-@functions = internal constant [2 x ptr] [ptr @entry, ptr @other]
-define i32 @either(i64 %which, i64 %i) {
-  %at = getelementptr [2 x ptr], ptr @functions, i64 0, i64 %which
-  %function = load ptr, ptr %at
-  %value = call i32 %function(i64 %i)
-  ret i32 %value
-}
-"""
+# -- the machine code --------------------------------------------------------------------------
 
 
-def test_constants_and_calls_within_an_object() -> None:
-    loaded = loader.load(loader.assembled(TABLE), ["other", "entry", "either"])
-    assert loaded is not None
-    one = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64)
-    two = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
-    other, entry, either = one(loaded[0]), one(loaded[1]), two(loaded[2])
-    assert [entry(i) for i in range(3)] == [7, 11, 13]
-    assert [other(4), either(0, 1), either(1, 2)] == [13, 11, 11]
+def test_ir_that_llvm_does_not_take_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="expected instruction opcode"):
+        loader.compiled("define void @f() { nonsense }", "f")
 
 
-def test_an_object_that_wants_something_from_elsewhere_is_refused() -> None:
-    made = loader.assembled(
-        "declare i32 @elsewhere() define i32 @run() { %v = call i32 @elsewhere() ret i32 %v }"
+@pytest.mark.parametrize(
+    "ir", ["declare void @g() define void @f() { call void @g() ret void }", "@g = global i32 0"]
+)
+def test_a_function_that_is_nowhere_is_an_error(ir: str) -> None:
+    with pytest.raises(RuntimeError, match=r"[Ss]ymbols.* f "):
+        loader.compiled(ir, "f")
+
+
+def assembly(ir: str, processor: str) -> str:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(f"{processor}-unknown-linux-gnu").create_target_machine(
+        cpu={"x86_64": "x86-64-v3", "aarch64": "generic"}[processor]
     )
-    with pytest.raises(ValueError, match="not self-contained: it wants elsewhere"):
-        loader.load(made, ["run"])
+    module = binding.parse_assembly(ir)
+    module.triple = machine.triple
+    return machine.emit_assembly(module)
 
 
-def test_an_object_whose_addresses_are_to_be_found_otherwise_is_refused() -> None:
-    made = loader.assembled(TABLE.replace("@functions = internal", "@functions ="))
-    with pytest.raises(ValueError, match="relocation of kind"):
-        loader.load(made, ["entry"])
+ORDERING = {
+    "x86_64": {"pause", "sfence", "vmovntps|vmovntdq"},
+    "aarch64": {"yield", "ldar|ldapr", "stlr", "stnp"},
+}
 
 
-def test_a_name_that_an_object_lacks() -> None:
-    made = loader.assembled("define void @walk() { ret void }")
-    with pytest.raises(ValueError, match=r"no \['run'\], only \['walk'\]"):
-        loader.load(made, ["walk", "run"])
+@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+def test_code_waits_and_orders_as_the_processor_has_it(processor: str) -> None:
+    code = assembly(steps_ir.run(processor), processor)
+    missing = {each for each in ORDERING[processor] if not re.search(rf"\b({each})\b", code)}
+    assert not missing
+    weaker = (
+        steps_ir.run(processor)
+        .replace("acquire", "monotonic")
+        .replace("release, align", "monotonic, align")
+    )
+    assert bool(re.search(r"\b(ldar|ldapr|stlr)\b", assembly(weaker, processor))) is False
 
 
-def test_what_is_refused_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, given_back = [], []
-    mmap, munmap = loader._libc.mmap, loader._libc.munmap
-
-    def asking(*arguments: int) -> int:
-        asked.append(mmap(*arguments))
-        return asked[-1]
-
-    def giving(base: int, nbytes: int) -> int:
-        given_back.append(base)
-        return munmap(base, nbytes)
-
-    made = loader.assembled("define void @walk() { ret void }")
-    monkeypatch.setattr(loader._libc, "mmap", asking)
-    monkeypatch.setattr(loader._libc, "munmap", giving)
-    with pytest.raises(ValueError, match="no"):
-        loader.load(made, ["run"])
-    monkeypatch.setattr(loader._libc, "mprotect", lambda *_: -1)
-    assert loader.load(made, ["walk"]) is None
-    assert len(asked) == 2
-    assert asked == given_back
-
-
-def test_code_cannot_be_written_to_once_it_is_loaded() -> None:
-    loaded = loader.load(loader.assembled("define void @f() { ret void }"), ["f"])
-    assert loaded is not None
-    with open("/proc/self/maps") as file:
-        spans = [line.split()[:2] for line in file]
-    rights = [
-        right
-        for span, right in spans
-        if int(span.split("-")[0], 16) <= loaded[0] < int(span.split("-")[1], 16)
-    ]
-    assert rights == ["r-xp"]
-
-
-def test_where_memory_may_not_be_made_executable_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = loader.assembled(ir.ir())
-    with monkeypatch.context() as patch:
-        patch.setattr(loader._libc, "mprotect", lambda *_: -1)
-        assert loader.load(made, ["run"]) is None
-        patch.setattr(loader._libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
-        assert loader.load(made, ["run"]) is None
-    assert loader.load(made, ["run"]) is not None
-
-
-def test_the_same_code_each_time() -> None:
-    assert ir.ir() == ir.ir()
-    assert loader.assembled(ir.ir()) == loader.assembled(ir.ir())
+@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+def test_sums_call_nothing(processor: str) -> None:
+    for element in steps_ir.ELEMENTS:
+        code = assembly(steps_ir.summing(element), processor)
+        assert not re.search(r"\b(call|bl|blr)\b", code), element.name
 
 
 # -- switched off ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("why", ["variable", "processor", "system", "version", "triton"])
+@pytest.mark.parametrize(
+    "why", ["variable", "processor", "halves", "system", "version", "llvmlite", "refused"]
+)
 def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("no memory may be executed")
+
     if why == "variable":
         monkeypatch.setenv(loader.VARIABLE, "0")
     elif why == "processor":
-        flags = loader._flags()
-        monkeypatch.setattr(loader, "_flags", lambda: flags - {"avx2"})
+        monkeypatch.setattr(loader, "PROCESSOR", "riscv64")
+    elif why == "halves":
+        monkeypatch.setattr(loader, "PROCESSOR", "x86_64")
+        monkeypatch.setattr(binding, "get_host_cpu_features", dict)
     elif why == "system":
         monkeypatch.setattr(loader.sys, "platform", "darwin")
     elif why == "version":
-        monkeypatch.setattr("triton.__version__", "9.0.1")
+        monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
+    elif why == "llvmlite":
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
     else:
-        from triton._C.libtriton import llvm
-
-        monkeypatch.setattr(llvm, "translate_to_asm", lambda *_: "	.text")  # not an object
+        monkeypatch.setattr(binding, "check_jit_execution", refuse)
     # what is known of this process is cached
     monkeypatch.setattr(loader, "supported", loader.supported.__wrapped__)
     monkeypatch.setattr(steps, "_run", steps._run.__wrapped__)
-    assert loader.supported() is (why == "triton")
     assert not steps.available()
     with pytest.raises(RuntimeError, match="no machine code"):
         Steps()
+
+
+def test_llvm_is_loaded_by_who_needs_it() -> None:
+    """Not by an import: a process that never calls a CPU collective does not pay for it."""
+    code = "import sys, interlace, interlace.runtime.places.shm.machine_code.steps as s; {}; print('llvmlite' in sys.modules)"
+    for doing, loaded in (("pass", "False"), ("s.available()", "True")):
+        command = [sys.executable, "-c", code.format(doing)]
+        assert subprocess.check_output(command, text=True).split()[-1] == loaded

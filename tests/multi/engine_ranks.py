@@ -21,11 +21,12 @@ from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import SMALL_DATA
-from interlace.runtime.places.shm import rounds
+from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.machine_code.steps import available
+from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
 from interlace.runtime.places.shm.ring_writes import Ways
-from interlace.runtime.places.shm.rounds import MEDIUM_DATA, SLOT_BYTES, SLOTS
+from interlace.runtime.places.shm.rounds import SLOT_BYTES, SLOTS
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -194,13 +195,13 @@ def failing_in_the_middle() -> str:
         def failing(*_: Any) -> None:
             raise ValueError("odd")
 
-        rounds.fold = failing  # type: ignore[assignment]
+        message_steps.fold = failing  # type: ignore[assignment]
     try:
         interlace.all_reduce(tensor, op="max")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        rounds.fold = fold
+        message_steps.fold = fold
     return "nothing"
 
 

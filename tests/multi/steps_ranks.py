@@ -23,9 +23,11 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.shm import engine as host_engine
-from interlace.runtime.places.shm import message_steps, round_steps
+from interlace.runtime.places.shm import message_steps
+from interlace.runtime.places.shm import rounds as host_rounds
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.places.shm.rounds import MEDIUM_DATA, SLOT_BYTES, cuts
+from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
+from interlace.runtime.places.shm.rounds import SLOT_BYTES, cuts
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "in place", "broadcast", "all_to_all")
 SUMMED = ("all_reduce", "reduce_scatter")
@@ -41,7 +43,7 @@ def engine(with_steps: bool = True) -> Iterator[HostEngine]:
     finally:
         host_engine.available = available
     assert isinstance(made, HostEngine)
-    assert (made._steps is not None) is with_steps
+    assert made._steps.machine_code is with_steps
     yield made
 
 
@@ -177,7 +179,7 @@ def every_dtype() -> list[str]:
 
 def many_rounds() -> list[str]:
     """Ops of 33 rounds, of as many as steps take where that is 36, and of one more."""
-    taken, round_steps.MOST = round_steps.MOST, 36 * interlace.get_world_size()
+    taken, host_rounds.MOST = host_rounds.MOST, 36 * interlace.get_world_size()
     try:
         with engine() as e:
             wrong = []
@@ -187,7 +189,7 @@ def many_rounds() -> list[str]:
                     wrong += once(e, op, nbytes, key, torch.uint8)
         return wrong
     finally:
-        round_steps.MOST = taken
+        host_rounds.MOST = taken
 
 
 def shared_on_one_rank(seed: int) -> list[str]:
@@ -365,7 +367,6 @@ def many_sizes() -> list[str]:
     wrong = []
     try:
         with engine() as e:
-            assert e._steps is not None
             for message_steps.KEPT, message_steps.KEPT_BYTES in ((5, 1 << 20), (1000, 20_000)):
                 for key in range(60):
                     nbytes = 8 * key + (key % 4 == 0) * SLOT_BYTES

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 HIDING = """
 import sys
-for name in "rich matplotlib hypothesis cuda cupy greenlet nvshmem".split():
+for name in "rich matplotlib hypothesis cuda cupy greenlet llvmlite nvshmem".split():
     sys.modules[name] = None  # as if it were not installed, for find_spec too
 """
 

@@ -36,8 +36,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import torch
-
 from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.bell import Bell
 from interlace.runtime.places.one_host.cores import Spread
@@ -81,7 +79,6 @@ class Control:
         self.spread = Spread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
-        self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]
         self._written: list[object] = [None, None]
         self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
         self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
@@ -163,15 +160,9 @@ class Control:
         first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
 
-    def data(self, peer: int, sequence: int) -> int:
-        """The address of the small data of ``peer`` that goes with message ``sequence``."""
-        return self.bases[peer] + _DATA + sequence % PLACES * SMALL_DATA
-
-    def tensor(self, peer: int, place: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """What is at ``offset`` of a place for small data, in the shape and dtype of ``like``."""
-        first = _DATA + place * SMALL_DATA + offset
-        flat = self._memory[peer][first : first + like.nbytes]
-        return flat.view(like.dtype).view(like.shape)
+    def data(self, peer: int) -> int:
+        """The address of the first place for small data of ``peer``."""
+        return self.bases[peer] + _DATA
 
     # -- abort and leave -----------------------------------------------------------------------
 

@@ -11,27 +11,27 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import MET, SMALL_DATA, Control
+from interlace.runtime.places.one_host.control import MET, SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.rounds import Part, Rounds, Target
+from interlace.runtime.places.shm.message_steps import HostSteps
+from interlace.runtime.places.shm.rounds import STREAMED, around, cuts
+
+Span = tuple[int, int]  # address and bytes
 
 
-def adjacent(parts: Sequence[Part]) -> bool:
+def adjacent(parts: Sequence[Span]) -> bool:
     """Whether the parts are equal in size and one behind the other."""
     first, nbytes = parts[0]
     return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
 
 
 class Direct:
-    """The direct ops of one rank of a group. ``control`` is told what ``sequence`` was about."""
+    """The direct ops of one rank of a group. The messages of the op that runs say where tensors are."""
 
-    def __init__(self, group: HostGroup, rounds: Rounds) -> None:
-        self._group, self._rounds = group, rounds
+    def __init__(self, group: HostGroup, steps: HostSteps) -> None:
+        self._group, self._steps = group, steps
         self._rank, self._world_size = group.rank, group.world_size
-        self._peers = [
-            (group.rank + step) % group.world_size for step in range(1, group.world_size)
-        ]
+        self._peers = around(group.rank, group.world_size)
         self._meetings = 0
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -42,7 +42,10 @@ class Direct:
         return ranges.find(tensor.data_ptr(), tensor.nbytes)
 
     def find_adjacent(
-        self, parts: Sequence[Part], targets: Sequence[Target], overwritten: Target = None
+        self,
+        parts: Sequence[Span],
+        targets: Sequence[Span | None],
+        overwritten: Span | None = None,
     ) -> tuple[int, int]:
         """Where ``parts`` are, if they are equal in size and one behind the other.
 
@@ -52,9 +55,7 @@ class Direct:
         if not parts or not self._group.shared_ranges:
             return 0, 0
         first, nbytes = parts[0]
-        if nbytes * len(parts) <= SMALL_DATA:
-            return 0, 0
-        if not adjacent(parts):
+        if nbytes * len(parts) <= SMALL_DATA or not adjacent(parts):
             return 0, 0
         end = first + nbytes * len(parts)
         for target in targets:
@@ -64,85 +65,61 @@ class Direct:
                     return 0, 0
         return self._group.shared_ranges.find(first, nbytes * len(parts))
 
-    def everywhere(self, control: Control, sequence: int, number: int) -> bool:
+    def everywhere(self, number: int) -> bool:
         """Whether the tensors of all ranks are in range ``number``."""
+        control, sequence = self._steps.control, self._steps.sequence
         return number > 0 and all(
             control.where(peer, sequence)[0] == number for peer in control.peers
         )
 
-    def _address(self, control: Control, sequence: int, peer: int) -> int:
-        number, offset = control.where(peer, sequence)
-        return self._group.shared_ranges.array(number, peer).ctypes.data + offset
+    def _address(self, peer: int) -> int:
+        number, offset = self._steps.control.where(peer, self._steps.sequence)
+        address: int = self._group.shared_ranges.array(number, peer).ctypes.data + offset
+        return address
 
-    def _view(
-        self, control: Control, sequence: int, peer: int, dtype: torch.dtype, first: int, size: int
-    ) -> torch.Tensor:
-        """``size`` elements from the ``first`` one of ``peer``'s tensor."""
-        number, offset = control.where(peer, sequence)
-        start = offset + first * dtype.itemsize
-        memory = self._group.shared_ranges.array(number, peer)
-        return torch.from_numpy(memory[start : start + size * dtype.itemsize]).view(dtype)
-
-    def _meet(self, op: str) -> None:
+    def _meet(self) -> None:
         self._meetings += 1
         self._group.release(MET, self._meetings)
-        self._group.await_word(self._peers, MET, self._meetings, op)
+        self._group.await_word(self._peers, MET, self._meetings, self._steps.call.op)
 
-    def share(
-        self,
-        op: str,
-        control: Control,
-        sequence: int,
-        targets: Sequence[Target],
-        part: int,
-    ) -> None:
+    def share(self, targets: Sequence[Span | None], part: int) -> None:
         """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
-        copy = self._rounds.into(targets)
+        steps = self._steps.at_once()
+        past = sum(target[1] for target in targets if target) >= STREAMED
         for peer in self._peers:
-            target = targets[peer]
-            if target is not None:
-                address = self._address(control, sequence, peer) + part * target[1]
-                copy(target[0], address, target[1])
-        self._meet(op)
+            if (target := targets[peer]) is not None:
+                address, nbytes = target
+                steps.stream(address, self._address(peer) + part * nbytes, nbytes, past=past)
+        self._meet()
 
-    def reduce_scatter(
-        self, op: str, control: Control, sequence: int, own: torch.Tensor, output: torch.Tensor,
-        reduction: str,
-    ) -> None:  # fmt: skip
-        """``output`` = the reduction of everyone's part for this rank; ``own`` is this rank's."""
-        size = own.numel()
-        parts = [
-            own.view(-1)
-            if peer == self._rank
-            else self._view(control, sequence, peer, own.dtype, self._rank * size, size)
-            for peer in range(self._world_size)
+    def _reduce(self, op: str, own: Span, target: int, offset: int, dtype: torch.dtype) -> None:
+        """``target`` = the reduction of ``own`` and of what is at ``offset`` of the others' tensors."""
+        address, nbytes = own
+        sources = [
+            address if rank == self._rank else self._address(rank) + offset
+            for rank in range(self._world_size)
         ]
-        fold(reduction, parts, output.view(-1))
-        self._meet(op)
+        self._steps.at_once().reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
 
-    def reduce(
-        self, op: str, control: Control, sequence: int, tensor: torch.Tensor, reduction: str
-    ) -> None:
+    def reduce_scatter(self, op: str, own: Span, target: int, dtype: torch.dtype) -> None:
+        """``target`` = the reduction of everyone's part for this rank; ``own`` is this rank's."""
+        self._reduce(op, own, target, self._rank * own[1], dtype)
+        self._meet()
+
+    def reduce(self, op: str, tensor: torch.Tensor) -> None:
         """``tensor`` = the reduction of everyone's: each rank reduces a segment, all gather them."""
-        flat, world_size = tensor.view(-1), self._world_size
-        per = -(-flat.numel() // world_size // 16) * 16
-        firsts = [min(flat.numel(), owner * per) for owner in range(world_size + 1)]
-        first, size = firsts[self._rank], firsts[self._rank + 1] - firsts[self._rank]
-        if size:
-            own = flat.narrow(0, first, size)
-            parts = [
-                own
-                if peer == self._rank
-                else self._view(control, sequence, peer, flat.dtype, first, size)
-                for peer in range(world_size)
-            ]
-            fold(reduction, parts, own)
-        self._meet(op)
-        itemsize = flat.dtype.itemsize
-        copy = self._rounds.into([(flat.data_ptr(), flat.nbytes)])
+        dtype, base = tensor.dtype, tensor.data_ptr()
+        edges = [n * dtype.itemsize for n in cuts(tensor.numel(), self._world_size)]
+        first, end = edges[self._rank : self._rank + 2]
+        self._reduce(op, (base + first, end - first), base + first, first, dtype)
+        self._meet()
+        steps = self._steps.at_once()
         for peer in self._peers:
-            start, length = firsts[peer] * itemsize, (firsts[peer + 1] - firsts[peer]) * itemsize
-            if length:
-                source = self._address(control, sequence, peer) + start
-                copy(flat.data_ptr() + start, source, length)
-        self._meet(op)
+            first, end = edges[peer : peer + 2]
+            steps.stream(
+                base + first,
+                self._address(peer) + first,
+                end - first,
+                past=tensor.nbytes >= STREAMED,
+            )
+        self._meet()

@@ -12,7 +12,7 @@ large that is, and so knows of every other where its data is and how many rounds
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,30 +21,35 @@ import torch
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import PLACES, SMALL_DATA, Control
+from interlace.runtime.numerics.reductions import divide
+from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.words import ORDERED
-from interlace.runtime.places.shm.direct import Direct, adjacent
-from interlace.runtime.places.shm.machine_code.steps import available
+from interlace.runtime.places.shm.direct import Direct, Span, adjacent
+from interlace.runtime.places.shm.machine_code.steps import Operand, available
 from interlace.runtime.places.shm.mail import Mail
-from interlace.runtime.places.shm.message_data import Places
-from interlace.runtime.places.shm.message_steps import sums, verify
-from interlace.runtime.places.shm.round_steps import RoundSteps, sums_in_rounds
-from interlace.runtime.places.shm.rounds import (
+from interlace.runtime.places.shm.message_steps import (
+    INPUT,
+    MEDIUM,
     MEDIUM_DATA,
-    MEDIUM_PLACES,
-    SLOT_BYTES,
-    Part,
-    Rounds,
-    Target,
+    OUTPUT,
+    SMALL,
+    Doing,
+    HostSteps,
+    Key,
+    at,
+    beside,
+    sums,
 )
+from interlace.runtime.places.shm.rounds import Part, Rounds, Target
 
 _memmove = ctypes.memmove
 
 
 class HostEngine(Engine):
-    """The engine of one rank of a :class:`HostGroup`. One op at a time; the group's lock sees to it."""
+    """The engine of one rank of a :class:`HostGroup`. One op at a time; the group's lock sees to it.
+
+    An op that may come again with the same numbers of bytes has a key, which says all but its addresses.
+    """
 
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
@@ -53,31 +58,16 @@ class HostEngine(Engine):
             SMALL_DATA // group.world_size & ~63,
             MEDIUM_DATA // group.world_size & ~63,
         )
-        machine_code = group.world_size > 1 and ORDERED and available()
-        self._rounds = Rounds(group, machine_code)
-        self._direct = Direct(group, self._rounds)
+        self._steps = HostSteps(group, group.world_size > 1 and available())
+        self._rounds = Rounds(group, self._steps)
+        self._direct = Direct(group, self._steps)
         self._mail = Mail(group)
-        self._steps = RoundSteps(group, self._rounds) if machine_code else None
-
-    # -- agreement -----------------------------------------------------------------------------
-
-    def _met(self, call: Call, control: Control, sequence: int) -> None:
-        """Send the message, wait for everyone's, and compare them."""
-        if self._steps is not None and call.equal_fits:
-            self._steps.meet(call, control, sequence)
-            return
-        control.send(sequence)
-        self._group.await_message(sequence, call.op)
-        if call.equal_fits and all(
-            control.says(peer, sequence, call.message) for peer in control.peers
-        ):
-            return
-        verify(call, control, sequence, self.rank)
 
     def barrier(self, call: Call) -> Event | None:
         if self.world_size > 1:
             with self._group.collective_lock:
-                self._met(call, *self._group.begin(call.message))
+                self._steps.begin(call)
+                self._steps.meet()
         return None
 
     def parts(self, call: Call) -> list[Any]:
@@ -85,260 +75,236 @@ class HostEngine(Engine):
 
     # -- data that goes with messages ----------------------------------------------------------
 
-    def _data(self, control: Control, peer: int, sequence: int, nbytes: int) -> int:
-        """The address of the data of ``peer``, of ``nbytes`` in all, that goes with a message."""
-        holder = control if nbytes <= SMALL_DATA else self._rounds
-        return holder.data(peer, sequence)
+    def _data(self, peer: int, nbytes: int) -> Operand:
+        """Where the data of ``peer``, of ``nbytes`` in all, is that goes with the message."""
+        if nbytes <= SMALL_DATA:
+            return self._steps.control.data(peer), SMALL
+        return self._rounds.data(peer), MEDIUM
 
     def _stride(self, extent: int) -> int:
         """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
         small, medium = self._strides
         return small if extent <= small else medium * (extent <= medium and self._rounds.opened)
 
-    def _places(self, control: Control, like: torch.Tensor, offset: int, nbytes: int) -> Places:
-        """Tensors such as ``like`` at ``offset`` of data of ``nbytes`` in all."""
-        model = torch.empty_like(like)
-        if nbytes <= SMALL_DATA:
-            at, count = control.tensor, PLACES
-        else:
-            at, count = self._rounds.tensor, MEDIUM_PLACES
-        return Places(lambda rank, place: at(rank, place, offset, model), count, self.world_size)
+    def _part(self, peer: int, number: int, stride: int) -> Operand:
+        """Where part ``number`` of the data of ``peer`` is."""
+        return at(self._data(peer, stride * self.world_size), number * stride)
 
-    def _stepwise(self, call: Call, nbytes: int) -> RoundSteps | None:
-        """The steps of an op whose data of ``nbytes`` goes with its message, if there are any."""
-        if self._steps is None or not call.equal_fits:
-            return None
-        fits = nbytes <= SMALL_DATA or (nbytes <= MEDIUM_DATA and self._rounds.opened)
-        return self._steps if fits else None
-
-    def _meet(
-        self, call: Call, extent: int, where: tuple[int, int] = (0, 0)
-    ) -> tuple[Control, int]:
-        """Write the message and meet; the message's number."""
-        control, sequence = self._group.begin(call.message, extent, where)
-        self._met(call, control, sequence)
-        return control, sequence
-
-    def _in_rounds(self, call: Call, nbytes: int, piece: int) -> RoundSteps | None:
-        """The steps of an op through the rings, in pieces of ``piece``, if there are any."""
-        if self._steps is None or not self._steps.takes(call, nbytes, piece):
-            return None
-        return self._steps
+    def _even(self, register: int, nbytes: int) -> list[Part]:
+        """Parts of ``nbytes``, one behind the other."""
+        return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
 
     # -- moving --------------------------------------------------------------------------------
 
     def _share(
         self,
         call: Call,
-        address: int,
+        key: Key | None,
+        addresses: tuple[int, int],
         nbytes: int,
-        targets: Sequence[Target],
+        targets: Callable[[], Sequence[Target]],
+        most: int = 0,
         where: tuple[int, int] = (0, 0),
     ) -> None:
-        """Rank r's bytes at ``address`` to its target in ``targets``, where there are both.
+        """Rank r's bytes at ``addresses[0]`` to its target, where there are both.
 
-        ``where``: of the caller's tensor in shared memory.
+        ``most``: of any rank's bytes, if there is a key. ``where``: of the own ones in shared memory.
         """
-        rank = self.rank
-        own = targets[rank]
-        if self.world_size == 1:
-            if own is not None and own[0] != address:
-                _memmove(own[0], address, nbytes)
-            return
+        rank, steps, rounds = self.rank, self._steps, self._rounds
         with self._group.collective_lock:
-            limit = MEDIUM_DATA if self._rounds.opened else SMALL_DATA
-            control, sequence = self._group.begin(call.message, nbytes, where)
-            if nbytes <= limit:
-                self._rounds.stage(self._data(control, rank, sequence, nbytes), address, nbytes)
-            self._met(call, control, sequence)
-            if where[0] and self._direct.everywhere(control, sequence, where[0]):
-                if own is not None and own[0] != address:
-                    _memmove(own[0], address, nbytes)
-                self._direct.share(call.op, control, sequence, targets, 0)
+            limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
+            control = steps.begin(call, nbytes, where)
+            alike = None if where[0] else steps.again(key, addresses)
+            if alike:
                 return
-            large: list[int] | None = None
-            for peer in control.peers:
-                target = targets[peer]
-                extent = control.extent(peer, sequence)
-                if extent > limit:
-                    large = large or [0] * self.world_size
-                    large[peer] = extent
-                elif target is not None:
-                    _memmove(target[0], self._data(control, peer, sequence, extent), target[1])
-            if nbytes > limit:
-                large = large or [0] * self.world_size
-                large[rank] = nbytes
-            elif own is not None and own[0] != address:
-                _memmove(own[0], address, nbytes)
-            if large is not None:
-                self._rounds.share(call.op, address, nbytes, targets, large)
+            together = key is not None and most <= limit and not where[0]
+
+            def stage(doing: Doing) -> None:
+                if nbytes <= limit:
+                    beside(doing, self._data(rank, nbytes), (0, INPUT), nbytes)
+
+            def collect(doing: Doing) -> None:
+                for peer, target in enumerate(targets()):
+                    if target is not None and target[1] <= limit:
+                        source = (0, INPUT) if peer == rank else self._data(peer, target[1])
+                        doing.copy(target[0], source, target[1])
+
+            if alike is None:
+                if together:
+                    alike = steps.meet(key, addresses, stage, collect)
+                else:
+                    alike = steps.meet(None, addresses, stage)
+            if alike and together:
+                return
+            if where[0] and self._direct.everywhere(where[0]):
+                found = _spans(targets(), addresses)
+                if (own := found[rank]) is not None:
+                    _memmove(own[0], addresses[0], nbytes)
+                self._direct.share(found, 0)
+                return
+            if not alike or most <= limit:
+                collect(steps.at_once(addresses))
+            extents = [control.extent(peer, steps.sequence) for peer in range(self.world_size)]
+            if max(extents) > limit:
+                large = [extent * (extent > limit) for extent in extents]
+                rounds.open()
+                rounds.share(key if alike else None, addresses, nbytes, targets(), large)
 
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        targets = [(output.data_ptr(), output.nbytes) for output in outputs]
-        where = self._direct.find(input)
-        self._share(call, input.data_ptr(), input.nbytes, targets, where)
-        return None
+        return self._gather(call, outputs, input)
 
     def all_gather_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
-        base, nbytes = output.data_ptr(), input.nbytes
+        target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
         if self.world_size == 1:
-            _memmove(base, input.data_ptr(), nbytes)
+            _memmove(target, source, nbytes)
             return None
+        in_place = source == target + self.rank * nbytes
+
+        def targets() -> Sequence[Target]:
+            found: list[Target] = [*self._even(OUTPUT, nbytes)]
+            if in_place:
+                found[self.rank] = None
+            return found
+
+        key = "all_gather", nbytes, in_place
         where = self._direct.find(input)
-        with self._group.collective_lock:
-            steps = self._stepwise(call, nbytes)
-            if steps is not None and not where[0]:
-                control, sequence = self._group.begin(call.message, nbytes)
-                steps.all_gather(call, control, sequence, base, input.data_ptr(), nbytes)
-                return None
-            steps = self._in_rounds(call, nbytes, SLOT_BYTES)
-            if steps is not None and not where[0]:
-                control, sequence = self._meet(call, nbytes)
-                steps.share(call, control, sequence, base, input.data_ptr(), nbytes)
-                return None
-        targets = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
-        self._share(call, input.data_ptr(), nbytes, targets, where)
+        self._share(call, key, (source, target), nbytes, targets, nbytes, where)
         return None
 
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        targets: list[Target] = [None] * self.world_size
-        for rank, output in enumerate(outputs or ()):
-            targets[rank] = output.data_ptr(), output.nbytes
+        return self._gather(call, outputs or (), input)
+
+    def _gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
+    ) -> Event | None:
+        source, nbytes = input.data_ptr(), input.nbytes
+        targets: list[Span | None] = [None] * self.world_size
+        for rank, output in enumerate(outputs):
+            if (address := output.data_ptr()) != source or rank != self.rank:
+                targets[rank] = address, output.nbytes
+        if self.world_size == 1:
+            if targets[0] is not None:
+                _memmove(targets[0][0], source, nbytes)
+            return None
         where = self._direct.find(input)
-        self._share(call, input.data_ptr(), input.nbytes, targets, where)
+        self._share(call, None, (source, 0), nbytes, lambda: targets, where=where)
         return None
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
-        where = self._direct.find(tensor)
-        if self.world_size > 1 and not where[0]:
-            with self._group.collective_lock:
-                steps = self._stepwise(call, nbytes)
-                if steps is not None:
-                    extent = nbytes if root == self.rank else 0
-                    control, sequence = self._group.begin(call.message, extent)
-                    steps.broadcast(call, control, sequence, address, nbytes, root)
-                    return None
-                steps = self._in_rounds(call, nbytes, SLOT_BYTES)
-                if steps is not None:
-                    extent = nbytes if root == self.rank else 0
-                    control, sequence = self._meet(call, extent)
-                    steps.send_all(call, control, sequence, address, nbytes, root)
-                    return None
-        targets: list[Target] = [None] * self.world_size
-        if root == self.rank:
-            self._share(call, address, nbytes, targets, where)
-        else:
-            targets[root] = address, nbytes
-            self._share(call, 0, 0, targets, where)
+        if self.world_size == 1:
+            return None
+        nbytes = tensor.nbytes
+
+        def targets() -> Sequence[Target]:
+            found: list[Target] = [None] * self.world_size
+            if root != self.rank:
+                found[root] = (0, INPUT), nbytes
+            return found
+
+        key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(), 0)
+        own, where = nbytes * (root == self.rank), self._direct.find(tensor)
+        self._share(call, key, addresses, own, targets, nbytes, where)
         return None
 
     def _trade(
         self,
         call: Call,
-        parts: Sequence[Part],
-        targets: Sequence[Target],
-    ) -> None:
-        """Rank r's part for this rank to ``targets[r]``, where there are both."""
-        rank = self.rank
-        own = targets[rank]
-        if self.world_size == 1:
-            if own is not None and own[0] != parts[0][0]:
-                _memmove(own[0], *parts[0])
-            return
-        extent = max(nbytes for _, nbytes in parts) if parts else 0
-        where = self._direct.find_adjacent(parts, targets)
-        with self._group.collective_lock:
-            stride = self._stride(extent)
-            control, sequence = self._group.begin(call.message, extent, where)
-            if parts and stride:
-                base = self._data(control, rank, sequence, stride * self.world_size)
-                for peer, (address, nbytes) in enumerate(parts):
-                    if peer != rank:
-                        self._rounds.stage(base + peer * stride, address, nbytes)
-            self._met(call, control, sequence)
-            if where[0] and self._direct.everywhere(control, sequence, where[0]):
-                if own is not None and own[0] != parts[rank][0]:
-                    _memmove(own[0], *parts[rank])
-                self._direct.share(call.op, control, sequence, targets, rank)
-                return
-            self._receive(call, control, sequence, parts, targets, extent)
-
-    def _receive(
-        self,
-        call: Call,
-        control: Control,
-        sequence: int,
-        parts: Sequence[Part],
-        targets: Sequence[Target],
+        key: Key | None,
+        addresses: tuple[int, int],
         extent: int,
+        laid_out: Callable[[], tuple[Sequence[Part], Sequence[Target]]],
     ) -> None:
-        """Trade once the ranks have met, each with what it said in its message."""
-        rank = self.rank
-        own = targets[rank]
-        if parts and own is not None and own[0] != parts[rank][0]:
-            _memmove(own[0], *parts[rank])
-        large: list[int] | None = None
-        for peer in control.peers:
-            target = targets[peer]
-            theirs = control.extent(peer, sequence)
-            apart = self._stride(theirs)
-            if not apart:
-                large = large or [0] * self.world_size
-                large[peer] = theirs
-            elif target is not None:
-                base = self._data(control, peer, sequence, apart * self.world_size)
-                _memmove(target[0], base + rank * apart, target[1])
-        if not self._stride(extent):
-            large = large or [0] * self.world_size
-            large[rank] = extent
-        if large is not None:
-            self._rounds.trade(call.op, parts, targets, large)
+        """Rank r's part for this rank to its target, where there are both.
+
+        ``laid_out`` returns own parts, of at most ``extent`` bytes, and targets.
+        """
+        rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
+        with self._group.collective_lock:
+            where = 0, 0
+            if self._group.shared_ranges:
+                where = self._where(*laid_out(), addresses)
+            control = steps.begin(call, extent, where)
+            alike = None if where[0] else steps.again(key, addresses)
+            if alike:
+                return
+            stride = self._stride(extent)
+            together = key is not None and stride > 0 and not where[0]
+            parts, targets = laid_out()
+
+            def stage(doing: Doing) -> None:
+                if stride:
+                    for peer, (address, nbytes) in enumerate(parts):
+                        if peer != rank:
+                            beside(doing, self._part(rank, peer, stride), address, nbytes)
+
+            def collect(doing: Doing, extents: Sequence[int]) -> None:
+                for peer, target in enumerate(targets):
+                    apart = self._stride(extents[peer])
+                    if target is not None and apart:
+                        own = peer == rank
+                        source = parts[rank][0] if own else self._part(peer, rank, apart)
+                        doing.copy(target[0], source, target[1])
+
+            if alike is None:
+                if together:
+                    extents = [extent] * world_size
+                    alike = steps.meet(key, addresses, stage, lambda doing: collect(doing, extents))
+                else:
+                    alike = steps.meet(None, addresses, stage)
+            if alike and together:
+                return
+            if where[0] and self._direct.everywhere(where[0]):
+                found = _spans(targets, addresses)
+                if (own := found[rank]) is not None:
+                    ((start, nbytes),) = _spans(parts[rank : rank + 1], addresses)
+                    _memmove(own[0], start, nbytes)
+                self._direct.share(found, rank)
+                return
+            extents = [control.extent(peer, steps.sequence) for peer in range(world_size)]
+            collect(steps.at_once(addresses), extents)
+            large = [each * (not self._stride(each)) for each in extents]
+            if any(large):
+                rounds.open()
+                rounds.trade(key if alike else None, addresses, parts, targets, large)
+
+    def _where(
+        self,
+        parts: Sequence[Part],
+        targets: Sequence[Target],
+        addresses: tuple[int, int],
+        overwritten: Target = None,
+    ) -> tuple[int, int]:
+        """Where all parts are in shared memory; range 0 if they are not, or would be written too early."""
+        found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
+        return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
-        self._trade(
-            call,
-            [(part.data_ptr(), part.nbytes) for part in inputs],
-            [(output.data_ptr(), output.nbytes) for output in outputs],
-        )
+        parts, targets = _tensors(inputs), _tensors(outputs)
+        if parts[self.rank] == targets[self.rank]:
+            targets[self.rank] = None
+        self._trade(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
         return None
 
     def all_to_all_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor
     ) -> Event | None:
-        world_size = self.world_size
-        nbytes, source, target = input.nbytes // world_size, input.data_ptr(), output.data_ptr()
-        if world_size == 1:
-            _memmove(target, source, nbytes)
+        nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
+        if self.world_size == 1:
+            _memmove(addresses[1], addresses[0], nbytes)
             return None
-        parts = [(source + peer * nbytes, nbytes) for peer in range(world_size)]
-        targets = [(target + peer * nbytes, nbytes) for peer in range(world_size)]
-        with self._group.collective_lock:
-            stride = self._stride(nbytes)
-            where = self._direct.find_adjacent(parts, targets)
-            steps = self._stepwise(call, stride * world_size) if stride else None
-            if steps is not None and not where[0]:
-                control, sequence = self._group.begin(call.message, nbytes)
-                if not steps.all_to_all(call, control, sequence, target, source, nbytes, stride):
-                    self._receive(call, control, sequence, parts, targets, nbytes)
-                return None
-            steps = None if stride else self._in_rounds(call, nbytes, self._rounds.section)
-            if steps is not None and not where[0]:
-                control, sequence = self._meet(call, nbytes)
-                if all(control.extent(peer, sequence) == nbytes for peer in control.peers):
-                    steps.trade(call, control, sequence, target, source, nbytes)
-                else:
-                    self._receive(call, control, sequence, parts, targets, nbytes)
-                return None
-        self._trade(call, parts, targets)
+
+        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
+            return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
+
+        self._trade(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
         return None
 
     def scatter(
@@ -346,7 +312,8 @@ class HostEngine(Engine):
     ) -> Event | None:
         targets: list[Target] = [None] * self.world_size
         targets[root] = output.data_ptr(), output.nbytes
-        self._trade(call, [(part.data_ptr(), part.nbytes) for part in inputs or ()], targets)
+        parts = _tensors(inputs or ())
+        self._trade(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
         return None
 
     # -- reducing ------------------------------------------------------------------------------
@@ -363,122 +330,115 @@ class HostEngine(Engine):
         """``tensor`` = the reduction, on ``root`` only unless that is None."""
         if self.world_size == 1:
             return
-        group, nbytes, rounds = self._group, tensor.nbytes, self._rounds
-        with group.collective_lock:
+        rank, nbytes, dtype, rounds = self.rank, tensor.nbytes, tensor.dtype, self._rounds
+        with self._group.collective_lock:
             # reducing everything everywhere is worth it for few ranks only
             limit = MEDIUM_DATA if rounds.opened and self.world_size <= 4 else SMALL_DATA
             if nbytes > limit:
                 self._reduce_large(call, tensor, op, root)
                 return
-            control, sequence = group.begin(call.message, nbytes)
-            steps = self._stepwise(call, nbytes)
-            if steps is not None and root in (None, self.rank) and sums(op, tensor.dtype):
-                steps.all_reduce(call, control, sequence, tensor, op == "avg")
-                return
-            places = call.prepared
-            if places is None:
-                places = call.prepared = self._places(control, tensor, 0, nbytes)
-            own = self._data(control, self.rank, sequence, nbytes)
-            self._rounds.stage(own, tensor.data_ptr(), nbytes)
-            self._met(call, control, sequence)
-            if root is None or root == self.rank:
-                fold(op, places.of(sequence), tensor)
+            self._steps.begin(call, nbytes)
+            here, by_sum = root is None or root == rank, sums(op, dtype)
+            key, addresses = None, (tensor.data_ptr(), 0)
+            if by_sum:
+                key = "reduce", nbytes, dtype, here
+            if not self._steps.again(key, addresses):
+
+                def stage(doing: Doing) -> None:
+                    beside(doing, self._data(rank, nbytes), (0, INPUT), nbytes)
+
+                def reduce(doing: Doing) -> None:
+                    if here:
+                        sources = [self._data(peer, nbytes) for peer in range(self.world_size)]
+                        what = "sum" if by_sum else op
+                        doing.reduce(what, dtype, (0, INPUT), sources, tensor.numel())
+
+                self._steps.meet(key, addresses, stage, reduce)
+            if by_sum and op == "avg" and here:
+                divide(tensor, self.world_size)
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
-        rounds = self._rounds
+        steps, rounds = self._steps, self._rounds
         where = self._direct.find(tensor) if root is None else (0, 0)
-        control, sequence = self._group.begin(call.message, tensor.nbytes, where)
-        if rounds.opened and not where[0]:
-            part = tensor.nbytes // self.world_size
-            if root is None and sums_in_rounds(tensor.dtype, op):
-                steps = self._in_rounds(call, part, rounds.section)
-                if steps is not None:
-                    steps.reduce(call, control, sequence, tensor)
-                    return
-
-            def meet() -> list[int]:
-                self._met(call, control, sequence)
-                return [peer for peer in control.peers if control.where(peer, sequence)[0]]
-
-            rounds.reduce(call.op, tensor, op, root, meet)
-            return
-        self._met(call, control, sequence)
-        if self._direct.everywhere(control, sequence, where[0]):
-            self._direct.reduce(call.op, control, sequence, tensor, op)
-        else:
-            rounds.reduce(call.op, tensor, op, root)
+        steps.begin(call, tensor.nbytes, where)
+        meets = rounds.opened and not where[0]
+        if not meets:
+            steps.meet()
+            if self._direct.everywhere(where[0]):
+                self._direct.reduce(op, tensor)
+                return
+            rounds.open()
+        rounds.reduce(tensor, op, root, meets=meets)
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
-        parts = [(part.data_ptr(), part.nbytes) for part in inputs]
-        self._reduce_scatter(call, output, parts, inputs[self.rank], op)
+        parts = _tensors(inputs)
+        if adjacent(parts):
+            self._reduce_scatter(call, output, inputs[0].data_ptr(), parts[0][1], None, op)
+        else:
+            self._reduce_scatter(call, output, 0, _largest(parts), parts, op)
         return None
 
     def reduce_scatter_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
     ) -> Event | None:
-        base, nbytes = input.data_ptr(), output.nbytes
-        if self.world_size == 1:
-            _memmove(output.data_ptr(), base, nbytes)
-            return None
-        parts = [(base + rank * nbytes, nbytes) for rank in range(self.world_size)]
-        self._reduce_scatter(call, output, parts, input, op)
+        self._reduce_scatter(call, output, input.data_ptr(), output.nbytes, None, op)
         return None
 
     def _reduce_scatter(
         self,
         call: Call,
         output: torch.Tensor,
-        parts: Sequence[Part],
-        input: torch.Tensor,
+        source: int,
+        extent: int,
+        parts: Sequence[Part] | None,
         op: str,
     ) -> None:
         """``output`` = the reduction of everyone's part for this rank.
 
-        ``input`` is this rank's own part, or all parts one behind the other.
+        Parts have at most ``extent`` bytes; if none are given, all have as many, from ``source`` on.
         """
-        rank = self.rank
-        if self.world_size == 1:
-            if output.data_ptr() != parts[0][0]:
-                _memmove(output.data_ptr(), *parts[0])
+        rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
+        addresses, dtype = (source, output.data_ptr()), output.dtype
+        if world_size == 1:
+            _memmove(addresses[1], source, extent)
             return
-        extent = max(nbytes for _, nbytes in parts)
         with self._group.collective_lock:
             stride = self._stride(extent)
+            even = parts is None
             if not stride:
-                where = self._direct.find_adjacent(
-                    parts, [(output.data_ptr(), output.nbytes)], overwritten=parts[rank]
-                )
-                control, sequence = self._meet(call, extent, where)
-                own, n = input.view(-1), output.numel()
-                if own.numel() != n:
-                    own = own.narrow(0, rank * n, n)
-                if where[0] and self._direct.everywhere(control, sequence, where[0]):
-                    self._direct.reduce_scatter(call.op, control, sequence, own, output, op)
+                parts = self._even(INPUT, extent) if parts is None else parts
+                where = 0, 0
+                if self._group.shared_ranges:
+                    target = (0, OUTPUT), output.nbytes
+                    where = self._where(parts, [target], addresses, overwritten=parts[rank])
+                steps.begin(call, extent, where)
+                steps.meet()
+                if where[0] and self._direct.everywhere(where[0]):
+                    own = _spans(parts, addresses)[rank]
+                    self._direct.reduce_scatter(op, own, addresses[1], dtype)
                     return
-                steps = self._in_rounds(call, extent, self._rounds.section)
-                if steps is not None and sums_in_rounds(output.dtype, op) and adjacent(parts):
-                    steps.scatter_sums(call, control, sequence, output, parts[0][0])
-                else:
-                    self._rounds.reduce_scatter(call.op, parts, own, output, op)
+                rounds.open()
+                rounds.reduce_scatter(even, addresses, parts, dtype, op)
                 return
-            control, sequence = self._group.begin(call.message, extent)
-            nbytes = stride * self.world_size
-            steps = self._stepwise(call, nbytes)
-            if steps is not None and sums(op, output.dtype) and adjacent(parts):
-                steps.reduce_scatter(
-                    call, control, sequence, output, parts[0][0], stride, op == "avg"
-                )
-                return
-            places = call.prepared
-            if places is None:
-                places = call.prepared = self._places(control, output, rank * stride, nbytes)
-            base = self._data(control, rank, sequence, nbytes)
-            for owner, (address, size) in enumerate(parts):
-                self._rounds.stage(base + owner * stride, address, size)
-            self._met(call, control, sequence)
-            fold(op, places.of(sequence), output)
+            steps.begin(call, extent)
+            by_sum = sums(op, dtype)
+            key = ("reduce_scatter", extent, dtype) if by_sum and even else None
+
+            def stage(doing: Doing) -> None:
+                for owner, (address, nbytes) in enumerate(parts or self._even(INPUT, extent)):
+                    beside(doing, self._part(rank, owner, stride), address, nbytes)
+
+            def reduce(doing: Doing) -> None:
+                sources = [self._part(peer, rank, stride) for peer in range(world_size)]
+                what = "sum" if by_sum else op
+                doing.reduce(what, dtype, (0, OUTPUT), sources, output.numel())
+
+            if not steps.again(key, addresses):
+                steps.meet(key, addresses, stage, reduce)
+            if by_sum and op == "avg":
+                divide(output, world_size)
 
     # -- between two ranks ---------------------------------------------------------------------
 
@@ -487,3 +447,25 @@ class HostEngine(Engine):
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         return self._mail.recv(call, tensor, peer, tag)
+
+
+def _tensors(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Address and bytes of each."""
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+def _largest(parts: Sequence[Span]) -> int:
+    return max((nbytes for _, nbytes in parts), default=0)
+
+
+def _spans(targets: Sequence[Target], addresses: tuple[int, int]) -> list[Any]:
+    """The same as numbers."""
+    registers = {INPUT: addresses[0], OUTPUT: addresses[1]}
+    found: list[Any] = []
+    for target in targets:
+        if target is None or isinstance(target[0], int):
+            found.append(target)
+        else:
+            number, register = target[0]
+            found.append((number + registers[register], target[1]))
+    return found

@@ -29,50 +29,33 @@ __all__ = ["COMPARE", "RING", "SUMS", "WAIT", "Copier", "Steps", "available"]
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
 
-SUMS = {getattr(torch, element.name): ir.SUM + number for number, element in enumerate(ir.ELEMENTS)}
+SUMS = {getattr(torch, element.name): element for element in ir.ELEMENTS}
 for _name in ("uint8", "uint16", "uint32", "uint64"):
     SUMS[getattr(torch, _name)] = SUMS[getattr(torch, _name[1:])]
 """The dtypes that can be summed, with what ``reductions.fold`` gives for "sum", bit for bit."""
 
 PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
 YIELDS = 200  # times that it is given away before Python looks why
-PATIENCE = (
-    10_000_000  # ns of that; others who are busy may keep the core for milliseconds each time
-)
-
-_NONE = 0
+PATIENCE = 10_000_000  # ns of that; busy others may keep the core for milliseconds each time
 
 
 @functools.cache
 def _run() -> Callable[[int, int], int] | None:
     if not loader.supported():
         return None
-    try:
-        addresses = loader.load(loader.assembled(ir.ir()), ["run"])
-    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError):
-        return None  # another Triton, whose LLVM is not reached like this
-    if addresses is None:
-        return None
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    run: Callable[[int, int], int] = kind(addresses[0])
+    run: Callable[[int, int], int] = kind(loader.compiled(ir.run(loader.PROCESSOR), "run"))
     return run
+
+
+@functools.cache
+def _summing(element: ir.Element) -> int:
+    return loader.compiled(ir.summing(element), "sum")
 
 
 def available() -> bool:
     """Whether steps can be run here."""
     return _run() is not None
-
-
-@functools.cache
-def _fixed() -> tuple[int, int, int, int]:
-    """The addresses of what steps call, in the C library."""
-    libc = ctypes.CDLL(None)
-    found = [
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (libc.sched_yield, libc.memmove, libc.memcmp, libc.clock_gettime)
-    ]
-    assert all(found)
-    return found[0] or 0, found[1] or 0, found[2] or 0, found[3] or 0
 
 
 class Steps:
@@ -134,13 +117,13 @@ class Steps:
     ) -> None:
         """``target`` = the sum of all sources, ``count`` elements; it may be one of them."""
         pairs = [word for source in sources for word in _pair(source)]
-        self._add(SUMS[dtype], pairs, len(sources), target, 0, count)
+        self._add(ir.SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
 
     def complete(self, *, spin: bool) -> Steps:
         """No more steps. ``spin``: whether every rank has a core of its own. Returns itself."""
         self._add(ir.END, (), 0)
         lists = ir.FIRST + ir.STEP * len(self._rows)
-        words = [*_fixed(), PAUSES if spin else 1, YIELDS, PATIENCE]
+        words = [PAUSES if spin else 1, YIELDS, PATIENCE]
         words += [0] * (lists - len(words))
         memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)
@@ -183,4 +166,4 @@ class Copier:
 
 
 def _pair(operand: Operand) -> tuple[int, int]:
-    return operand if isinstance(operand, tuple) else (operand, _NONE)
+    return operand if isinstance(operand, tuple) else (operand, 0)
