@@ -16,8 +16,9 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import signal, transfer
+from interlace.kernels.arguments import Peers, Table, Workspace
 from interlace.kernels.fused import all_gather_matmul
-from interlace.runtime.algorithms.operands import Linear, is_aligned, launch_options, loop_operands
+from interlace.runtime.algorithms.operands import Linear, copies, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, choose
@@ -73,13 +74,8 @@ class LoneRank:
         self._flags().fill_(PRESET)
 
     def _common(self) -> dict[str, Any]:
-        return {
-            "peers_ptr": self.peers,
-            "rank": 0,
-            "world_size": self.world_size,
-            "slot_offset": self.slot_offset,
-            "data_offset": self.data_offset,
-        }
+        offsets = self.slot_offset, self.data_offset
+        return {"workspace": Workspace(self.peers, 0, self.world_size, *offsets)}
 
     def consumer(
         self, weight: torch.Tensor, output: torch.Tensor, *, waits: bool = True, copiers: int = 0
@@ -106,18 +102,13 @@ class LoneRank:
             formulas.persistent_grid(0, tiles, resident),
             {
                 **self._common(),
-                **loop_operands(self.group, blocks, input, linear),
+                **product(self.group, blocks, input, linear),
+                **epilogue(linear, None),
+                **copies(blocks, 0),
                 "scale_offset": 0,
-                "sends_ptr": self._table([[0] * transfer.TRANSFER_COLUMNS]),
-                "num_sends": 0,
-                "chunks_ptr": self._table(lines),
-                "num_chunks": self.slots,
-                "COPIERS": 0,
-                "COPY_ROWS": blocks.copy_rows,
-                "COPY_COLUMNS": blocks.copy_columns,
+                "sends": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),
+                "chunks": Table(self._table(lines), self.slots),
                 "multicast": 0,
-                "MULTICAST": "",
-                "ALIGNED": is_aligned(input, self.k) and is_aligned(input, input.stride(0)),
             },
             "all_gather_matmul",
             **launch_options(blocks),
@@ -153,8 +144,7 @@ class LoneRank:
                 signal.publish_kernel,
                 1,
                 {
-                    "peers_ptr": self.peers,
-                    "rank": 0,
+                    "peers": Peers(self.peers, 0, self.world_size),
                     "peer": 0,
                     "slot_byte": self.slot_offset + slot * WORD,
                 },
@@ -178,10 +168,8 @@ class LoneRank:
                 **self._common(),
                 "input_ptr": host,
                 "output_ptr": self.gathered,
-                "sends_ptr": self._table(lines),
-                "num_sends": len(lines),
-                "arrivals_ptr": self._table([[0] * transfer.TRANSFER_COLUMNS]),
-                "num_arrivals": 0,
+                "sends": Table(self._table(lines), len(lines)),
+                "arrivals": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),
                 "COPIERS": programs,
                 "BLOCK": SENT_ELEMENTS,
             },
@@ -194,7 +182,7 @@ class LoneRank:
         return KernelLaunch(
             signal.finish_kernel,
             1,
-            {"peers_ptr": self.peers, "rank": 0, "world_size": self.world_size},
+            {"peers": Peers(self.peers, 0, self.world_size)},
             "finish",
             num_warps=1,
         )

@@ -29,23 +29,23 @@ _SPIN_LIMIT = tl.constexpr(SPIN_LIMIT_WORD)
 
 
 @triton.jit
-def send_words(peers_ptr, peer, byte_offsets, payload, epoch, COMPILED: tl.constexpr):
+def send_words(peers, peer, byte_offsets, payload, epoch, COMPILED: tl.constexpr):
     """Store ``payload`` (int32) with the epoch's lower 32 bits to ``peer``."""
-    store_words(tl.load(peers_ptr + peer) + byte_offsets, payload, epoch, COMPILED)
+    store_words(tl.load(peers.peers_ptr + peer) + byte_offsets, payload, epoch, COMPILED)
 
 
 @triton.jit
-def receive_words(peers_ptr, rank, world_size, source, byte_offsets, epoch, valid,
+def receive_words(peers, source, byte_offsets, epoch, valid,
                   COMPILED: tl.constexpr):  # fmt: skip
     """Poll own words until ``source`` has sent all that are ``valid``; their payload, int32.
 
     Bounded as ``wait`` is. Returns (payload, how many are missing); in the record of giving up SEEN is
     the epoch before, and SLOT the first word's byte.
     """
-    addresses = tl.load(peers_ptr + rank) + byte_offsets
+    addresses = tl.load(peers.peers_ptr + peers.rank) + byte_offsets
     payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
     if missing > 0:
-        header = peer_pointer(peers_ptr, rank, 0)
+        header = peer_pointer(peers, peers.rank, 0)
         polls_left = tl.load(header + _SPIN_LIMIT)
         while (missing > 0) & (polls_left > 0):
             payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
@@ -54,5 +54,5 @@ def receive_words(peers_ptr, rank, world_size, source, byte_offsets, epoch, vali
                 polls_left = polls_left * 0
         if missing > 0:
             first_byte = tl.min(byte_offsets)
-            give_up(peers_ptr, rank, world_size, source, first_byte, epoch, epoch - 1, False)
+            give_up(peers, source, first_byte, epoch, epoch - 1, False)
     return payload, missing

@@ -3,7 +3,7 @@
 Legend: A is ``rows x K``, rows ``stride_am`` apart, K contiguous. B is ``K x N`` with any strides.
 ``tile_m, tile_n`` count tiles of ``BLOCK_M x BLOCK_N``; rows and columns beyond the edge read as zero.
 
-Two paths, chosen by the constexpr ``DESCRIPTORS``:
+Two paths, chosen by the constant ``TILES.DESCRIPTORS``:
 
 ``""``    pointers. Takes anything.
 ``"kn"``  descriptors (TMA), B contiguous along N. 16-byte aligned bases and row strides, K > 0.
@@ -30,146 +30,98 @@ def tile_offsets(tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(a, b, acc, INPUT_PRECISION: tl.constexpr, FAST_ACCUM: tl.constexpr):
+def _accumulate(a, b, acc, TILES: tl.constexpr):
     """``acc + a @ b``. Of fp8 operands, each step's sum is added in fp32 unless ``FAST_ACCUM``.
 
     The tensor cores of 9.0 keep fewer bits than fp32 has while they add up products of fp8 numbers.
     """
-    if FAST_ACCUM or not a.dtype.is_fp8():
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    if TILES.FAST_ACCUM or not a.dtype.is_fp8():
+        acc = tl.dot(a, b, acc, input_precision=TILES.INPUT_PRECISION)
     else:
         acc = tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
     return acc
 
 
 @triton.jit
-def _multiply_pointers(
-    a_ptr,
-    stride_am,
-    rows,
-    b_ptr,
-    stride_bk,
-    stride_bn,
-    N,
-    K,
-    tile_m,
-    tile_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FAST_ACCUM: tl.constexpr,
-):
+def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n,
+                       TILES: tl.constexpr):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :]
-    b_ptrs = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    step_b = tl.full((), BLOCK_K, tl.int64) * stride_bk
+    b_ptrs = (
+        b_ptr + offs_k.to(tl.int64)[:, None] * weight.stride_k + offs_n[None, :] * weight.stride_n
+    )
+    # A step may be larger than 32 bits: a K of many rows, each as long as a vocabulary.
+    step_b = tl.full((), BLOCK_K, tl.int64) * weight.stride_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
+        # Both operands are zero beyond K: a garbage infinity times zero would be nan.
         mask_k = offs_k < K - k
         a = tl.load(a_ptrs, mask=mask_m & mask_k[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=mask_n & mask_k[:, None], other=0.0)
-        acc = _accumulate(a, b, acc, INPUT_PRECISION, FAST_ACCUM)
+        acc = _accumulate(a, b, acc, TILES)
         a_ptrs += BLOCK_K
         b_ptrs += step_b
     return acc
 
 
 @triton.jit
-def rows_operand(a_ptr, stride_am, rows, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-                 DESCRIPTORS: tl.constexpr):  # fmt: skip
+def rows_operand(a_ptr, stride_am, rows, K, TILES: tl.constexpr):
     """A as ``multiply_tile`` takes it."""
-    if DESCRIPTORS == "":
+    if TILES.DESCRIPTORS == "":
         operand = a_ptr
     else:
-        operand = tl.make_tensor_descriptor(a_ptr, [rows, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
+        operand = tl.make_tensor_descriptor(
+            a_ptr, [rows, K], [stride_am, 1], [TILES.BLOCK_M, TILES.BLOCK_K]
+        )
     return operand
 
 
 @triton.jit
-def columns_operand(b_ptr, stride_bk, stride_bn, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                    DESCRIPTORS: tl.constexpr):  # fmt: skip
-    """B as ``multiply_tile`` takes it."""
-    if DESCRIPTORS == "":
+def columns_operand(b_ptr, weight, N, K, TILES: tl.constexpr):
+    """B as ``multiply_tile`` takes it: from ``b_ptr`` on, with the strides of ``weight``."""
+    if TILES.DESCRIPTORS == "":
         operand = b_ptr
-    elif DESCRIPTORS == "kn":
-        operand = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_bk, 1], [BLOCK_K, BLOCK_N])
+    elif TILES.DESCRIPTORS == "kn":
+        operand = tl.make_tensor_descriptor(
+            b_ptr, [K, N], [weight.stride_k, 1], [TILES.BLOCK_K, TILES.BLOCK_N]
+        )
     else:
-        operand = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        operand = tl.make_tensor_descriptor(
+            b_ptr, [N, K], [weight.stride_n, 1], [TILES.BLOCK_N, TILES.BLOCK_K]
+        )
     return operand
 
 
 @triton.jit
-def _multiply_descriptors(a, b, K, tile_m, tile_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                          BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                          INPUT_PRECISION: tl.constexpr, FAST_ACCUM: tl.constexpr):  # fmt: skip
+def _multiply_descriptors(a, b, K, tile_m, tile_n, TILES: tl.constexpr):
+    # Coordinates of TMA are 32 bits wide, whatever counts the tiles.
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     row = (tile_m * BLOCK_M).to(tl.int32)
     column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
+    for k in range(0, K, TILES.BLOCK_K):
         a_tile = a.load([row, k])
-        if DESCRIPTORS == "kn":
+        if TILES.DESCRIPTORS == "kn":
             b_tile = b.load([k, column])
         else:
             b_tile = b.load([column, k]).T
-        acc = _accumulate(a_tile, b_tile, acc, INPUT_PRECISION, FAST_ACCUM)
+        acc = _accumulate(a_tile, b_tile, acc, TILES)
     return acc
 
 
 @triton.jit
-def multiply_tile(
-    a,
-    stride_am,
-    rows,
-    b,
-    stride_bk,
-    stride_bn,
-    N,
-    K,
-    tile_m,
-    tile_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FAST_ACCUM: tl.constexpr,
-):
+def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr):
     """``A[tile_m] @ B[:, tile_n]`` in fp32, ``[BLOCK_M, BLOCK_N]``, of operands made as above."""
-    if DESCRIPTORS == "":
-        acc = _multiply_pointers(
-            a,
-            stride_am,
-            rows,
-            b,
-            stride_bk,
-            stride_bn,
-            N,
-            K,
-            tile_m,
-            tile_n,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            INPUT_PRECISION,
-            FAST_ACCUM,
-        )
+    if TILES.DESCRIPTORS == "":
+        acc = _multiply_pointers(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
     else:
-        acc = _multiply_descriptors(
-            a,
-            b,
-            K,
-            tile_m,
-            tile_n,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            DESCRIPTORS,
-            INPUT_PRECISION,
-            FAST_ACCUM,
-        )
+        acc = _multiply_descriptors(a, b, K, tile_m, tile_n, TILES)
     return acc

@@ -97,38 +97,38 @@ _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 
 
 @triton.jit
-def peer_pointer(peers_ptr, peer, byte_offset):
-    """The int64 at ``byte_offset`` of ``peer``'s buffer. ``peers_ptr``: table of base addresses."""
-    return (tl.load(peers_ptr + peer) + byte_offset).to(tl.pointer_type(tl.int64))
+def peer_pointer(peers, peer, byte_offset):
+    """The int64 at ``byte_offset`` of ``peer``'s buffer. ``peers``: see ``arguments.py``."""
+    return (tl.load(peers.peers_ptr + peer) + byte_offset).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def is_mapped(peers_ptr, peer):
+def is_mapped(peers, peer):
     """Whether ``peer``'s memory can be addressed here; a rank of another node is put to instead."""
-    return tl.load(peers_ptr + peer) != 0
+    return tl.load(peers.peers_ptr + peer) != 0
 
 
 @triton.jit
-def counted_epoch(peers_ptr, rank):
+def counted_epoch(peers):
     """The epoch of the op that runs now, whether the channel is void or not; constant during the op."""
-    return tl.load(peer_pointer(peers_ptr, rank, 0) + _EPOCH) + 1
+    return tl.load(peer_pointer(peers, peers.rank, 0) + _EPOCH) + 1
 
 
 @triton.jit
-def is_void(peers_ptr, rank):
+def is_void(peers):
     """Whether the channel is void, as of now at the latest; what an earlier kernel gave up is seen."""
-    return tl.load(peer_pointer(peers_ptr, rank, 0) + _ABORT) != 0
+    return tl.load(peer_pointer(peers, peers.rank, 0) + _ABORT) != 0
 
 
 @triton.jit
-def current_epoch(peers_ptr, rank):
+def current_epoch(peers):
     """The epoch of the op that runs now; in a void channel one that is never reached.
 
     To be asked for at the start of a kernel: waits for it or for the one before it are given up at once,
     and what they hold back is not stored.
     """
-    epoch = counted_epoch(peers_ptr, rank)
-    return tl.where(is_void(peers_ptr, rank), _VOID, epoch)
+    epoch = counted_epoch(peers)
+    return tl.where(is_void(peers), _VOID, epoch)
 
 
 @triton.jit
@@ -153,12 +153,10 @@ def complete_descriptor_stores(COMPILED: tl.constexpr):
 
 
 @triton.jit
-def give_up(
-    peers_ptr, rank, world_size, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr
-):
+def give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr):
     """The first to call it on this rank records for whom it waited, and aborts all ranks' channels."""
     complete_descriptor_stores(COMPILED_STORES)
-    header = peer_pointer(peers_ptr, rank, 0)
+    header = peer_pointer(peers, peers.rank, 0)
     unclaimed = tl.zeros((), tl.int64)
     claim = unclaimed + 1
     if tl.atomic_cas(header + _CLAIMED, unclaimed, claim, sem="acq_rel", scope="sys") == 0:
@@ -168,9 +166,9 @@ def give_up(
             tl.store(header + _CLAIMED + 3, epoch)
             tl.store(header + _CLAIMED + 4, seen)
             tl.store(header + _CLAIMED + 5, tl.program_id(0))
-            for peer in range(world_size):
-                if is_mapped(peers_ptr, peer):
-                    publish(peer_pointer(peers_ptr, peer, 0) + _ABORT, epoch)
+            for peer in range(peers.world_size):
+                if is_mapped(peers, peer):
+                    publish(peer_pointer(peers, peer, 0) + _ABORT, epoch)
 
 
 @triton.jit
@@ -180,19 +178,17 @@ def is_aborted(header):
 
 
 @triton.jit
-def wait(
-    peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False
-):
+def wait(peers, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False):
     """Poll the own slot at ``slot_byte`` until it is at least ``epoch``; ``source`` publishes it.
 
     Returns the value seen, smaller than ``epoch`` only when the wait was given up. ``COMPILED_STORES``
     says that this program may have descriptor stores under way, in a compiled kernel: no publish may
     overtake them, and the one that tells of giving up is one.
     """
-    slot_ptr = peer_pointer(peers_ptr, rank, slot_byte)
+    slot_ptr = peer_pointer(peers, peers.rank, slot_byte)
     seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
     if seen < epoch:
-        header = peer_pointer(peers_ptr, rank, 0)
+        header = peer_pointer(peers, peers.rank, 0)
         polls_left = tl.load(header + _SPIN_LIMIT)
         while (seen < epoch) & (polls_left > 0):
             seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
@@ -201,25 +197,25 @@ def wait(
                 if is_aborted(header):
                     polls_left = polls_left * 0
         if seen < epoch:
-            give_up(peers_ptr, rank, world_size, source, slot_byte, epoch, seen, COMPILED_STORES)
+            give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES)
     return seen
 
 
 @triton.jit
-def wait_credit(peers_ptr, rank, world_size, peer, epoch):
+def wait_credit(peers, peer, epoch):
     """Wait until ``peer`` has finished the op before this one, so its buffer may be written again."""
-    return wait(peers_ptr, rank, world_size, peer, (peer + _CREDIT) * 8, epoch - 1)
+    return wait(peers, peer, (peer + _CREDIT) * 8, epoch - 1)
 
 
 @triton.jit
-def linger(peers_ptr, rank, peer, finished):
+def linger(peers, peer, finished):
     """After a credit was given up: until ``peer`` cannot be harmed by what follows on the stream.
 
     That is once it has ``finished`` as many ops, or has told that it never will; or after
     ``LINGER_POLLS``, and SPIN_LIMIT at most.
     """
-    credit_ptr = peer_pointer(peers_ptr, rank, (peer + _CREDIT) * 8)
-    polls_left = tl.minimum(tl.load(peer_pointer(peers_ptr, rank, 0) + _SPIN_LIMIT), _LINGER)
+    credit_ptr = peer_pointer(peers, peers.rank, (peer + _CREDIT) * 8)
+    polls_left = tl.minimum(tl.load(peer_pointer(peers, peers.rank, 0) + _SPIN_LIMIT), _LINGER)
     seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
     while (seen >= 0) & (seen < finished) & (polls_left > 0):
         seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
@@ -307,42 +303,42 @@ def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def count_program(peers_ptr, rank):
+def count_program(peers):
     """One more program has ended, whether it gave up or not; the host looks at the count (relaxed)."""
-    header = peer_pointer(peers_ptr, rank, 0)
+    header = peer_pointer(peers, peers.rank, 0)
     tl.atomic_add(header + _EPOCH, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["rank", "peer", "slot_byte"])
-def publish_kernel(peers_ptr, rank, peer, slot_byte):
+@triton.jit(do_not_specialize=["peers", "peer", "slot_byte"])
+def publish_kernel(peers, peer, slot_byte):
     """Publish one slot of ``peer`` from the host's point of view: a stream item after a copy.
 
     Ordering: runs after the copies that precede it on its stream, so the kernel boundary has already
     made them visible; the release carries them to ``peer``. In a void channel nothing is published.
 
-    Example: rank 2 has copied its chunk 1 to rank 0 and runs ``publish_kernel[(1,)](table, 2, 0, 1064)``:
-    the int64 at byte 1064 of rank 0's buffer becomes the current epoch, say 7.
+    Example: rank 2 has copied its chunk 1 to rank 0 and runs ``publish_kernel[(1,)](Peers(table, 2, 4), 0,
+    1064)``: the int64 at byte 1064 of rank 0's buffer becomes the current epoch, say 7.
     """
-    if not is_void(peers_ptr, rank):
-        publish(peer_pointer(peers_ptr, peer, slot_byte), counted_epoch(peers_ptr, rank))
+    if not is_void(peers):
+        publish(peer_pointer(peers, peer, slot_byte), counted_epoch(peers))
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "source", "slot_byte"])
-def wait_kernel(peers_ptr, rank, world_size, source, slot_byte):
+@triton.jit(do_not_specialize=["peers", "source", "slot_byte"])
+def wait_kernel(peers, source, slot_byte):
     """Hold a stream until an own slot has the current epoch.
 
     Ordering: one program, alone; the end of the kernel orders everything later on the stream after it.
     If it gives up, the stream goes on and the channel is void: what follows may fill this rank's own
     memory, and kernels that would signal do not.
 
-    Example: with epoch word 6, ``wait_kernel[(1,)](table, 0, 4, 2, 1064)`` ends once the int64 at byte
-    1064 of rank 0's buffer is at least 7; rank 2 is named if it never is.
+    Example: with epoch word 6, ``wait_kernel[(1,)](Peers(table, 0, 4), 2, 1064)`` ends once the int64 at
+    byte 1064 of rank 0's buffer is at least 7; rank 2 is named if it never is.
     """
-    wait(peers_ptr, rank, world_size, source, slot_byte, current_epoch(peers_ptr, rank))
+    wait(peers, source, slot_byte, current_epoch(peers))
 
 
-@triton.jit(do_not_specialize=["rank", "world_size"])
-def wait_credits_kernel(peers_ptr, rank, world_size):
+@triton.jit(do_not_specialize=["peers"])
+def wait_credits_kernel(peers):
     """Hold a stream until every peer has finished the previous op on this channel.
 
     Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write
@@ -352,15 +348,15 @@ def wait_credits_kernel(peers_ptr, rank, world_size):
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
     and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
     """
-    epoch = current_epoch(peers_ptr, rank)
-    counted = counted_epoch(peers_ptr, rank)
-    for peer in range(world_size):
-        if wait_credit(peers_ptr, rank, world_size, peer, epoch) < epoch - 1:
-            linger(peers_ptr, rank, peer, counted - 1)
+    epoch = current_epoch(peers)
+    counted = counted_epoch(peers)
+    for peer in range(peers.world_size):
+        if wait_credit(peers, peer, epoch) < epoch - 1:
+            linger(peers, peer, counted - 1)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size"])
-def finish_kernel(peers_ptr, rank, world_size):
+@triton.jit(do_not_specialize=["peers"])
+def finish_kernel(peers):
     """End an op on this rank: credit to every mapped peer, then the epoch advances in device memory.
 
     Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
@@ -371,14 +367,14 @@ def finish_kernel(peers_ptr, rank, world_size):
     Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7. In a
     void channel CREDIT[rank] becomes -7 and the epoch word stays 6.
     """
-    epoch = counted_epoch(peers_ptr, rank)
-    void = is_void(peers_ptr, rank)
+    epoch = counted_epoch(peers)
+    void = is_void(peers)
     credit = tl.where(void, -epoch, epoch)
-    for peer in range(world_size):
-        if is_mapped(peers_ptr, peer):
-            publish(peer_pointer(peers_ptr, peer, (_CREDIT + rank) * 8), credit)
+    for peer in range(peers.world_size):
+        if is_mapped(peers, peer):
+            publish(peer_pointer(peers, peer, (_CREDIT + peers.rank) * 8), credit)
     if not void:
-        tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)
+        tl.store(peer_pointer(peers, peers.rank, 0) + _EPOCH, epoch)
 
 
 @triton.jit

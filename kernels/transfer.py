@@ -12,6 +12,7 @@ same slot on every rank: its number among all chunks in rank order.
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Rows
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 
 TRANSFER_COLUMNS = 5
@@ -19,11 +20,17 @@ _COLUMNS = tl.constexpr(TRANSFER_COLUMNS)
 
 
 @triton.jit
-def data_pointer(peers_ptr, peer, data_offset, like_ptr):
-    """``peer``'s data region from byte ``data_offset`` on, typed as ``like_ptr`` is."""
-    address = tl.load(peers_ptr + peer) + data_offset
+def region_pointer(peers, peer, byte_offset, like_ptr):
+    """``peer``'s buffer from ``byte_offset`` on, a multiple of 256, typed as ``like_ptr`` is."""
+    address = tl.load(peers.peers_ptr + peer) + byte_offset
     # Both are multiples of 256; unsaid, every access to symmetric memory is split into single elements.
     return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+
+
+@triton.jit
+def data_pointer(workspace, peer, like_ptr):
+    """``peer``'s data region, typed as ``like_ptr`` is."""
+    return region_pointer(workspace, peer, workspace.data_offset, like_ptr)
 
 
 @triton.jit
@@ -68,81 +75,43 @@ def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
 
 
 @triton.jit
-def push_chunks(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    sends_ptr,
-    num_sends,
-    columns,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
-    epoch,
-    program,
-    programs,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    row_scale_ptr=None,
-    scale_offset=0,
-    SCALED: tl.constexpr = False,
-):
+def push_chunks(workspace, input, sends, columns, epoch, program, programs,
+                BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+                row_scale_ptr=None, scale_offset=0, SCALED: tl.constexpr = False):  # fmt: skip
     """Do every ``programs``-th send of the table: wait for the peer's credit, copy, publish.
 
     Where the wait is given up nothing is stored: the peer may still be reading what is there.
     ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time. ``SCALED``: a number per
     row, ``row_scale_ptr[row]``, goes with its chunk, to ``scale_offset`` of the peer's workspace.
     """
-    for send in range(program, num_sends, programs):
-        line = sends_ptr + send * _COLUMNS
+    for send in range(program, sends.count, programs):
+        line = sends.ptr + send * _COLUMNS
         peer = tl.load(line)
         first_row = tl.load(line + 1)
         rows = tl.load(line + 2)
         gathered_row = tl.load(line + 3)
         slot = tl.load(line + 4)
-        if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
-            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row * columns
-            from_ptr = input_ptr + first_row * input_stride
+        if wait_credit(workspace, peer, epoch) >= epoch - 1:
+            to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row * columns
+            from_ptr = input.ptr + first_row * input.stride
             if BLOCK_ROWS == 0:
                 copy_elements(to_ptr, from_ptr, rows, BLOCK_COLUMNS)
             else:
-                copy_rows(
-                    to_ptr,
-                    columns,
-                    from_ptr,
-                    input_stride,
-                    rows,
-                    columns,
-                    BLOCK_ROWS,
-                    BLOCK_COLUMNS,
-                )
+                copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
+                          BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
             if SCALED:
-                scales_ptr = data_pointer(peers_ptr, peer, scale_offset, row_scale_ptr)
+                scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
                 copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
-            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
+            publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "num_sends", "num_arrivals"])
-def all_gather_kernel(
-    peers_ptr,
-    input_ptr,
-    output_ptr,
-    sends_ptr,
-    num_sends,
-    arrivals_ptr,
-    num_arrivals,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
-    COPIERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["workspace", "sends", "arrivals"])
+def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
+                      COPIERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """All-gather: programs below ``COPIERS`` push the shard, the others collect the output.
 
     Legend: the shard is ``[n_r]``, the output ``[sum of n]``, flat; a "row" is one element here.
-    ``sends_ptr``, ``arrivals_ptr``: tables as the module describes; the own chunks are arrivals too.
+    ``sends``, ``arrivals``: tables as the module describes; the own chunks are arrivals too.
 
     Ordering: a copier waits for the receiver's credit (it has finished the previous op here), copies,
     publishes the chunk's slot. A collector waits for the slot, then reads the workspace. The
@@ -153,37 +122,23 @@ def all_gather_kernel(
     to slot 1 of rank 1; rank 1 collects its own elements 3-5 from its input, then 0-1 once slot 0 is
     at the epoch, then 2 once slot 1 is.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     if program < COPIERS:
-        push_chunks(
-            peers_ptr,
-            input_ptr,
-            1,
-            sends_ptr,
-            num_sends,
-            1,
-            rank,
-            world_size,
-            slot_offset,
-            data_offset,
-            epoch,
-            program,
-            COPIERS,
-            0,
-            BLOCK,
-        )
+        flat = Rows(input_ptr, 1)
+        push_chunks(workspace, flat, sends, 1, epoch, program, COPIERS, 0, BLOCK)
     else:
-        gathered_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
-        for arrival in range(program - COPIERS, num_arrivals, tl.num_programs(0) - COPIERS):
-            line = arrivals_ptr + arrival * _COLUMNS
+        gathered_ptr = data_pointer(workspace, workspace.rank, input_ptr)
+        # Collectors count from 0: copiers are not among those that share the arrivals out.
+        for arrival in range(program - COPIERS, arrivals.count, tl.num_programs(0) - COPIERS):
+            line = arrivals.ptr + arrival * _COLUMNS
             source = tl.load(line)
             first_row = tl.load(line + 1)
             rows = tl.load(line + 2)
             gathered_row = tl.load(line + 3)
             slot = tl.load(line + 4)
             from_ptr = input_ptr + first_row
-            if source != rank:
-                wait(peers_ptr, rank, world_size, source, slot_offset + slot * 8, epoch)
+            if source != workspace.rank:
+                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row
             copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK)

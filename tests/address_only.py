@@ -24,6 +24,7 @@ from interlace.kernels import matmul, signal, transfer
 from interlace.kernels.collectives import reduction
 from interlace.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import program_function, session
 
@@ -149,15 +150,21 @@ def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
     """Run the first and the last few of ``tiles`` programs, so many that each has about one tile."""
     checker, arguments = Checker(memory), dict(launch.arguments)
     kept = {}
-    for name, value in arguments.items():
+
+    def faked(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*map(faked, value))
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             nbytes = sum((e - 1) * s for e, s in zip(value.shape, value.stride(), strict=True)) + 1
             key = id(value)
             kept.setdefault(key, Fake(memory.fake(nbytes * value.element_size()), value.dtype))
-            arguments[name] = kept[key]
-        elif isinstance(value, torch.Tensor):
+            return kept[key]
+        if isinstance(value, torch.Tensor):
             memory.real.append((value.data_ptr(), value.data_ptr() + value.nbytes))
-    programs = tiles + arguments.get("COPIERS", 0)
+        return value
+
+    arguments = {name: faked(value) for name, value in arguments.items()}
+    programs = tiles + outside(arguments).get("COPIERS", 0)
     with ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "range", typed_range, create=True))

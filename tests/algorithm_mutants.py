@@ -8,9 +8,7 @@ _GROUPED = "kernels/fused/grouped_matmul.py"
 _LOW, _SIGNAL = "kernels/collectives/low_latency.py", "kernels/signal.py"
 _SWITCH = "kernels/collectives/multimem.py"
 _A2A = "all_to_all_grouped_matmul fused"
-_WAIT_ROWS = (
-    "                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED"
-)
+_WAIT_ROWS = "                    wait(workspace, source, slot_byte, epoch, COMPILED"
 _WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
@@ -19,7 +17,7 @@ CASES = [
         mutant_of(
             _GROUPED,
             "grouped rows of some ranks not waited for",
-            (_WAIT_ROWS, f"                    if source > rank:\n    {_WAIT_ROWS}"),
+            (_WAIT_ROWS, f"                    if source > workspace.rank:\n    {_WAIT_ROWS}"),
         ),
         "races",
         _A2A,
@@ -28,7 +26,7 @@ CASES = [
         mutant_of(
             _GROUPED,
             "one slot for all chunks of a segment",
-            ("(first_slot + first_row // chunk_rows) * 8", "first_slot * 8"),
+            ("slot = first_slot + first_row // chunk_rows", "slot = first_slot"),
         ),
         "races",
         _A2A,
@@ -47,7 +45,7 @@ CASES = [
             _GROUPED,
             "fence of grouped descriptor loads dropped",
             (
-                "                        fence_descriptor_loads(COMPILED)\n",
+                "                        fence_descriptor_loads(TILES.COMPILED)\n",
                 "                        pass\n",
             ),
         ),
@@ -104,8 +102,8 @@ CASES = [
             _SWITCH,
             "sum before all have come",
             (
-                "arrived = arrived & (wait(peers_ptr, rank, world_size, source, slot, epoch) >= epoch)",
-                "if source > 0:\n            wait(peers_ptr, rank, world_size, source, slot, epoch)",
+                "arrived = arrived & (wait(peers, source, slot, epoch) >= epoch)",
+                "if source > 0:\n            wait(peers, source, slot, epoch)",
             ),
         ),
         "races",
@@ -116,8 +114,8 @@ CASES = [
             _SWITCH,
             "credit of one rank for all",
             (
-                "    for peer in range(world_size):\n        free =",
-                "    for peer in range(rank, rank + 1):\n        free =",
+                "    for peer in range(peers.world_size):\n        free =",
+                "    for peer in range(peers.rank, peers.rank + 1):\n        free =",
             ),
         ),
         "races",
@@ -128,10 +126,10 @@ CASES = [
             _SWITCH,
             "sums told to one rank",
             (
-                "            for peer in range(world_size):\n"
-                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
+                "            for peer in range(workspace.world_size):\n"
+                "                publish(peer_pointer(workspace, peer, sums_slot",
                 "            for peer in range(1):\n"
-                "                publish(peer_pointer(peers_ptr, peer, sums_slot",
+                "                publish(peer_pointer(workspace, peer, sums_slot",
             ),
         ),
         "schedules",

@@ -12,6 +12,7 @@ import triton
 
 import fake_cuda
 from fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
+from interlace.runtime.core.kernel_arguments import leaves, outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.cuda import driver, virtual_place
 from interlace.runtime.places.cuda import stream as cuda_stream
@@ -31,14 +32,18 @@ class FakeKernel:
 
     def __init__(self, launch: KernelLaunch) -> None:
         self._name, self._warps = launch.name, launch.num_warps
-        self._parameters = list(inspect.signature(launch.kernel.fn).parameters)
+        parameters = inspect.signature(launch.kernel.fn).parameters
+        given = {name: launch.arguments[name] for name in parameters}
+        self._count, self._names = len(given), list(outside(given))
         fake_cuda.gpu().loads.append(launch.name)
 
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         values = rest[5:]
-        assert len(values) == len(self._parameters), (self._name, values)
+        assert len(values) == self._count, (self._name, values)
         programs = x * y * z if self._warps > 1 else 0
-        arguments = dict(zip(self._parameters, values, strict=True))
+        # a tuple comes without names, a constant as it was given
+        single = leaves({str(index): value for index, value in enumerate(values)})
+        arguments = dict(zip(self._names, single.values(), strict=True))
         fake_cuda.gpu().launch(self._name, stream, arguments, programs)
 
 
@@ -99,14 +104,15 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     prepare, again, run = ORIGINALS
 
     def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
-        given = list(launch.arguments.values())
+        given = launch.values()
         for value in given:
             if isinstance(value, torch.Tensor):
                 gpu.know(value)
         prepared = prepare(self, launch, stream, capture)
         gpu.forms[prepared] = [
             (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else None
-            for each in prepared.in_order(given)
+            for value in prepared.in_order(given)
+            for each in (value if isinstance(value, tuple) else (value,))
         ]
         return prepared
 

@@ -45,7 +45,7 @@ FOLDERS = {
     "runtime/tuning": "runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/compiler/lint": "runtime/tuning",
-    "runtime/compiler": "runtime/compiler/lint runtime/core runtime/tuning",
+    "runtime/compiler": "runtime/algorithms runtime/compiler/lint runtime/core runtime/tuning",
     "runtime/compiler/bundle": "runtime/compiler runtime/core runtime/tuning",
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
     "runtime/places/cuda": "runtime/core runtime/engines runtime/tuning",

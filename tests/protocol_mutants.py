@@ -12,7 +12,7 @@ from mutations import Case, Mutant, mutant_of
 
 _PUBLISH = 'tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")'
 _POLL = 'seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")'
-_CREDIT = "return wait(peers_ptr, rank, world_size, peer, (peer + _CREDIT) * 8, epoch - 1)"
+_CREDIT = "return wait(peers, peer, (peer + _CREDIT) * 8, epoch - 1)"
 
 
 def _signal(name: str, *edits: tuple[str, str]) -> Mutant:
@@ -109,7 +109,7 @@ CASES = [
     Case(
         _signal(
             "epoch used again",
-            ("    tl.store(peer_pointer(peers_ptr, rank, 0) + _EPOCH, epoch)\n", "    pass\n"),
+            ("    tl.store(peer_pointer(peers, peers.rank, 0) + _EPOCH, epoch)\n", "    pass\n"),
         ),
         "races",
         "signal kernels",
@@ -118,8 +118,8 @@ CASES = [
         _signal(
             "credit kept from one rank",
             (
-                "        if is_mapped(peers_ptr, peer):\n            publish(peer_pointer(peers_ptr, peer, (_CREDIT",
-                "        if peer > 0:\n            publish(peer_pointer(peers_ptr, peer, (_CREDIT",
+                "        if is_mapped(peers, peer):\n            publish(peer_pointer(peers, peer, (_CREDIT",
+                "        if peer > 0:\n            publish(peer_pointer(peers, peer, (_CREDIT",
             ),
         ),
         "schedules",
@@ -131,12 +131,12 @@ CASES = [
             "kernels/transfer.py",
             "published before the copy",
             (
-                "            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
-                "            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n"
-                "            to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + gathered_row",
+                "            to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row",
+                "            publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)\n"
+                "            to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row",
             ),
             (
-                "rows, 128)\n            publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)\n",
+                "rows, 128)\n            publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)\n",
                 "rows, 128)\n",
             ),
         ),
@@ -158,8 +158,8 @@ CASES = [
             "kernels/transfer.py",
             "wrong peer signalled",
             (
-                "            publish(peer_pointer(peers_ptr, peer, slot_offset",
-                "            publish(peer_pointer(peers_ptr, (peer + 1) % world_size, slot_offset",
+                "            publish(peer_pointer(workspace, peer, workspace.slot_offset",
+                "            publish(peer_pointer(workspace, (peer + 1) % workspace.world_size, workspace.slot_offset",
             ),
         ),
         "races",
@@ -170,8 +170,8 @@ CASES = [
             "kernels/transfer.py",
             "one rank not waited for",
             (
-                "            if source != rank:\n                wait(",
-                "            if source != rank:\n                if source > 0:\n                  wait(",
+                "            if source != workspace.rank:\n                wait(",
+                "            if source != workspace.rank:\n                if source > 0:\n                  wait(",
             ),
         ),
         "races",
@@ -182,14 +182,14 @@ CASES = [
             "kernels/transfer.py",
             "wait after the load",
             (
-                "                wait(peers_ptr, rank, world_size, source, slot_offset + slot * 8, epoch)\n",
+                "                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)\n",
                 "",
             ),
             (
                 "            copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK)\n",
                 "            copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK)\n"
-                "            if source != rank:\n"
-                "                wait(peers_ptr, rank, world_size, source, slot_offset + slot * 8, epoch)\n",
+                "            if source != workspace.rank:\n"
+                "                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)\n",
             ),
         ),
         "races",
@@ -200,8 +200,8 @@ CASES = [
             "kernels/transfer.py",
             "credit of another rank",
             (
-                "wait_credit(peers_ptr, rank, world_size, peer, epoch)",
-                "wait_credit(peers_ptr, rank, world_size, rank, epoch)",
+                "wait_credit(workspace, peer, epoch)",
+                "wait_credit(workspace, workspace.rank, epoch)",
             ),
         ),
         "races",
@@ -213,8 +213,8 @@ CASES = [
             "kernels/collectives/reduction.py",
             "last contribution not waited for",
             (
-                "    for source in range(world_size):\n        slot =",
-                "    for source in range(world_size - 1):\n        slot =",
+                "    for source in range(peers.world_size):\n        slot =",
+                "    for source in range(peers.world_size - 1):\n        slot =",
             ),
         ),
         "races",
@@ -235,15 +235,15 @@ CASES = [
             "tiles published before their stores",
             (
                 "                for number in range(first, start + tiles, programs):\n"
-                "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
-                "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n",
+                "                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8\n"
+                "                    publish(peer_pointer(workspace, owner, slot_byte), epoch)\n",
                 "",
             ),
             (
                 "                produce_part(\n",
                 "                for number in range(first, start + tiles, programs):\n"
-                "                    slot_byte = slot_offset + (rank * tiles + number - start) * 8\n"
-                "                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)\n"
+                "                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8\n"
+                "                    publish(peer_pointer(workspace, owner, slot_byte), epoch)\n"
                 "                produce_part(\n",
             ),
         ),
@@ -278,7 +278,7 @@ CASES = [
             "kernels/fused/all_gather_matmul.py",
             "fence of descriptor loads dropped",
             (
-                "                    fence_descriptor_loads(COMPILED)\n",
+                "                    fence_descriptor_loads(TILES.COMPILED)\n",
                 "                    pass\n",
             ),
         ),

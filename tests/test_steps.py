@@ -406,7 +406,8 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
 
 def test_llvm_is_loaded_by_who_needs_it() -> None:
     """Not by an import: a process that never calls a CPU collective does not pay for it."""
-    code = "import sys, interlace, interlace.runtime.places.shm.machine_code.steps as s; {}; print('llvmlite' in sys.modules)"
+    steps = "interlace.runtime.places.shm.machine_code.steps"
+    code = f"import sys, interlace, {steps} as s; {{}}; print('llvmlite' in sys.modules)"
     for doing, loaded in (("pass", "False"), ("s.available()", "True")):
         command = [sys.executable, "-c", code.format(doing)]
         assert subprocess.check_output(command, text=True).split()[-1] == loaded

@@ -42,9 +42,9 @@ from interlace.kernels.signal import count_program, peer_pointer
 
 
 @triton.jit
-def _program_epoch(peers_ptr, rank, epochs_offset):
+def _program_epoch(peers, epochs_offset):
     """Where this program's epoch is, and the epoch of the op that runs now; below 1 once it gave up."""
-    pointer = peer_pointer(peers_ptr, rank, epochs_offset) + tl.program_id(0)
+    pointer = peer_pointer(peers, peers.rank, epochs_offset) + tl.program_id(0)
     return pointer, tl.load(pointer) + 1
 
 
@@ -83,25 +83,23 @@ def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _send_to_all(peers_ptr, rank, world_size, words_offset, payload, epoch,
+def _send_to_all(peers, words_offset, payload, epoch,
                  WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    byte_offsets = _word_bytes(words_offset, world_size, rank, epoch, WORDS)
-    for step in range(1, world_size):
-        peer = (rank + step) % world_size
-        send_words(peers_ptr, peer, byte_offsets, payload, epoch, COMPILED)
+    byte_offsets = _word_bytes(words_offset, peers.world_size, peers.rank, epoch, WORDS)
+    for step in range(1, peers.world_size):
+        peer = (peers.rank + step) % peers.world_size
+        send_words(peers, peer, byte_offsets, payload, epoch, COMPILED)
 
 
 @triton.jit
-def _payload_of(peers_ptr, rank, world_size, source, words_offset, own, epoch, wanted,
+def _payload_of(peers, source, words_offset, own, epoch, wanted,
                 WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
     """What ``source`` has sent, of this rank itself ``own``; and how many ``wanted`` words are missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
-    if source != rank:
-        byte_offsets = _word_bytes(words_offset, world_size, source, epoch, WORDS)
-        payload, missing = receive_words(
-            peers_ptr, rank, world_size, source, byte_offsets, epoch, wanted, COMPILED
-        )
+    if source != peers.rank:
+        byte_offsets = _word_bytes(words_offset, peers.world_size, source, epoch, WORDS)
+        payload, missing = receive_words(peers, source, byte_offsets, epoch, wanted, COMPILED)
     return payload, missing
 
 
@@ -111,14 +109,12 @@ def _end(epoch_ptr, epoch, missing):
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "units"])
+@triton.jit(do_not_specialize=["peers", "units"])
 def low_latency_all_gather_kernel(
-    peers_ptr,
+    peers,
     input_ptr,
     output_ptr,
     units,
-    rank,
-    world_size,
     epochs_offset,
     words_offset,
     UNIT: tl.constexpr,
@@ -135,18 +131,16 @@ def low_latency_all_gather_kernel(
     Example: W = 2, 3 words, WORDS = 2, first op: rank 0's program 1 sends ``1 << 32 | input[2]`` and
     ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
     """
-    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
         own = _load_words(input_ptr, index, units, UNIT)
-        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
-        for source in range(world_size):
+        for source in range(peers.world_size):
             payload, lost = _payload_of(
-                peers_ptr,
-                rank,
-                world_size,
+                peers,
                 source,
                 words_offset,
                 own,
@@ -159,7 +153,7 @@ def low_latency_all_gather_kernel(
                 _store_words(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
         _end(epoch_ptr, epoch, missing)
-    count_program(peers_ptr, rank)
+    count_program(peers)
 
 
 @triton.jit
@@ -175,14 +169,12 @@ def _bits(number, DTYPE: tl.constexpr):
     return number.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "units"])
+@triton.jit(do_not_specialize=["peers", "units"])
 def low_latency_all_reduce_kernel(
-    peers_ptr,
+    peers,
     input_ptr,
     output_ptr,
     units,
-    rank,
-    world_size,
     epochs_offset,
     words_offset,
     DTYPE: tl.constexpr,
@@ -202,20 +194,18 @@ def low_latency_all_reduce_kernel(
     Example: W = 2, two bf16 numbers, 1 and 2 on rank 0, 3 and 4 on rank 1: one word each. In epoch 1
     rank 0 sends ``1 << 32 | 0x40003f80``, receives ``1 << 32 | 0x40804040`` and stores 4 and 6.
     """
-    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
         own = _load_words(input_ptr, index, units, UNIT)
-        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
-        for source in range(world_size):
+        for source in range(peers.world_size):
             payload, lost = _payload_of(
-                peers_ptr,
-                rank,
-                world_size,
+                peers,
                 source,
                 words_offset,
                 own,
@@ -234,8 +224,8 @@ def low_latency_all_reduce_kernel(
                 low += _half(payload, False, tl.float16)
                 high += _half(payload, True, tl.float16)
         if AVERAGE:
-            low = low / world_size
-            high = high / world_size
+            low = low / peers.world_size
+            high = high / peers.world_size
         if DTYPE == "fp32":
             total = low.to(tl.int32, bitcast=True)
         elif DTYPE == "bf16":
@@ -245,17 +235,15 @@ def low_latency_all_reduce_kernel(
         if missing == 0:
             _store_words(output_ptr, index, units, total, UNIT)
         _end(epoch_ptr, epoch, missing)
-    count_program(peers_ptr, rank)
+    count_program(peers)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "units", "root"])
+@triton.jit(do_not_specialize=["peers", "units", "root"])
 def low_latency_broadcast_kernel(
-    peers_ptr,
+    peers,
     tensor_ptr,
     units,
     root,
-    rank,
-    world_size,
     epochs_offset,
     words_offset,
     UNIT: tl.constexpr,
@@ -270,20 +258,18 @@ def low_latency_broadcast_kernel(
     Example: W = 3, root 1, 2 words, epoch 4: rank 1 sends its words to ranks 0 and 2; rank 0 sends its own
     to ranks 1 and 2, polls two words from rank 1 and one from rank 2, and stores the two.
     """
-    epoch_ptr, epoch = _program_epoch(peers_ptr, rank, epochs_offset)
+    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
     if epoch > 0:
         first = tl.program_id(0) * WORDS
         index = first + tl.arange(0, WORDS)
         words = tl.cdiv(units * UNIT, 4)
         own = _load_words(tensor_ptr, index, units, UNIT)
-        _send_to_all(peers_ptr, rank, world_size, words_offset, own, epoch, WORDS, COMPILED)
+        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
-        for source in range(world_size):
+        for source in range(peers.world_size):
             wanted = index < tl.where(source == root, words, first + 1)
             payload, lost = _payload_of(
-                peers_ptr,
-                rank,
-                world_size,
+                peers,
                 source,
                 words_offset,
                 own,
@@ -292,8 +278,8 @@ def low_latency_broadcast_kernel(
                 WORDS,
                 COMPILED,
             )
-            if (source == root) & (root != rank) & (lost == 0):
+            if (source == root) & (root != peers.rank) & (lost == 0):
                 _store_words(tensor_ptr, index, units, payload, UNIT)
             missing += lost
         _end(epoch_ptr, epoch, missing)
-    count_program(peers_ptr, rank)
+    count_program(peers)

@@ -18,7 +18,12 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
-from interlace.kernels.transfer import TRANSFER_COLUMNS, copy_elements, data_pointer
+from interlace.kernels.transfer import (
+    TRANSFER_COLUMNS,
+    copy_elements,
+    data_pointer,
+    region_pointer,
+)
 
 PART_COLUMNS = 4
 _PART = tl.constexpr(PART_COLUMNS)
@@ -26,7 +31,7 @@ _SEND = tl.constexpr(TRANSFER_COLUMNS)
 
 
 @triton.jit
-def broadcast_vectors(peers_ptr, world_size, multicast, byte, from_address, valid,
+def broadcast_vectors(peers, multicast, byte, from_address, valid,
                       MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy 16-byte vectors, from ``from_address`` each, to ``byte`` of every rank's buffer."""
     if MULTIMEM:
@@ -49,13 +54,13 @@ def broadcast_vectors(peers_ptr, world_size, multicast, byte, from_address, vali
         for word in tl.static_range(4):
             source = (from_address + 4 * word).to(tl.pointer_type(tl.int32))
             value = tl.load(source, mask=valid)
-            for peer in range(world_size):
-                address = tl.load(peers_ptr + peer) + byte + 4 * word
+            for peer in range(peers.world_size):
+                address = tl.load(peers.peers_ptr + peer) + byte + 4 * word
                 tl.store(address.to(tl.pointer_type(tl.int32)), value, mask=valid)
 
 
 @triton.jit
-def sum_vectors(peers_ptr, world_size, multicast, from_byte, to_byte, to_address, valid,
+def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
                 DTYPE: tl.constexpr, BROADCAST: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
     """Sum the 16-byte vectors at ``from_byte`` of all ranks' buffers.
 
@@ -82,12 +87,12 @@ def sum_vectors(peers_ptr, world_size, multicast, from_byte, to_byte, to_address
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
         for element in tl.static_range(16 // ITEM):
             total = tl.zeros(valid.shape, tl.float32)
-            for peer in range(world_size):
-                address = tl.load(peers_ptr + peer) + from_byte + ITEM * element
+            for peer in range(peers.world_size):
+                address = tl.load(peers.peers_ptr + peer) + from_byte + ITEM * element
                 total += tl.load(address.to(tl.pointer_type(DTYPE)), mask=valid).to(tl.float32)
             if BROADCAST:
-                for peer in range(world_size):
-                    address = tl.load(peers_ptr + peer) + to_byte + ITEM * element
+                for peer in range(peers.world_size):
+                    address = tl.load(peers.peers_ptr + peer) + to_byte + ITEM * element
                     tl.store(address.to(tl.pointer_type(DTYPE)), total.to(DTYPE), mask=valid)
             else:
                 address = to_address + ITEM * element
@@ -95,78 +100,58 @@ def sum_vectors(peers_ptr, world_size, multicast, from_byte, to_byte, to_address
 
 
 @triton.jit
-def wait_all_credits(peers_ptr, rank, world_size, epoch):
+def wait_all_credits(peers, epoch):
     """Wait for the credit of every rank; False if one was given up, and then nothing may be stored."""
     free = tl.full((), 1, tl.int1)
-    for peer in range(world_size):
-        free = free & (wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1)
+    for peer in range(peers.world_size):
+        free = free & (wait_credit(peers, peer, epoch) >= epoch - 1)
     return free
 
 
 @triton.jit
-def broadcast_chunks(
-    peers_ptr,
-    multicast,
-    input_ptr,
-    input_stride,
-    sends_ptr,
-    num_sends,
-    columns,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
-    epoch,
-    program,
-    programs,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    row_scale_ptr,
-    scale_offset,
-    SCALED: tl.constexpr,
-    MULTIMEM: tl.constexpr,
-):
+def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program, programs,
+                     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, row_scale_ptr,
+                     scale_offset, SCALED: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
     """As ``transfer.push_chunks``, every ``programs``-th chunk once for all ranks.
 
     Rows begin at multiples of 16 bytes and are whole vectors. A chunk's sends are neighbours in the
     table, one per peer, which differ in the peer only.
     """
-    ITEM: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth // 8
+    ITEM: tl.constexpr = input.ptr.dtype.element_ty.primitive_bitwidth // 8
     VECTORS: tl.constexpr = BLOCK_COLUMNS * ITEM // 16
-    others = max(world_size - 1, 1)
-    if wait_all_credits(peers_ptr, rank, world_size, epoch):
-        for chunk in range(program, num_sends // others, programs):
-            line = sends_ptr + chunk * others * _SEND
+    others = max(workspace.world_size - 1, 1)
+    if wait_all_credits(workspace, epoch):
+        for chunk in range(program, sends.count // others, programs):
+            line = sends.ptr + chunk * others * _SEND
             first_row = tl.load(line + 1)
             rows = tl.load(line + 2)
             gathered_row = tl.load(line + 3)
             slot = tl.load(line + 4)
-            from_address = (input_ptr + first_row * input_stride).to(tl.int64)
-            to_byte = data_offset + gathered_row * columns * ITEM
+            from_address = (input.ptr + first_row * input.stride).to(tl.int64)
+            to_byte = workspace.data_offset + gathered_row * columns * ITEM
             for row in range(0, rows, BLOCK_ROWS):
                 offs_m = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
                 for vector in range(0, columns * ITEM // 16, VECTORS):
                     offs_v = vector + tl.arange(0, VECTORS)
                     valid = (offs_m < rows)[:, None] & (offs_v < columns * ITEM // 16)[None, :]
                     broadcast_vectors(
-                        peers_ptr,
-                        world_size,
+                        workspace,
                         multicast,
                         to_byte + offs_m[:, None] * columns * ITEM + offs_v[None, :] * 16,
-                        from_address + offs_m[:, None] * input_stride * ITEM + offs_v[None, :] * 16,
+                        from_address + offs_m[:, None] * input.stride * ITEM + offs_v[None, :] * 16,
                         valid,
                         MULTIMEM,
                     )
-            for step in range(1, world_size):
-                peer = (rank + step) % world_size
+            for step in range(1, workspace.world_size):
+                peer = (workspace.rank + step) % workspace.world_size
                 if SCALED:
-                    scales_ptr = data_pointer(peers_ptr, peer, scale_offset, row_scale_ptr)
+                    scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
                     copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
-                publish(peer_pointer(peers_ptr, peer, slot_offset + slot * 8), epoch)
+                publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
 
 
 @triton.jit
-def broadcast_elements(peers_ptr, world_size, multicast, byte, from_ptr, elements,
+def broadcast_elements(peers, multicast, byte, from_ptr, elements,
                        BLOCK: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy up to ``BLOCK`` elements, 16-byte aligned on both sides, to ``byte`` of all ranks' buffers.
 
@@ -177,8 +162,7 @@ def broadcast_elements(peers_ptr, world_size, multicast, byte, from_ptr, element
     offsets = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
     whole = elements // VECTOR
     broadcast_vectors(
-        peers_ptr,
-        world_size,
+        peers,
         multicast,
         byte + offsets * 16,
         from_ptr.to(tl.int64) + offsets * 16,
@@ -187,23 +171,19 @@ def broadcast_elements(peers_ptr, world_size, multicast, byte, from_ptr, element
     )
     rest = whole * VECTOR + tl.arange(0, VECTOR)
     value = tl.load(from_ptr + rest, mask=rest < elements)
-    for peer in range(world_size):
-        to_ptr = data_pointer(peers_ptr, peer, byte, from_ptr)
+    for peer in range(peers.world_size):
+        to_ptr = region_pointer(peers, peer, byte, from_ptr)
         tl.store(to_ptr + rest, value, mask=rest < elements)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "blocks", "slot_offset", "multicast"])
+@triton.jit(do_not_specialize=["workspace", "blocks", "multicast"])
 def multimem_all_gather_kernel(
-    peers_ptr,
+    workspace,
     multicast,
     input_ptr,
     output_ptr,
     parts_ptr,
     blocks,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     BLOCK: tl.constexpr,
     MULTIMEM: tl.constexpr,
 ):
@@ -220,20 +200,19 @@ def multimem_all_gather_kernel(
     Example: W = 2, 6 elements each, BLOCK = 4, one program per rank: rank 1 stores its blocks 2 and 3 (4
     and 2 elements) to both ranks and publishes slots 2 and 3 at both; then it copies blocks 0-3.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     ITEM: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth // 8
-    own = parts_ptr + rank * _PART
+    own = parts_ptr + workspace.rank * _PART
     own_elements = tl.load(own + 1)
-    own_byte = data_offset + tl.load(own + 2)
+    own_byte = workspace.data_offset + tl.load(own + 2)
     own_block = tl.load(own + 3)
-    if wait_all_credits(peers_ptr, rank, world_size, epoch):
+    if wait_all_credits(workspace, epoch):
         for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
             element = tl.cast(block, tl.int64) * BLOCK
             broadcast_elements(
-                peers_ptr,
-                world_size,
+                workspace,
                 multicast,
                 own_byte + element * ITEM,
                 input_ptr + element,
@@ -241,48 +220,46 @@ def multimem_all_gather_kernel(
                 BLOCK,
                 MULTIMEM,
             )
-            slot_byte = slot_offset + (own_block + block) * 8
-            for peer in range(world_size):
-                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
-    for source in range(world_size):
+            slot_byte = workspace.slot_offset + (own_block + block) * 8
+            for peer in range(workspace.world_size):
+                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    for source in range(workspace.world_size):
         part = parts_ptr + source * _PART
         first = tl.load(part)
         elements = tl.load(part + 1)
-        from_ptr = data_pointer(peers_ptr, rank, data_offset + tl.load(part + 2), input_ptr)
+        from_ptr = region_pointer(
+            workspace, workspace.rank, workspace.data_offset + tl.load(part + 2), input_ptr
+        )
         first_block = tl.load(part + 3)
         for block in range(program, tl.cdiv(elements, BLOCK), programs):
-            slot_byte = slot_offset + (first_block + block) * 8
-            wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+            slot_byte = workspace.slot_offset + (first_block + block) * 8
+            wait(workspace, source, slot_byte, epoch)
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)
             copy_elements(output_ptr + first + element, from_ptr + element, count, BLOCK)
 
 
 @triton.jit
-def wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch):
+def wait_all(peers, slot_byte, blocks, epoch):
     """Wait until a block is staged on every rank; its slots are ``blocks`` apart by source.
 
     False if a wait was given up: what is read then must not be published.
     """
     arrived = tl.full((), 1, tl.int1)
-    for source in range(world_size):
+    for source in range(peers.world_size):
         slot = slot_byte + source * blocks * 8
-        arrived = arrived & (wait(peers_ptr, rank, world_size, source, slot, epoch) >= epoch)
+        arrived = arrived & (wait(peers, source, slot, epoch) >= epoch)
     return arrived
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "slot_offset", "multicast"])
+@triton.jit(do_not_specialize=["workspace", "multicast", "elements", "blocks"])
 def multimem_reduce_scatter_kernel(
-    peers_ptr,
+    workspace,
     multicast,
     input_ptr,
     output_ptr,
     parts_ptr,
     blocks,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     sums_offset,
     BLOCK: tl.constexpr,
     MULTIMEM: tl.constexpr,
@@ -302,16 +279,16 @@ def multimem_reduce_scatter_kernel(
     Example: W = 2, 6 elements, BLOCK = 4, parts of 3: blocks 0 and 1. Rank 0 stages elements 0-2 for
     itself, slot 0, and 3-5 for rank 1, slot 1 there; rank 1 sums block 1 of both ranks.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     DTYPE: tl.constexpr = input_ptr.dtype.element_ty
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
-    staged_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
-    if wait_all_credits(peers_ptr, rank, world_size, epoch):
-        for step in range(world_size):
-            owner = (rank + 1 + step) % world_size
+    staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
+    if wait_all_credits(workspace, epoch):
+        for step in range(workspace.world_size):
+            owner = (workspace.rank + 1 + step) % workspace.world_size
             part = parts_ptr + owner * _PART
             from_ptr = input_ptr + tl.load(part)
             elements = tl.load(part + 1)
@@ -320,24 +297,25 @@ def multimem_reduce_scatter_kernel(
                 element = tl.cast(block, tl.int64) * BLOCK
                 to_ptr = staged_ptr + first_block * BLOCK + element
                 copy_elements(to_ptr, from_ptr + element, min(elements - element, BLOCK), BLOCK)
-                slot_byte = slot_offset + (rank * blocks + first_block + block) * 8
-                publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
-    own = parts_ptr + rank * _PART
+                slot_byte = (
+                    workspace.slot_offset + (workspace.rank * blocks + first_block + block) * 8
+                )
+                publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    own = parts_ptr + workspace.rank * _PART
     own_elements = tl.load(own + 1)
     own_block = tl.load(own + 3)
-    sums_ptr = data_pointer(peers_ptr, rank, sums_offset, input_ptr)
+    sums_ptr = region_pointer(workspace, workspace.rank, sums_offset, input_ptr)
     vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
     for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
-        slot_byte = slot_offset + (own_block + block) * 8
-        wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
+        slot_byte = workspace.slot_offset + (own_block + block) * 8
+        wait_all(workspace, slot_byte, blocks, epoch)
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(own_elements - element, BLOCK)
         byte = (own_block * BLOCK + element) * ITEM + vectors * 16
         sum_vectors(
-            peers_ptr,
-            world_size,
+            workspace,
             multicast,
-            data_offset + byte,
+            workspace.data_offset + byte,
             byte,
             (sums_ptr + element).to(tl.int64) + vectors * 16,
             vectors < tl.cdiv(count, VECTOR),
@@ -349,18 +327,14 @@ def multimem_reduce_scatter_kernel(
         copy_elements(output_ptr + element, sums_ptr + element, count, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "slot_offset", "multicast"])
+@triton.jit(do_not_specialize=["workspace", "multicast", "elements", "blocks"])
 def multimem_all_reduce_kernel(
-    peers_ptr,
+    workspace,
     multicast,
     input_ptr,
     output_ptr,
     elements,
     blocks,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     sums_offset,
     BLOCK: tl.constexpr,
     MULTIMEM: tl.constexpr,
@@ -378,35 +352,36 @@ def multimem_all_reduce_kernel(
     Example: W = 2, 6 elements, BLOCK = 4: both ranks stage blocks 0 and 1 and tell rank 0 of the first,
     rank 1 of the second; rank 1 stores the sum of elements 4-5 to both ranks and publishes slot 5.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     DTYPE: tl.constexpr = input_ptr.dtype.element_ty
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
-    staged_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
-    free = wait_all_credits(peers_ptr, rank, world_size, epoch)
+    staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
+    free = wait_all_credits(workspace, epoch)
     if free:
         for block in range(program, blocks, programs):
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)
             copy_elements(staged_ptr + element, input_ptr + element, count, BLOCK)
-            slot_byte = slot_offset + (rank * blocks + block) * 8
-            publish(peer_pointer(peers_ptr, block % world_size, slot_byte), epoch)
+            slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
+            publish(peer_pointer(workspace, block % workspace.world_size, slot_byte), epoch)
     vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
-    sums_slot = slot_offset + world_size * blocks * 8
-    for block in range(rank + program * world_size, blocks, programs * world_size):
-        slot_byte = slot_offset + block * 8
-        arrived = wait_all(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
+    sums_slot = workspace.slot_offset + workspace.world_size * blocks * 8
+    for block in range(
+        workspace.rank + program * workspace.world_size, blocks, programs * workspace.world_size
+    ):
+        slot_byte = workspace.slot_offset + block * 8
+        arrived = wait_all(workspace, slot_byte, blocks, epoch)
         if free & arrived:
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)
             byte = element * ITEM + vectors * 16
             sum_vectors(
-                peers_ptr,
-                world_size,
+                workspace,
                 multicast,
-                data_offset + byte,
+                workspace.data_offset + byte,
                 sums_offset + byte,
                 byte,
                 vectors < tl.cdiv(count, VECTOR),
@@ -414,12 +389,12 @@ def multimem_all_reduce_kernel(
                 True,
                 MULTIMEM,
             )
-            for peer in range(world_size):
-                publish(peer_pointer(peers_ptr, peer, sums_slot + block * 8), epoch)
-    sums_ptr = data_pointer(peers_ptr, rank, sums_offset, input_ptr)
+            for peer in range(workspace.world_size):
+                publish(peer_pointer(workspace, peer, sums_slot + block * 8), epoch)
+    sums_ptr = region_pointer(workspace, workspace.rank, sums_offset, input_ptr)
     for block in range(program, blocks, programs):
-        owner = block % world_size
-        wait(peers_ptr, rank, world_size, owner, sums_slot + block * 8, epoch)
+        owner = block % workspace.world_size
+        wait(workspace, owner, sums_slot + block * 8, epoch)
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(elements - element, BLOCK)
         copy_elements(output_ptr + element, sums_ptr + element, count, BLOCK)

@@ -17,14 +17,14 @@ _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 
 
 @triton.jit
-def wait_contributions(peers_ptr, rank, world_size, slot_byte, slots_per_source, epoch):
+def wait_contributions(peers, slot_byte, slots_per_source, epoch):
     """Wait until a block has arrived from every source.
 
     ``slot_byte`` is its slot from source 0; source s has it ``slots_per_source`` later.
     """
-    for source in range(world_size):
+    for source in range(peers.world_size):
         slot = slot_byte + source * slots_per_source * 8
-        wait(peers_ptr, rank, world_size, source, slot, epoch)
+        wait(peers, source, slot, epoch)
 
 
 @triton.jit
@@ -69,17 +69,13 @@ def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
         tl.store(output_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "own_elements", "slot_offset"])
+@triton.jit(do_not_specialize=["workspace", "own_elements"])
 def reduce_scatter_kernel(
-    peers_ptr,
+    workspace,
     input_ptr,
     output_ptr,
     segments_ptr,
     own_elements,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     BLOCK: tl.constexpr,
     AVERAGE: tl.constexpr,
 ):
@@ -96,10 +92,10 @@ def reduce_scatter_kernel(
     Example: W = 2, 10 elements, BLOCK = 4: segments of 5. Rank 0 stores elements 5-9 as its
     contribution to rank 1 in blocks of 4 and 1, slots 0 and 1 there; rank 1 adds rank 0's and its own.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    for line in range(world_size):
+    for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
         owner = tl.load(segment)
         first_element = tl.load(segment + 1)
@@ -108,34 +104,30 @@ def reduce_scatter_kernel(
         blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
         first = first_tile(start, program, programs)
         if first < start + blocks:
-            if wait_credit(peers_ptr, rank, world_size, owner, epoch) >= epoch - 1:
-                to_ptr = data_pointer(peers_ptr, owner, data_offset, input_ptr) + rank * elements
+            if wait_credit(workspace, owner, epoch) >= epoch - 1:
+                to_ptr = data_pointer(workspace, owner, input_ptr) + workspace.rank * elements
                 for number in range(first, start + blocks, programs):
                     block = number - start
                     element = tl.cast(block, tl.int64) * BLOCK
                     count = min(elements - element, BLOCK)
                     from_ptr = input_ptr + first_element + element
                     copy_elements(to_ptr + element, from_ptr, count, BLOCK)
-                    slot_byte = slot_offset + (rank * blocks + block) * 8
-                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+                    slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
+                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
-        slot_byte = slot_offset + block * 8
-        wait_contributions(peers_ptr, rank, world_size, slot_byte, own_blocks, epoch)
-        sum_block(output_ptr, world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
+        slot_byte = workspace.slot_offset + block * 8
+        wait_contributions(workspace, slot_byte, own_blocks, epoch)
+        sum_block(output_ptr, workspace.world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "elements", "slot_offset"])
+@triton.jit(do_not_specialize=["workspace", "elements"])
 def all_reduce_kernel(
-    peers_ptr,
+    workspace,
     input_ptr,
     output_ptr,
     elements,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     BLOCK: tl.constexpr,
     AVERAGE: tl.constexpr,
 ):
@@ -150,23 +142,23 @@ def all_reduce_kernel(
     Example: W = 2, 6 elements, BLOCK = 4, one program per rank: blocks 0-3 and 4-5 go into region
     [rank] of both workspaces, slots 2 * rank and 2 * rank + 1; then each rank adds regions 0 and 1.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
-    region = rank * (elements + tl.zeros((), tl.int64))
+    region = workspace.rank * (elements + tl.zeros((), tl.int64))
     for block in range(program, blocks, programs):
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(elements - element, BLOCK)
-        slot_byte = slot_offset + (rank * blocks + block) * 8
-        for step in range(world_size):
-            peer = (rank + 1 + step) % world_size
-            if wait_credit(peers_ptr, rank, world_size, peer, epoch) >= epoch - 1:
-                to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + region
+        slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
+        for step in range(workspace.world_size):
+            peer = (workspace.rank + 1 + step) % workspace.world_size
+            if wait_credit(workspace, peer, epoch) >= epoch - 1:
+                to_ptr = data_pointer(workspace, peer, input_ptr) + region
                 copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
-                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     for block in range(program, blocks, programs):
-        slot_byte = slot_offset + block * 8
-        wait_contributions(peers_ptr, rank, world_size, slot_byte, blocks, epoch)
-        sum_block(output_ptr, world_size, own_ptr, elements, block, AVERAGE, BLOCK)
+        slot_byte = workspace.slot_offset + block * 8
+        wait_contributions(workspace, slot_byte, blocks, epoch)
+        sum_block(output_ptr, workspace.world_size, own_ptr, elements, block, AVERAGE, BLOCK)

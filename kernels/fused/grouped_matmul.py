@@ -23,6 +23,7 @@ a segment of n rows has at most ``1 + (n - 1) // chunk_rows`` chunks, so the nex
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Epilogue
 from interlace.kernels.epilogue import emit_tile, output_operand
 from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
 from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
@@ -32,13 +33,9 @@ from interlace.kernels.transfer import push_chunks
 
 @triton.jit
 def _consume(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    weight_ptr,
-    weight_stride_e,
-    weight_stride_k,
-    weight_stride_n,
+    workspace,
+    input,
+    weight,
     bias_ptr,
     output_ptr,
     offsets_ptr,
@@ -46,170 +43,96 @@ def _consume(
     chunk_rows,
     N,
     K,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     epoch,
     consumer,
     consumers,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    SUBTILE: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    COMPILED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """The tiles of one consumer, segment by segment and chunk by chunk: wait, then multiply."""
-    gathered_address = tl.load(peers_ptr + rank) + data_offset
-    input_address = input_ptr.to(tl.int64)
-    element_bytes = input_ptr.dtype.element_ty.primitive_bitwidth // 8
-    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
-    VECTOR: tl.constexpr = 128 // input_ptr.dtype.element_ty.primitive_bitwidth
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
+    input_address = input.ptr.to(tl.int64)
+    element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
+    COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
+    VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
+    world_size = workspace.world_size
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     own_row = tl.load(offsets_ptr)
     start = tl.zeros((), tl.int32)
+    # Source by source, the own rows first, then as the peers' send order makes them arrive.
     for index in range(world_size * num_experts):
         expert = index % num_experts
-        source = (rank + world_size - index // num_experts) % world_size
+        source = (workspace.rank + world_size - index // num_experts) % world_size
         segment = expert * world_size + source
         segment_row = tl.load(offsets_ptr + 1 + segment)
         segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
         first_slot = segment + segment_row // chunk_rows
-        b_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e
+        b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
+        of_expert = Epilogue(bias_ptr + expert * N, None, None)
         for first_row in range(0, segment_rows, chunk_rows):
             rows = min(chunk_rows, segment_rows - first_row)
-            tiles_m = tl.cdiv(rows, BLOCK_M)
+            tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
             end = start + tiles_m * tiles_n
             first = first_tile(start, consumer, consumers)
             if first < end:
                 output_row = segment_row + first_row
-                address = input_address + (own_row + first_row) * input_stride * element_bytes
-                stride = input_stride + tl.zeros((), tl.int64)
-                if source != rank:
-                    slot_byte = slot_offset + (first_slot + first_row // chunk_rows) * 8
-                    wait(peers_ptr, rank, world_size, source, slot_byte, epoch, COMPILED_STORES)
-                    if DESCRIPTORS != "":
-                        fence_descriptor_loads(COMPILED)
+                address = input_address + (own_row + first_row) * input.stride * element_bytes
+                stride = input.stride + tl.zeros((), tl.int64)
+                if source != workspace.rank:
+                    slot = first_slot + first_row // chunk_rows
+                    slot_byte = workspace.slot_offset + slot * 8
+                    wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
+                    if TILES.DESCRIPTORS != "":
+                        fence_descriptor_loads(TILES.COMPILED)
                     address = gathered_address + output_row * K * element_bytes
                     stride = K + tl.zeros((), tl.int64)
-                a_ptr = address.to(input_ptr.dtype)
-                if ALIGNED:
+                a_ptr = address.to(input.ptr.dtype)
+                if TILES.ALIGNED:
                     a_ptr = tl.multiple_of(a_ptr, 16)
                     stride = tl.multiple_of(stride, VECTOR)
-                a = rows_operand(a_ptr, stride, rows, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
-                b = columns_operand(
-                    b_ptr, weight_stride_k, weight_stride_n, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS
-                )
-                c_ptr = output_ptr + output_row * N
-                c = output_operand(c_ptr, N, rows, N, BLOCK_M, BLOCK_N, SUBTILE, OUT_DESCRIPTOR)
+                a = rows_operand(a_ptr, stride, rows, K, TILES)
+                # Here and not per expert: most programs have no tile of most experts.
+                b = columns_operand(b_ptr, weight, N, K, TILES)
+                c = output_operand(output_ptr + output_row * N, rows, N, TILES)
                 for tile in tl.range(
-                    first, end, consumers, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
+                    first,
+                    end,
+                    consumers,
+                    flatten=TILES.FLATTEN,
+                    warp_specialize=TILES.WARP_SPECIALIZE,
                 ):
-                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, GROUP_M)
-                    acc = multiply_tile(
-                        a,
-                        stride,
-                        rows,
-                        b,
-                        weight_stride_k,
-                        weight_stride_n,
-                        N,
-                        K,
-                        tile_m,
-                        tile_n,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        DESCRIPTORS,
-                        INPUT_PRECISION,
-                        True,
-                    )
-                    emit_tile(
-                        c,
-                        N,
-                        acc,
-                        bias_ptr + expert * N,
-                        bias_ptr,
-                        bias_ptr,
-                        tile_m,
-                        tile_n,
-                        rows,
-                        N,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BIAS,
-                        ACTIVATION,
-                        "",
-                        SUBTILE,
-                        OUT_DESCRIPTOR,
-                    )
+                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
+                    acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
+                    emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES)
             start = end
-        if source == rank:
+        if source == workspace.rank:
             own_row += segment_rows
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank", "world_size", "num_sends", "num_experts", "chunk_rows", "slot_offset"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "sends", "num_experts", "chunk_rows"])
 def grouped_matmul_kernel(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    weight_ptr,
-    weight_stride_e,
-    weight_stride_k,
-    weight_stride_n,
+    workspace,
+    input,
+    weight,
     bias_ptr,
     output_ptr,
-    sends_ptr,
-    num_sends,
+    sends,
     offsets_ptr,
     num_experts,
     chunk_rows,
     N,
     K,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
-    COPIERS: tl.constexpr,
-    COPY_ROWS: tl.constexpr,
-    COPY_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    SUBTILE: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    COMPILED: tl.constexpr,
+    COPIES: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """``output[rows of e] = activation(arrived[rows of e] @ weight[e] (+ bias[e]))`` for every expert e.
 
-    Legend: ``input`` is what this rank has, ``[T, K]``, rows ``input_stride`` apart; ``weight`` ``[E, K,
-    N]`` any strides; ``bias`` ``[E, N]`` and ``output`` ``[R, N]`` are contiguous. Output rows are in the
-    order (expert, source rank, row of the source). ``offsets``, int64 ``[2 + E * world_size]``: the first
-    row of the input that is for this rank itself; then, for every expert and in it for every source, the
-    output row where that segment begins; and R. What arrives lies in the workspace in output order, with
-    holes where own rows would be. ``sends``: see ``kernels/transfer.py``. Tiles are numbered through in
-    the order of consumption; consumer p of P takes tiles t with ``t % P == p``.
+    Legend: ``input`` is what this rank has, ``[T, K]``; ``weight`` ``[E, K, N]``; ``bias`` ``[E, N]``
+    and ``output`` ``[R, N]`` are contiguous. Output rows are in the order (expert, source rank, row of
+    the source). ``offsets``, int64 ``[2 + E * world_size]``: the first row of the input that is for
+    this rank itself; then, for every expert and in it for every source, the output row where that
+    segment begins; and R. What arrives lies in the workspace in output order, with holes where own rows
+    would be. ``sends``: see ``kernels/transfer.py``. Tiles are numbered through in the order of
+    consumption; consumer p of P takes tiles t with ``t % P == p``.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
@@ -223,38 +146,28 @@ def grouped_matmul_kernel(
     the own row of expert 1. Program 1 waits for slot 1 + 3 // 4 + 0 = 1 (expert 0 of rank 1) and computes
     tile 2, rows 3-4; program 2 waits for slot 3 + 6 // 4 + 0 = 4 and computes tile 3, rows 6-9.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     consumes = True
-    if COPIERS > 0:
-        consumes = program >= COPIERS
-        if program < COPIERS:
+    if COPIES.COPIERS > 0:
+        consumes = program >= COPIES.COPIERS
+        if program < COPIES.COPIERS:
             push_chunks(
-                peers_ptr,
-                input_ptr,
-                input_stride,
-                sends_ptr,
-                num_sends,
+                workspace,
+                input,
+                sends,
                 K,
-                rank,
-                world_size,
-                slot_offset,
-                data_offset,
                 epoch,
                 program,
-                COPIERS,
-                COPY_ROWS,
-                COPY_COLUMNS,
+                COPIES.COPIERS,
+                COPIES.COPY_ROWS,
+                COPIES.COPY_COLUMNS,
             )
     if consumes:
         _consume(
-            peers_ptr,
-            input_ptr,
-            input_stride,
-            weight_ptr,
-            weight_stride_e,
-            weight_stride_k,
-            weight_stride_n,
+            workspace,
+            input,
+            weight,
             bias_ptr,
             output_ptr,
             offsets_ptr,
@@ -262,25 +175,8 @@ def grouped_matmul_kernel(
             chunk_rows,
             N,
             K,
-            rank,
-            world_size,
-            slot_offset,
-            data_offset,
             epoch,
-            program - COPIERS,
-            tl.num_programs(0) - COPIERS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP_M,
-            DESCRIPTORS,
-            BIAS,
-            ACTIVATION,
-            ALIGNED,
-            INPUT_PRECISION,
-            FLATTEN,
-            WARP_SPECIALIZE,
-            SUBTILE,
-            OUT_DESCRIPTOR,
-            COMPILED,
+            program - COPIES.COPIERS,
+            tl.num_programs(0) - COPIES.COPIERS,
+            TILES,
         )

@@ -23,6 +23,7 @@ atomics round at every step), and a second reduce kernel (it cannot start on the
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Epilogue
 from interlace.kernels.collectives.reduction import (
     SEGMENT_COLUMNS,
     sum_contributions,
@@ -45,9 +46,7 @@ _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 
 @triton.jit
 def reduce_tile(
-    peers_ptr,
-    rank,
-    world_size,
+    peers,
     slot_byte,
     slots_per_source,
     epoch,
@@ -58,25 +57,24 @@ def reduce_tile(
     tile_n,
     rows,
     N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     AVERAGE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Sum one tile of ``[W, rows, N]`` contributions over sources, add the bias, activate, store it.
 
     In slices of rows: a whole tile of sums and of loaded values does not fit the registers.
     """
-    wait_contributions(peers_ptr, rank, world_size, slot_byte, slots_per_source, epoch)
-    SLICE: tl.constexpr = min(BLOCK_M, 16)
+    wait_contributions(peers, slot_byte, slots_per_source, epoch)
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    SLICE: tl.constexpr = min(TILES.BLOCK_M, 16)
+    SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
     elements_per_source = (rows + tl.zeros((), tl.int64)) * N
     offs_n = tile_offsets(tile_n, BLOCK_N)
-    for part in range(BLOCK_M // SLICE):
-        slice_m = tile_m * (BLOCK_M // SLICE) + part
+    for part in range(SLICES):
+        slice_m = tile_m * SLICES + part
         offs_m = tile_offsets(slice_m, SLICE)
         total = sum_contributions(
-            world_size,
+            peers.world_size,
             contribution_ptr,
             elements_per_source,
             offs_m[:, None] * N + offs_n[None, :],
@@ -84,157 +82,77 @@ def reduce_tile(
             AVERAGE,
             (SLICE, BLOCK_N),
         )
-        total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, BIAS)
-        total = activate(total, ACTIVATION)
-        store_tile(output_ptr, N, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
+        total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, TILES)
+        total = activate(total, TILES)
+        store_tile(output_ptr, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
 
 
 @triton.jit
 def produce_part(
-    input_ptr,
-    input_stride,
-    row_scale_ptr,
+    input,
     b,
-    weight_stride_k,
-    weight_stride_n,
-    column_scale_ptr,
-    bias_ptr,
+    weight,
+    epilogue,
     to_ptr,
     first,
     start,
-    tiles_m,
-    tiles_n,
     programs,
     first_row,
     rows,
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    SCALES: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FAST_ACCUM: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    SUBTILE: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    COMPILED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, ready to publish.
 
     They are number ``first`` and every ``programs``-th after it; the owner's begin with ``start``.
     """
-    a_ptr = input_ptr + first_row * input_stride
-    a = rows_operand(a_ptr, input_stride, rows.to(tl.int32), K, BLOCK_M, BLOCK_K, DESCRIPTORS)
-    c = output_operand(
-        to_ptr,
-        N,
-        rows.to(tl.int32),
-        N,
-        BLOCK_M,
-        BLOCK_N,
-        SUBTILE,
-        OUT_DESCRIPTOR,
-    )
-    scale_ptr = row_scale_ptr
-    if SCALES == "row":
-        scale_ptr += first_row
+    tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    count = rows.to(tl.int32)
+    a = rows_operand(input.ptr + first_row * input.stride, input.stride, count, K, TILES)
+    c = output_operand(to_ptr, count, N, TILES)
+    row_scale_ptr = epilogue.row_scale_ptr
+    if TILES.SCALES == "row":
+        row_scale_ptr += first_row
+    of_part = Epilogue(epilogue.bias_ptr, row_scale_ptr, epilogue.column_scale_ptr)
     for number in tl.range(
         first,
         start + tiles_m * tiles_n,
         programs,
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
+        flatten=TILES.FLATTEN,
+        warp_specialize=TILES.WARP_SPECIALIZE,
     ):
-        tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, GROUP_M)
-        acc = multiply_tile(
-            a,
-            input_stride,
-            rows.to(tl.int32),
-            b,
-            weight_stride_k,
-            weight_stride_n,
-            N,
-            K,
-            tile_m,
-            tile_n,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            DESCRIPTORS,
-            INPUT_PRECISION,
-            FAST_ACCUM,
-        )
-        emit_tile(
-            c,
-            N,
-            acc,
-            bias_ptr,
-            scale_ptr,
-            column_scale_ptr,
-            tile_m,
-            tile_n,
-            rows,
-            N,
-            BLOCK_M,
-            BLOCK_N,
-            "",
-            "",
-            SCALES,
-            SUBTILE,
-            OUT_DESCRIPTOR,
-        )
-    COMPILED_STORES: tl.constexpr = OUT_DESCRIPTOR and COMPILED
+        tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, TILES.GROUP_M)
+        acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES)
+        # The bias and the activation are for the sum: see reduce_tile.
+        emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, True)
+    # A release does not order what TMA has under way: the caller may publish after this only.
+    COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     complete_descriptor_stores(COMPILED_STORES)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "own_rows", "slot_offset"])
+@triton.jit(do_not_specialize=["workspace", "own_rows"])
 def matmul_reduce_scatter_kernel(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    row_scale_ptr,
-    weight_ptr,
-    weight_stride_k,
-    weight_stride_n,
-    column_scale_ptr,
-    bias_ptr,
+    workspace,
+    input,
+    weight,
+    epilogue,
     output_ptr,
     segments_ptr,
     own_rows,
     N,
     K,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
     AVERAGE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FAST_ACCUM: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    SUBTILE: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    COMPILED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
-    Legend: ``input`` is ``[M, K_r]``, rows ``input_stride`` apart, ``weight`` ``[K_r, N]``; ``output`` is
-    contiguous and its dtype is that of the contributions. ``segments``: a line per owner in
-    ``tiling.owner_order``: owner, first row, rows, number of the first tile. Program p of P takes tiles
-    t with ``t % P == p``. ``SCALES``: of this rank's product; "row": ``row_scale`` is ``[M]`` and
-    ``column_scale`` ``[N]``; "tensor": one number each.
+    Legend: ``input`` is ``[M, K_r]``, ``weight`` ``[K_r, N]``; ``output`` is contiguous and its dtype
+    is that of the contributions. ``segments``: a line per owner in ``tiling.owner_order``: owner, first
+    row, rows, number of the first tile. Program p of P takes tiles t with ``t % P == p``. ``SCALES``:
+    of this rank's product; "row": ``row_scale`` is ``[M]`` and ``column_scale`` ``[N]``; "tensor": one
+    number each.
 
     Ordering: a producer waits for the owner's credit and stores its tiles of that owner; descriptor
     stores it then waits for, until they are complete; then it publishes the slot (source, tile) of
@@ -245,82 +163,60 @@ def matmul_reduce_scatter_kernel(
     stores them in region 0 of rank 1 and publishes slot 0 there; then rows 0-63 into its own region
     0, slot 0; then waits for slots 0 (source 0) and 1 (source 1) and adds both regions.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    b = columns_operand(
-        weight_ptr, weight_stride_k, weight_stride_n, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS
-    )
-    for line in range(world_size):
+    rank = workspace.rank
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    b = columns_operand(weight.ptr, weight, N, K, TILES)
+    for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
         owner = tl.load(segment)
         first_row = tl.load(segment + 1)
         rows = tl.load(segment + 2)
         start = tl.load(segment + 3).to(tl.int32)
-        tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
+        tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
         if first < start + tiles:
-            if wait_credit(peers_ptr, rank, world_size, owner, epoch) >= epoch - 1:
+            # Given up: the owner may still be reading what this op would overwrite.
+            if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 produce_part(
-                    input_ptr,
-                    input_stride,
-                    row_scale_ptr,
+                    input,
                     b,
-                    weight_stride_k,
-                    weight_stride_n,
-                    column_scale_ptr,
-                    bias_ptr,
-                    data_pointer(peers_ptr, owner, data_offset, output_ptr) + rank * rows * N,
+                    weight,
+                    epilogue,
+                    data_pointer(workspace, owner, output_ptr) + rank * rows * N,
                     first,
                     start,
-                    tiles_m,
-                    tiles_n,
                     programs,
                     first_row,
                     rows,
                     N,
                     K,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    GROUP_M,
-                    DESCRIPTORS,
-                    SCALES,
-                    INPUT_PRECISION,
-                    FAST_ACCUM,
-                    FLATTEN,
-                    WARP_SPECIALIZE,
-                    SUBTILE,
-                    OUT_DESCRIPTOR,
-                    COMPILED,
+                    TILES,
                 )
+                # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
                 for number in range(first, start + tiles, programs):
-                    slot_byte = slot_offset + (rank * tiles + number - start) * 8
-                    publish(peer_pointer(peers_ptr, owner, slot_byte), epoch)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)
-    own_tiles_m = tl.cdiv(own_rows, BLOCK_M)
+                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
+                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    own_ptr = data_pointer(workspace, rank, output_ptr)
+    own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     own_tiles = own_tiles_m * tiles_n
     for tile in range(program, own_tiles, programs):
-        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, TILES.GROUP_M)
         reduce_tile(
-            peers_ptr,
-            rank,
-            world_size,
-            slot_offset + tile * 8,
+            workspace,
+            workspace.slot_offset + tile * 8,
             own_tiles,
             epoch,
             own_ptr,
-            bias_ptr,
+            epilogue.bias_ptr,
             output_ptr,
             tile_m,
             tile_n,
             own_rows,
             N,
-            BLOCK_M,
-            BLOCK_N,
-            BIAS,
-            ACTIVATION,
             AVERAGE,
+            TILES,
         )

@@ -53,65 +53,31 @@ def sum_members(contributions_ptr, stride, num_members, offsets, mask, SHAPE: tl
     return total
 
 
-@triton.jit(
-    do_not_specialize=["rank", "world_size", "own_rows", "num_members", "own_member", "num_nodes",
-                       "own_node", "tiles_each", "slot_offset", "landed_slot"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "node", "slots", "own_rows"])
 def matmul_node_reduce_scatter_kernel(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    row_scale_ptr,
-    weight_ptr,
-    weight_stride_k,
-    weight_stride_n,
-    column_scale_ptr,
-    bias_ptr,
+    workspace,
+    input,
+    weight,
+    epilogue,
     output_ptr,
     segments_ptr,
-    members_ptr,
-    num_members,
-    own_member,
-    sums_ptr,
-    num_nodes,
-    own_node,
+    node,
     own_rows,
-    stride,
-    tiles_each,
+    regions,
+    slots,
     N,
     K,
-    rank,
-    world_size,
-    slot_offset,
-    landed_slot,
-    data_offset,
-    landing_offset,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
     AVERAGE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FAST_ACCUM: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    SUBTILE: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    COMPILED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
     Legend: as matmul_reduce_scatter_kernel. ``segments``: a line per owner in ``node_order.scatter_order``:
     who of this node takes its tiles, first row, rows, number of the first tile, and in which of the
-    taker's regions they are. A region has a contribution of ``stride`` elements and ``tiles_each`` slots
-    per member of the node: ``members``, of which this rank is number ``own_member``. Region 0 is that of
-    the taker's own rows. ``sums``: for each node who sends its sum here, and as which duty. Of node n,
-    other than ``own_node``, the sums of the own tiles are at ``landing_offset``, from tile
-    ``n * tiles_each`` on, and their slots at ``landed_slot``.
+    taker's regions they are. A region has a contribution of ``region_stride`` elements and ``slots_each``
+    slots per member of the node. Region 0 is that of the taker's own rows. Of every other node n the
+    sums of the own tiles are at ``landing_offset``, from tile ``n * slots_each`` on, and their slots at
+    ``landed_slot``.
 
     Ordering: a producer waits for the taker's credit, stores its tiles and publishes the slot (member,
     tile) of each. Producing waits for no sum of this op. The owner waits for the members' slots and for
@@ -123,97 +89,82 @@ def matmul_node_reduce_scatter_kernel(
     own region 1; rows 64-127 into region 0 of rank 1, rows 0-63 into its own. Then it adds the two
     contributions of its region 0, and what node 1 has put: sum_0 + sum_1.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    b = columns_operand(
-        weight_ptr, weight_stride_k, weight_stride_n, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS
-    )
-    for line in range(world_size):
+    stride, slots_each = regions.region_stride, slots.slots_each
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    b = columns_operand(weight.ptr, weight, N, K, TILES)
+    for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
         taker = tl.load(segment)
         first_row = tl.load(segment + 1)
         rows = tl.load(segment + 2)
         start = tl.load(segment + 3).to(tl.int32)
-        part = tl.load(segment + 4) * num_members + own_member
-        tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
+        part = tl.load(segment + 4) * node.num_members + node.own_member
+        tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
         if first < start + tiles:
-            if wait_credit(peers_ptr, rank, world_size, taker, epoch) >= epoch - 1:
+            if wait_credit(workspace, taker, epoch) >= epoch - 1:
                 produce_part(
-                    input_ptr,
-                    input_stride,
-                    row_scale_ptr,
+                    input,
                     b,
-                    weight_stride_k,
-                    weight_stride_n,
-                    column_scale_ptr,
-                    bias_ptr,
-                    data_pointer(peers_ptr, taker, data_offset, output_ptr) + part * stride,
+                    weight,
+                    epilogue,
+                    data_pointer(workspace, taker, output_ptr) + part * stride,
                     first,
                     start,
-                    tiles_m,
-                    tiles_n,
                     programs,
                     first_row,
                     rows,
                     N,
                     K,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    GROUP_M,
-                    DESCRIPTORS,
-                    SCALES,
-                    INPUT_PRECISION,
-                    FAST_ACCUM,
-                    FLATTEN,
-                    WARP_SPECIALIZE,
-                    SUBTILE,
-                    OUT_DESCRIPTOR,
-                    COMPILED,
+                    TILES,
                 )
                 for number in range(first, start + tiles, programs):
-                    slot_byte = slot_offset + (part * tiles_each + number - start) * 8
-                    publish(peer_pointer(peers_ptr, taker, slot_byte), epoch)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, output_ptr)
-    landed_ptr = float_region(peers_ptr, rank, landing_offset)
-    own_tiles_m = tl.cdiv(own_rows, BLOCK_M)
-    SLICE: tl.constexpr = min(BLOCK_M, _SLICE_ROWS)
+                    slot_byte = workspace.slot_offset + (part * slots_each + number - start) * 8
+                    publish(peer_pointer(workspace, taker, slot_byte), epoch)
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
+    landed_ptr = float_region(workspace, regions.landing_offset)
+    own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    SLICE: tl.constexpr = min(TILES.BLOCK_M, _SLICE_ROWS)
+    SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
     for tile in range(program, own_tiles_m * tiles_n, programs):
-        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, GROUP_M)
-        slot_byte = slot_offset + tile * 8
-        wait_node(
-            peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, tiles_each, epoch
-        )
-        for node in range(num_nodes):
-            if node != own_node:
-                source = tl.load(sums_ptr + 2 * node)
-                slot_byte = slot_offset + (landed_slot + node * tiles_each + tile) * 8
-                wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, TILES.GROUP_M)
+        # All waits before the first load: what they guard is loaded slice by slice, below them all.
+        wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)
+        for other in range(node.num_nodes):
+            if other != node.own_node:
+                source = tl.load(node.sums_ptr + 2 * other)
+                slot = slots.landed_slot + other * slots_each + tile
+                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
         offs_n = tile_offsets(tile_n, BLOCK_N)
-        for part in range(BLOCK_M // SLICE):
-            slice_m = tile_m * (BLOCK_M // SLICE) + part
+        for part in range(SLICES):
+            slice_m = tile_m * SLICES + part
             offs_m = tile_offsets(slice_m, SLICE)
             mask = (offs_m < own_rows)[:, None] & (offs_n < N)[None, :]
             places = offs_m[:, None] * N + offs_n[None, :]
             within = slice_offsets(part, SLICE, BLOCK_N)
             total = tl.zeros((SLICE, BLOCK_N), tl.float32)
-            for node in range(num_nodes):
-                if node == own_node:
+            # Node by node, and within this one rank by rank: the same bits whoever came first.
+            for other in range(node.num_nodes):
+                if other == node.own_node:
                     total += sum_members(
-                        own_ptr, stride, num_members, places, mask, (SLICE, BLOCK_N)
+                        own_ptr, stride, node.num_members, places, mask, (SLICE, BLOCK_N)
                     )
                 else:
-                    from_ptr = landed_ptr + tile_element(node * tiles_each + tile, BLOCK_M, BLOCK_N)
+                    place = other * slots_each + tile
+                    from_ptr = landed_ptr + tile_element(place, TILES.BLOCK_M, BLOCK_N)
                     total += tl.load(from_ptr + within)
             if AVERAGE:
-                total = total / world_size
-            total = add_bias(total, bias_ptr, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N, BIAS)
-            total = activate(total, ACTIVATION)
-            store_tile(output_ptr, N, total, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N)
+                total = total / workspace.world_size
+            total = add_bias(
+                total, epilogue.bias_ptr, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N, TILES
+            )
+            total = activate(total, TILES)
+            store_tile(output_ptr, total, slice_m, tile_n, own_rows, N, SLICE, BLOCK_N)
 
 
 @triton.jit
@@ -229,32 +180,16 @@ def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
     return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
 
-@triton.jit(
-    do_not_specialize=["rank", "world_size", "num_duties", "num_members", "num_nodes", "own_node",
-                       "own_rows", "tiles_each", "slot_offset", "landing_slot", "landed_slot"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "duties", "node", "slots", "own_rows"])
 def node_sums_kernel(
-    peers_ptr,
+    workspace,
     contribution_ptr,
-    duties_ptr,
-    num_duties,
-    members_ptr,
-    num_members,
-    sums_ptr,
-    num_nodes,
-    own_node,
+    duties,
+    node,
     own_rows,
-    stride,
-    tiles_each,
+    regions,
+    slots,
     N,
-    rank,
-    world_size,
-    slot_offset,
-    landing_slot,
-    landed_slot,
-    data_offset,
-    partial_offset,
-    landing_offset,
     PUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -266,8 +201,8 @@ def node_sums_kernel(
     Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. ``contribution_ptr`` is only looked
     at for the dtype of contributions. ``duties``: a line per owner for whom this rank sums: owner, region,
     rows, number of the first tile.
-    Partial sums of duty d are at ``partial_offset`` from tile ``d * tiles_each`` on; a put of tile t lands
-    at ``landing_offset``, tile ``node * tiles_each + t``, and sets that slot from ``landing_slot`` on.
+    Partial sums of duty d are at ``partial_offset`` from tile ``d * slots_each`` on; a put of tile t lands
+    at ``landing_offset``, tile ``node * slots_each + t``, and sets that slot from ``landing_slot`` on.
     ``BLOCK``: bytes that emulated puts copy at a time. ``quiet_kernel`` follows on the stream.
 
     Ordering: a program takes its tiles of all duties first: it waits for the owner's credit and for all
@@ -279,79 +214,74 @@ def node_sums_kernel(
     the sum to landing tile 0 of rank 3. Then it waits for what rank 3 has put to its own landing tile 1,
     and publishes own landed slot 1.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    stride, slots_each = regions.region_stride, slots.slots_each
     tiles_n = tl.cdiv(N, BLOCK_N)
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * 4
     SLICE: tl.constexpr = min(BLOCK_M, _SLICE_ROWS)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, contribution_ptr)
-    partials_ptr = float_region(peers_ptr, rank, partial_offset)
-    for number in range(num_duties):
-        line = duties_ptr + number * _DUTY
+    own_ptr = data_pointer(workspace, workspace.rank, contribution_ptr)
+    partials_ptr = float_region(workspace, regions.partial_offset)
+    for number in range(duties.count):
+        line = duties.ptr + number * _DUTY
         owner = tl.load(line)
-        first_part = tl.load(line + 1) * num_members
+        first_part = tl.load(line + 1) * node.num_members
         rows = tl.load(line + 2)
         start = tl.load(line + 3).to(tl.int32)
         tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
         end = start + tiles_m * tiles_n
         for each in range(first_tile(start, program, programs), end, programs):
             tile = each - start
-            slot_byte = slot_offset + (first_part * tiles_each + tile) * 8
-            ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1
-            seen = wait_node(
-                peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, tiles_each, epoch
-            )
+            slot_byte = workspace.slot_offset + (first_part * slots_each + tile) * 8
+            ready = wait_credit(workspace, owner, epoch) + 1
+            seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
             if tl.minimum(ready, seen) >= epoch:
                 tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
                 offs_n = tile_offsets(tile_n, BLOCK_N)
-                place = number * tiles_each + tile
+                place = number * slots_each + tile
                 for part in range(BLOCK_M // SLICE):
                     offs_m = tile_offsets(tile_m * (BLOCK_M // SLICE) + part, SLICE)
                     total = sum_members(
                         own_ptr + first_part * stride,
                         stride,
-                        num_members,
+                        node.num_members,
                         offs_m[:, None] * N + offs_n[None, :],
                         (offs_m < rows)[:, None] & (offs_n < N)[None, :],
                         (SLICE, BLOCK_N),
                     )
                     to_ptr = partials_ptr + tile_element(place, BLOCK_M, BLOCK_N)
                     tl.store(to_ptr + slice_offsets(part, SLICE, BLOCK_N), total)
-                landing = own_node * tiles_each + tile
+                landing = node.own_node * slots_each + tile
                 put(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     owner,
-                    partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
-                    landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
+                    regions.partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
+                    regions.landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
                     TILE_BYTES,
-                    slot_offset + (landing_slot + landing) * 8,
+                    workspace.slot_offset + (slots.landing_slot + landing) * 8,
                     epoch,
                     PUT,
                     BLOCK,
                 )
     own_tiles = tl.cdiv(own_rows, BLOCK_M) * tiles_n
     for tile in range(program, own_tiles, programs):
-        for node in range(num_nodes):
-            if node != own_node:
-                source = tl.load(sums_ptr + 2 * node)
-                place = tl.load(sums_ptr + 2 * node + 1) * tiles_each + tile
-                landing = node * tiles_each + tile
+        for other in range(node.num_nodes):
+            if other != node.own_node:
+                source = tl.load(node.sums_ptr + 2 * other)
+                place = tl.load(node.sums_ptr + 2 * other + 1) * slots_each + tile
+                landing = other * slots_each + tile
                 seen = land(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     source,
-                    partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
-                    landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
+                    regions.partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
+                    regions.landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
                     TILE_BYTES,
-                    slot_offset + (landing_slot + landing) * 8,
+                    workspace.slot_offset + (slots.landing_slot + landing) * 8,
                     epoch,
                     PUT,
                     BLOCK,
                 )
                 if seen >= epoch:
-                    slot_byte = slot_offset + (landed_slot + landing) * 8
-                    publish(peer_pointer(peers_ptr, rank, slot_byte), epoch)
+                    slot_byte = workspace.slot_offset + (slots.landed_slot + landing) * 8
+                    publish(peer_pointer(workspace, workspace.rank, slot_byte), epoch)

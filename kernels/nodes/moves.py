@@ -11,7 +11,7 @@ A network does something between the last two: it reads the source some time aft
 before the receiver is told. What is right at both ends of that is right in between; ``interlace.verify``
 runs both.
 
-Legend: ``rows`` of ``columns`` elements; the input has them ``input_stride`` apart, workspaces densely.
+Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 """
 
 import triton
@@ -42,13 +42,13 @@ _LANES = tl.constexpr(32)
 
 
 @triton.jit
-def byte_pointer(peers_ptr, entry, byte_offset):
+def byte_pointer(peers, entry, byte_offset):
     """Byte ``byte_offset`` of the buffer at table entry ``entry``."""
-    return (tl.load(peers_ptr + entry) + byte_offset).to(tl.pointer_type(tl.uint8))
+    return (tl.load(peers.peers_ptr + entry) + byte_offset).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
-def put(peers_ptr, rank, world_size, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
+def put(peers, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
         PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Send a part of the own buffer to ``peer``'s, then set its slot; all places are byte offsets.
 
@@ -56,50 +56,44 @@ def put(peers_ptr, rank, world_size, peer, from_byte, to_byte, nbytes, slot_byte
     ``quiet_kernel`` has ended, which is before this rank gives its credit: nobody writes it until then.
     """
     if PUT == "nvshmem":
-        own = tl.load(peers_ptr + rank)
-        pe = tl.load(peers_ptr + world_size + peer)
+        own = tl.load(peers.peers_ptr + peers.rank)
+        pe = tl.load(peers.peers_ptr + peers.world_size + peer)
         nvshmem.put_signal_nbi_block(
             own + to_byte, own + from_byte, nbytes, own + slot_byte, epoch, _SET, pe
         )
     else:
         if PUT == "stores":
-            to_ptr = byte_pointer(peers_ptr, world_size + peer, to_byte)
-            copy_elements(to_ptr, byte_pointer(peers_ptr, rank, from_byte), nbytes, BLOCK)
-        publish(peer_pointer(peers_ptr, world_size + peer, slot_byte), epoch)
+            to_ptr = byte_pointer(peers, peers.world_size + peer, to_byte)
+            copy_elements(to_ptr, byte_pointer(peers, peers.rank, from_byte), nbytes, BLOCK)
+        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)
 
 
 @triton.jit
-def land(peers_ptr, rank, world_size, source, from_byte, to_byte, nbytes, slot_byte, epoch,
+def land(peers, source, from_byte, to_byte, nbytes, slot_byte, epoch,
          PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Wait for what ``source`` has put with the same places; loads of this program see it afterwards.
 
     Returns the value of the slot, as ``wait``. One program per put: with ``"late"`` it copies.
     """
-    seen = wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+    seen = wait(peers, source, slot_byte, epoch)
     if seen >= epoch:
         if PUT == "nvshmem":
             # It is set, so this returns. On some machines data put by a network card is not sure to
             # be there when its signal is, and NVSHMEM then reads back from the card.
-            nvshmem.wait_until(tl.load(peers_ptr + rank) + slot_byte, _GE, epoch)
+            nvshmem.wait_until(tl.load(peers.peers_ptr + peers.rank) + slot_byte, _GE, epoch)
         if PUT == "late":
-            from_ptr = byte_pointer(peers_ptr, world_size + source, from_byte)
-            copy_elements(byte_pointer(peers_ptr, rank, to_byte), from_ptr, nbytes, BLOCK)
+            from_ptr = byte_pointer(peers, peers.world_size + source, from_byte)
+            copy_elements(byte_pointer(peers, peers.rank, to_byte), from_ptr, nbytes, BLOCK)
             tl.debug_barrier()
     return seen
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "num_moves", "slot_offset"])
+@triton.jit(do_not_specialize=["workspace", "moves"])
 def move_kernel(
-    peers_ptr,
-    input_ptr,
-    input_stride,
-    moves_ptr,
-    num_moves,
+    workspace,
+    input,
+    moves,
     columns,
-    rank,
-    world_size,
-    slot_offset,
-    data_offset,
     PUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -120,30 +114,28 @@ def move_kernel(
     4 there; line 2 copies them to rank 1, slot 0 there. Line 3 waits for own slot 6, which rank 2's put
     sets, and publishes own slot 2; line 4 waits for that and copies rows 4-5 to rank 1, slot 2 there.
     """
-    epoch = current_epoch(peers_ptr, rank)
-    element_bytes = tl.cdiv(input_ptr.dtype.element_ty.primitive_bitwidth, 8)
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
-    for number in range(tl.program_id(0), num_moves, tl.num_programs(0)):
-        line = moves_ptr + number * _COLUMNS
+    epoch = current_epoch(workspace)
+    element_bytes = tl.cdiv(input.ptr.dtype.element_ty.primitive_bitwidth, 8)
+    own_ptr = data_pointer(workspace, workspace.rank, input.ptr)
+    for number in range(tl.program_id(0), moves.count, tl.num_programs(0)):
+        line = moves.ptr + number * _COLUMNS
         kind = tl.load(line)
         peer = tl.load(line + 1)
         source = tl.load(line + 2)
         from_row = tl.load(line + 3)
         to_row = tl.load(line + 4)
         rows = tl.load(line + 5)
-        slot_byte = slot_offset + tl.load(line + 7) * 8
+        slot_byte = workspace.slot_offset + tl.load(line + 7) * 8
         elements = rows * columns
-        from_byte = data_offset + from_row * columns * element_bytes
-        to_byte = data_offset + to_row * columns * element_bytes
-        ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1
+        from_byte = workspace.data_offset + from_row * columns * element_bytes
+        to_byte = workspace.data_offset + to_row * columns * element_bytes
+        ready = wait_credit(workspace, peer, epoch) + 1
         waited = tl.load(line + 6)
         if waited >= 0:
-            waited_byte = slot_offset + waited * 8
+            waited_byte = workspace.slot_offset + waited * 8
             if kind == _LAND:
                 seen = land(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     source,
                     from_byte,
                     to_byte,
@@ -154,14 +146,12 @@ def move_kernel(
                     BLOCK_COLUMNS,
                 )
             else:
-                seen = wait(peers_ptr, rank, world_size, source, waited_byte, epoch)
+                seen = wait(workspace, source, waited_byte, epoch)
             ready = tl.minimum(ready, seen)
         if ready >= epoch:
             if kind == _PUT:
                 put(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     peer,
                     from_byte,
                     to_byte,
@@ -172,7 +162,7 @@ def move_kernel(
                     BLOCK_COLUMNS,
                 )
             else:
-                to_ptr = data_pointer(peers_ptr, peer, data_offset, input_ptr) + to_row * columns
+                to_ptr = data_pointer(workspace, peer, input.ptr) + to_row * columns
                 if kind == _FORWARD:
                     from_ptr = own_ptr + from_row * columns
                     if BLOCK_ROWS == 0:
@@ -180,7 +170,7 @@ def move_kernel(
                     else:
                         copy_elements(to_ptr, from_ptr, elements, BLOCK_ROWS * BLOCK_COLUMNS // 2)
                 elif kind == _SEND:
-                    from_ptr = input_ptr + from_row * input_stride
+                    from_ptr = input.ptr + from_row * input.stride
                     if BLOCK_ROWS == 0:
                         copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
                     else:
@@ -188,19 +178,17 @@ def move_kernel(
                             to_ptr,
                             columns,
                             from_ptr,
-                            input_stride,
+                            input.stride,
                             rows,
                             columns,
                             BLOCK_ROWS,
                             BLOCK_COLUMNS,
                         )
-                publish(peer_pointer(peers_ptr, peer, slot_byte), epoch)
+                publish(peer_pointer(workspace, peer, slot_byte), epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "num_partners", "slot_offset", "slot"])
-def quiet_kernel(
-    peers_ptr, partners_ptr, num_partners, rank, world_size, slot_offset, slot, PUT: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "partners", "slot"])
+def quiet_kernel(workspace, partners, slot, PUT: tl.constexpr):
     """Hold a stream until what this rank has put in kernels before was read, and has arrived.
 
     ``partners`` are the ranks of other nodes that put to this one or to which it puts. Slots ``slot + r``
@@ -215,22 +203,20 @@ def quiet_kernel(
     if PUT == "nvshmem":
         nvshmem.quiet()
     if PUT == "late":
-        epoch = current_epoch(peers_ptr, rank)
-        if not is_void(peers_ptr, rank):
-            for number in range(num_partners):
-                partner = tl.load(partners_ptr + number)
-                slot_byte = slot_offset + (slot + rank) * 8
-                publish(peer_pointer(peers_ptr, world_size + partner, slot_byte), epoch)
-        for number in range(num_partners):
-            partner = tl.load(partners_ptr + number)
-            slot_byte = slot_offset + (slot + partner) * 8
-            wait(peers_ptr, rank, world_size, partner, slot_byte, epoch)
+        epoch = current_epoch(workspace)
+        if not is_void(workspace):
+            for number in range(partners.count):
+                partner = tl.load(partners.ptr + number)
+                slot_byte = workspace.slot_offset + (slot + workspace.rank) * 8
+                publish(peer_pointer(workspace, workspace.world_size + partner, slot_byte), epoch)
+        for number in range(partners.count):
+            partner = tl.load(partners.ptr + number)
+            slot_byte = workspace.slot_offset + (slot + partner) * 8
+            wait(workspace, partner, slot_byte, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "num_partners"])
-def put_credits_kernel(
-    peers_ptr, partners_ptr, num_partners, rank, world_size, PUT: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "partners"])
+def put_credits_kernel(workspace, partners, PUT: tl.constexpr):
     """Give this op's credit to ``partners``, the ranks of other nodes that this one exchanges puts with.
 
     ``finish_kernel`` comes next on the stream: it gives the credits of this node and ends the op.
@@ -241,17 +227,19 @@ def put_credits_kernel(
 
     Example: with epoch word 6, partners [2] and rank 0, word CREDIT[0] of rank 2 becomes 7.
     """
-    epoch = counted_epoch(peers_ptr, rank)
-    credit = tl.where(is_void(peers_ptr, rank), -epoch, epoch)
-    word_byte = (_CREDIT + rank) * 8
+    epoch = counted_epoch(workspace)
+    credit = tl.where(is_void(workspace), -epoch, epoch)
+    word_byte = (_CREDIT + workspace.rank) * 8
     if PUT == "nvshmem":
-        word = tl.load(peers_ptr + rank) + word_byte
-        for first in range(0, num_partners, _LANES):
+        word = tl.load(workspace.peers_ptr + workspace.rank) + word_byte
+        for first in range(0, partners.count, _LANES):
             # lanes to spare say the same as the last one
-            number = tl.minimum(first + tl.arange(0, _LANES), num_partners - 1)
-            pe = tl.load(peers_ptr + world_size + tl.load(partners_ptr + number))
+            number = tl.minimum(first + tl.arange(0, _LANES), partners.count - 1)
+            pe = tl.load(
+                workspace.peers_ptr + workspace.world_size + tl.load(partners.ptr + number)
+            )
             nvshmem.signal(word, credit, _SET, pe)
     else:
-        for number in range(num_partners):
-            partner = tl.load(partners_ptr + number)
-            publish(peer_pointer(peers_ptr, world_size + partner, word_byte), credit)
+        for number in range(partners.count):
+            partner = tl.load(partners.ptr + number)
+            publish(peer_pointer(workspace, workspace.world_size + partner, word_byte), credit)

@@ -25,23 +25,23 @@ _PART = tl.constexpr(PART_COLUMNS)
 
 
 @triton.jit
-def float_region(peers_ptr, rank, byte_offset):
+def float_region(peers, byte_offset):
     """The own buffer from ``byte_offset`` on, a multiple of 256, as float32."""
-    address = (tl.load(peers_ptr + rank) + byte_offset).to(tl.pointer_type(tl.float32))
+    address = (tl.load(peers.peers_ptr + peers.rank) + byte_offset).to(tl.pointer_type(tl.float32))
     return tl.multiple_of(address, 16)
 
 
 @triton.jit
-def wait_node(peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, slots_each, epoch):
+def wait_node(peers, node, slot_byte, slots_each, epoch):
     """Wait until the contribution of every rank of the node is here; the smallest slot seen.
 
     ``slot_byte`` is that of the first member; member i has it ``i * slots_each`` later.
     """
     ready = epoch
-    for member in range(num_members):
-        source = tl.load(members_ptr + member)
+    for member in range(node.num_members):
+        source = tl.load(node.members_ptr + member)
         slot = slot_byte + member * slots_each * 8
-        ready = tl.minimum(ready, wait(peers_ptr, rank, world_size, source, slot, epoch))
+        ready = tl.minimum(ready, wait(peers, source, slot, epoch))
     return ready
 
 
@@ -56,51 +56,41 @@ def sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK: tl.co
 
 
 @triton.jit
-def sum_nodes(contributions_ptr, landed_ptr, stride, num_members, num_nodes, own_node, world_size,
-              offsets, mask, BLOCK: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
+def sum_nodes(
+    contributions_ptr,
+    landed_ptr,
+    stride,
+    node,
+    world_size,
+    offsets,
+    mask,
+    BLOCK: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):
     """Sum over nodes, in order: of the own node the members' contributions, of others what has landed."""
     total = tl.zeros((BLOCK,), tl.float32)
-    for node in range(num_nodes):
-        if node == own_node:
-            total += sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
+    for other in range(node.num_nodes):
+        if other == node.own_node:
+            total += sum_node(contributions_ptr, stride, node.num_members, offsets, mask, BLOCK)
         else:
-            total += tl.load(landed_ptr + node * stride + offsets, mask=mask)
+            total += tl.load(landed_ptr + other * stride + offsets, mask=mask)
     if AVERAGE:
         total = total / world_size
     return total
 
 
-@triton.jit(
-    do_not_specialize=["rank", "world_size", "num_members", "num_nodes", "own_node", "own_member",
-                       "first_part", "num_parts", "num_duties", "own_elements", "slot_offset",
-                       "landing_slot", "pieces"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["workspace", "parts", "duties", "node", "slots", "own_elements"])
 def node_reduce_scatter_kernel(
-    peers_ptr,
+    workspace,
     input_ptr,
     output_ptr,
-    parts_ptr,
-    first_part,
-    num_parts,
-    duties_ptr,
-    num_duties,
-    members_ptr,
-    num_members,
-    sums_ptr,
-    num_nodes,
-    own_node,
-    own_member,
+    parts,
+    duties,
+    node,
     own_elements,
     piece,
-    pieces,
-    stride,
-    rank,
-    world_size,
-    slot_offset,
-    landing_slot,
-    data_offset,
-    partial_offset,
-    landing_offset,
+    regions,
+    slots,
     PUT: tl.constexpr,
     BLOCK: tl.constexpr,
     AVERAGE: tl.constexpr,
@@ -108,16 +98,13 @@ def node_reduce_scatter_kernel(
     """Reduce-scatter of a flat tensor over nodes: each rank ends with the sum of its own part.
 
     Legend: ``input`` is ``[sum of parts]``, ``output`` ``[own_elements]``; a part is cut in pieces of
-    ``piece`` elements, at most ``pieces``. ``parts``: a line per owner in ``node_order.scatter_order``:
+    ``piece`` elements, at most ``slots_each``. ``parts``: a line per owner in ``node_order.scatter_order``:
     who sums it on this node, in which of its regions, first element, elements, number of the first
-    piece; this launch hands over ``num_parts`` of them from ``first_part`` on, and with ``num_duties`` and
-    ``own_elements`` 0 does no more than that. ``duties``: for owners on other nodes whose parts this
-    rank sums, the same with the owner first. ``members``: the ranks of this node; this one is number
-    ``own_member``. ``sums``: for each node who sends its sum here, and in which region it is there;
-    this node is number ``own_node``. Regions are ``stride`` elements long: contributions
-    ``[region][member]`` at ``data_offset``, own partial sums ``[region]`` at ``partial_offset``, those of
-    other nodes ``[node]`` at ``landing_offset``, in bytes; the slots of the last begin with number
-    ``landing_slot``. ``quiet_kernel`` follows on the stream.
+    piece; this launch hands over ``count`` of them from ``first`` on, and without duties and own elements
+    does no more than that. ``duties``: for owners on other nodes whose parts this rank sums, the same
+    with the owner first. Contributions ``[region][member]`` are at ``data_offset``, own partial sums
+    ``[region]`` at ``partial_offset``, those of other nodes ``[node]`` at ``landing_offset``, their slots
+    from ``landing_slot`` on. ``quiet_kernel`` follows on the stream.
 
     Ordering: every program first stores its pieces of all parts, each after the credit of who sums
     it, and publishes a slot per piece. Then it sums its pieces for other nodes: waits for all members'
@@ -130,14 +117,16 @@ def node_reduce_scatter_kernel(
     It adds both contributions of its region 1 and puts the sum to landing place 0 of rank 2. It adds
     region 0, then what rank 2 has put to its own landing place 1.
     """
-    epoch = current_epoch(peers_ptr, rank)
+    epoch = current_epoch(workspace)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    region_slots = num_members * pieces
-    own_ptr = data_pointer(peers_ptr, rank, data_offset, input_ptr)
+    stride, slots_each = regions.region_stride, slots.slots_each
+    num_members, own_member = node.num_members, node.own_member
+    region_slots = num_members * slots_each
+    own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     region = num_members * stride
-    for number in range(first_part, first_part + num_parts):
-        line = parts_ptr + number * _PART
+    for number in range(parts.first, parts.first + parts.count):
+        line = parts.ptr + number * _PART
         summing = tl.load(line)
         place = tl.load(line + 1)
         first_element = tl.load(line + 2)
@@ -146,19 +135,21 @@ def node_reduce_scatter_kernel(
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         first = first_tile(start, program, programs)
         if first < end:
-            if wait_credit(peers_ptr, rank, world_size, summing, epoch) >= epoch - 1:
-                to_ptr = data_pointer(peers_ptr, summing, data_offset, input_ptr)
+            if wait_credit(workspace, summing, epoch) >= epoch - 1:
+                to_ptr = data_pointer(workspace, summing, input_ptr)
                 to_ptr += place * region + own_member * stride
                 for each in range(first, end, programs):
                     element = tl.cast(each - start, tl.int64) * piece
                     count = tl.minimum(elements - element, piece)
                     from_ptr = input_ptr + first_element + element
                     copy_elements(to_ptr + element, from_ptr, count, BLOCK)
-                    slot = place * region_slots + own_member * pieces + (each - start)
-                    publish(peer_pointer(peers_ptr, summing, slot_offset + slot * 8), epoch)
-    partials_ptr = float_region(peers_ptr, rank, partial_offset)
-    for number in range(num_duties):
-        line = duties_ptr + number * _PART
+                    slot = place * region_slots + own_member * slots_each + (each - start)
+                    publish(
+                        peer_pointer(workspace, summing, workspace.slot_offset + slot * 8), epoch
+                    )
+    partials_ptr = float_region(workspace, regions.partial_offset)
+    for number in range(duties.count):
+        line = duties.ptr + number * _PART
         owner = tl.load(line)
         place = tl.load(line + 1)
         elements = tl.load(line + 3)
@@ -167,11 +158,9 @@ def node_reduce_scatter_kernel(
         for each in range(first_tile(start, program, programs), end, programs):
             element = tl.cast(each - start, tl.int64) * piece
             count = tl.minimum(elements - element, piece)
-            slot_byte = slot_offset + (place * region_slots + (each - start)) * 8
-            ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1
-            seen = wait_node(
-                peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, pieces, epoch
-            )
+            slot_byte = workspace.slot_offset + (place * region_slots + (each - start)) * 8
+            ready = wait_credit(workspace, owner, epoch) + 1
+            seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
             if tl.minimum(ready, seen) >= epoch:
                 contributions_ptr = own_ptr + place * region + element
                 partial_ptr = partials_ptr + place * stride + element
@@ -186,41 +175,36 @@ def node_reduce_scatter_kernel(
                     total = sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
                     tl.store(partial_ptr + offsets, total, mask=mask)
                 put(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     owner,
-                    partial_offset + (place * stride + element) * 4,
-                    landing_offset + (own_node * stride + element) * 4,
+                    regions.partial_offset + (place * stride + element) * 4,
+                    regions.landing_offset + (node.own_node * stride + element) * 4,
                     count * 4,
-                    slot_offset + (landing_slot + own_node * pieces + (each - start)) * 8,
+                    workspace.slot_offset
+                    + (slots.landing_slot + node.own_node * slots_each + (each - start)) * 8,
                     epoch,
                     PUT,
                     BLOCK,
                 )
-    landed_ptr = float_region(peers_ptr, rank, landing_offset)
+    landed_ptr = float_region(workspace, regions.landing_offset)
     own_pieces = tl.cdiv(own_elements, piece).to(tl.int32)
     for each in range(program, own_pieces, programs):
         element = tl.cast(each, tl.int64) * piece
         count = tl.minimum(own_elements - element, piece)
-        for node in range(num_nodes):
-            if node == own_node:
-                slot_byte = slot_offset + each * 8
-                wait_node(
-                    peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, pieces, epoch
-                )
+        for other in range(node.num_nodes):
+            if other == node.own_node:
+                slot_byte = workspace.slot_offset + each * 8
+                wait_node(workspace, node, slot_byte, slots_each, epoch)
             else:
-                source = tl.load(sums_ptr + 2 * node)
-                place = tl.load(sums_ptr + 2 * node + 1)
+                source = tl.load(node.sums_ptr + 2 * other)
+                place = tl.load(node.sums_ptr + 2 * other + 1)
                 land(
-                    peers_ptr,
-                    rank,
-                    world_size,
+                    workspace,
                     source,
-                    partial_offset + (place * stride + element) * 4,
-                    landing_offset + (node * stride + element) * 4,
+                    regions.partial_offset + (place * stride + element) * 4,
+                    regions.landing_offset + (other * stride + element) * 4,
                     count * 4,
-                    slot_offset + (landing_slot + node * pieces + each) * 8,
+                    workspace.slot_offset + (slots.landing_slot + other * slots_each + each) * 8,
                     epoch,
                     PUT,
                     BLOCK,
@@ -233,10 +217,8 @@ def node_reduce_scatter_kernel(
                 own_ptr + element,
                 landed_ptr + element,
                 stride,
-                num_members,
-                num_nodes,
-                own_node,
-                world_size,
+                node,
+                workspace.world_size,
                 offsets,
                 None,
                 BLOCK,
@@ -250,10 +232,8 @@ def node_reduce_scatter_kernel(
                 own_ptr + element,
                 landed_ptr + element,
                 stride,
-                num_members,
-                num_nodes,
-                own_node,
-                world_size,
+                node,
+                workspace.world_size,
                 offsets,
                 mask,
                 BLOCK,

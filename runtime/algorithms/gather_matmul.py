@@ -15,16 +15,18 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Table
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
 from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
 from interlace.runtime.algorithms import node_fused
 from interlace.runtime.algorithms.node_fused import GatherMoves
 from interlace.runtime.algorithms.operands import (
     Linear,
-    is_aligned,
+    copies,
+    epilogue,
     launch_options,
-    loop_operands,
     multiply,
+    product,
 )
 from interlace.runtime.algorithms.plain import all_gather_copy, resident_programs, transfer_tables
 from interlace.runtime.core.call import Call
@@ -87,7 +89,8 @@ def all_gather_matmul_fused(
     scales_at = 0 if sent_scale is None else layout.add_data(total * sent_scale.element_size())
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
     operands = [
-        loop_operands(communicator, configuration, input, linear, row_scale) for linear in linears
+        product(communicator, configuration, input, linear) | epilogue(linear, row_scale)
+        for linear in linears
     ]
     tables = [
         _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1], far)
@@ -102,10 +105,12 @@ def all_gather_matmul_fused(
             moving = far.start(workspace, input, configuration)
         elif not copiers:
             _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
+        path = multicast_path(communicator, configuration, workspace)
         for index, (chunks, tiles) in enumerate(tables):
             mine = copiers if index == 0 else 0
             resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
-            aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
+            # a switch moves 16 bytes at a time
+            multicast = mine and operands[index]["TILES"].ALIGNED
             communicator.compute.launch(
                 KernelLaunch(
                     all_gather_matmul_kernels.all_gather_matmul_kernel,
@@ -113,19 +118,11 @@ def all_gather_matmul_fused(
                     {
                         **workspace.kernel_arguments(),
                         **operands[index],
+                        **copies(configuration, mine, path if multicast else ""),
                         "scale_offset": workspace.data_offset + scales_at,
-                        "sends_ptr": sends,
-                        "num_sends": num_sends,
-                        "chunks_ptr": chunks,
-                        "num_chunks": slots,
-                        "COPIERS": mine,
-                        "COPY_ROWS": configuration.copy_rows,
-                        "COPY_COLUMNS": configuration.copy_columns,
+                        "sends": Table(sends, num_sends),
+                        "chunks": Table(chunks, slots),
                         "multicast": workspace.buffer.multicast,
-                        "MULTICAST": multicast_path(communicator, configuration, workspace)
-                        if mine and aligned
-                        else "",
-                        "ALIGNED": aligned,
                     },
                     "all_gather_matmul",
                     **launch_options(configuration),

@@ -15,15 +15,17 @@ from dataclasses import replace
 import torch
 
 from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Experts, Table
 from interlace.kernels.fused import grouped_matmul
 from interlace.runtime.algorithms.grouped_routes import Routes, Segment
 from interlace.runtime.algorithms.operands import (
     DESCRIPTOR_ALIGNMENT,
     Linear,
-    is_aligned,
+    bias_or_none,
+    copies,
     launch_options,
-    loop_operands,
     multiply,
+    product,
 )
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.call import Call
@@ -32,8 +34,6 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
-
-_NOT_GROUPED = ("row_scale_ptr", "column_scale_ptr", "SCALES", "FAST_ACCUM")
 
 
 def _expert(linear: Linear, expert: int, rows: slice) -> Linear:
@@ -62,15 +62,11 @@ def _operands(
     first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
     if weight.stride(0) * weight.element_size() % DESCRIPTOR_ALIGNMENT:
         configuration = replace(configuration, descriptors=False)
-    shared = loop_operands(communicator, configuration, input, first)
-    for name in _NOT_GROUPED:
-        del shared[name]
-    inner = input.shape[1]
     return {
-        **shared,
-        "weight_stride_e": weight.stride(0),
+        **product(communicator, configuration, input, first),
+        "weight": Experts(weight, *weight.stride()),
+        "bias_ptr": bias_or_none(first),
         "num_experts": weight.shape[0],
-        "ALIGNED": is_aligned(input, inner) and is_aligned(input, input.stride(0)),
     }
 
 
@@ -114,13 +110,10 @@ def grouped_matmul_fused(
                 {
                     **workspace.kernel_arguments(),
                     **operands,
-                    "sends_ptr": sends,
-                    "num_sends": len(lines),
+                    **copies(configuration, copiers),
+                    "sends": Table(sends, len(lines)),
                     "offsets_ptr": offsets,
                     "chunk_rows": size,
-                    "COPIERS": copiers,
-                    "COPY_ROWS": configuration.copy_rows,
-                    "COPY_COLUMNS": configuration.copy_columns,
                 },
                 op,
                 **launch_options(configuration),

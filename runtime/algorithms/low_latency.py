@@ -18,7 +18,7 @@ from interlace.kernels.collectives import low_latency
 from interlace.kernels.signal import HEADER_WORDS, SPIN_LIMIT_WORD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import WORD, SymmetricBuffer, bytes_of
+from interlace.runtime.core.memory import WORD, SymmetricBuffer, bytes_of, peers_of
 from interlace.runtime.core.stream import Event
 
 BLOCK_WORDS = 256  # one for each thread
@@ -106,9 +106,7 @@ def _run(
         kernel,
         programs,
         {
-            "peers_ptr": held.buffer.peers,
-            "rank": communicator.rank,
-            "world_size": communicator.world_size,
+            "peers": peers_of(held.buffer, communicator.world_size),
             "units": units.numel(),
             "epochs_offset": held.epochs_offset,
             "words_offset": held.words_offset,

@@ -22,10 +22,11 @@ from interlace.kernels.tiling import owner_order
 from interlace.runtime.algorithms import node_fused, node_matmul_reduce
 from interlace.runtime.algorithms.operands import (
     Linear,
-    kernel_operands,
+    bias_or_none,
+    epilogue,
     launch_options,
-    loop_operands,
     multiply,
+    product,
 )
 from interlace.runtime.algorithms.plain import resident_programs, segment_table
 from interlace.runtime.core.call import Call
@@ -79,7 +80,7 @@ def matmul_reduce_scatter_fused(
     layout.add_slots(formulas.reduce_slots(world_size, rows, block_m, tiles_n))
     layout.add_data(formulas.contributed_bytes(world_size, rows, row_bytes))
     # before the streams wait for what the caller has issued
-    operands = loop_operands(communicator, configuration, input, linear, row_scale, published=True)
+    operands = product(communicator, configuration, input, linear, published=True)
     table = segment_table(communicator, segments, block_m, tiles_n)
     resident = resident_programs(communicator, configuration)
 
@@ -91,6 +92,7 @@ def matmul_reduce_scatter_fused(
                 {
                     **workspace.kernel_arguments(),
                     **operands,
+                    **epilogue(linear, row_scale),
                     "segments_ptr": table,
                     "own_rows": rows[rank],
                     "AVERAGE": average,
@@ -276,7 +278,9 @@ def matmul_all_reduce_fused(
     layout = Layout()
     layout.add_slots(formulas.reduce_slots(world_size, [rows], block_m, tiles_n))
     layout.add_data(formulas.contributed_bytes(world_size, [rows], row_bytes))
-    operands = kernel_operands(communicator, configuration, input, linear)
+    operands = product(communicator, configuration, input, linear)
+    # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+    operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)
     resident = resident_programs(communicator, configuration)
 
     def body(workspace: Workspace) -> None:
@@ -287,6 +291,7 @@ def matmul_all_reduce_fused(
                 {
                     **workspace.kernel_arguments(),
                     **operands,
+                    "bias_ptr": bias_or_none(linear),
                     "M": rows,
                     "AVERAGE": average,
                 },

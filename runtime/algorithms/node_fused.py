@@ -23,7 +23,7 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.algorithms.operands import Linear, multiply
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.tuning import configuration as configurations

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Node, NodeSlots, Regions, Table
 from interlace.kernels.nodes import matmul_reduce_scatter as kernels
 from interlace.kernels.nodes import order
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms.operands import Linear, launch_options, loop_operands
+from interlace.runtime.algorithms.operands import Linear, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
@@ -102,23 +103,23 @@ def matmul_reduce_scatter(
     landing = layout.add_data(len(names) * each * tile_bytes)
 
     # before the streams wait for what the caller has issued
-    operands = loop_operands(communicator, configuration, input, linear, row_scale, published=True)
+    operands = product(communicator, configuration, input, linear, published=True)
     known = tables_of(rank, nodes, segments, block_m, tiles_n)
     key = (tuple(segments), block_m, tiles_n)
     table = communicator.table
     far = algorithms.partners(communicator, nodes)
     shared = {
-        "members_ptr": table("node members", lambda: [members]),
-        "num_members": len(members),
-        "sums_ptr": table(("node tile sums", key), lambda: known.sums),
-        "num_nodes": len(names),
-        "own_node": names.index(nodes.of[rank]),
+        "node": Node(
+            table("node members", lambda: [members]),
+            len(members),
+            members.index(rank),
+            table(("node tile sums", key), lambda: known.sums),
+            len(names),
+            names.index(nodes.of[rank]),
+        ),
+        "slots": NodeSlots(each, landing_slot, landed_slot),
         "own_rows": rows[rank],
-        "stride": stride,
-        "tiles_each": each,
         "N": columns,
-        "landed_slot": landed_slot,
-        **{name: operands[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M")},
     }
     segments_table = table(("node segments", key), lambda: known.segments)
     duties_table = table(("node tile duties", key), lambda: known.duties)
@@ -130,21 +131,24 @@ def matmul_reduce_scatter(
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
 
     def body(workspace: Workspace) -> None:
-        landing_offset = workspace.data_offset + landing
+        begin = workspace.data_offset
+        known_here = {
+            **workspace.kernel_arguments(),
+            **shared,
+            "regions": Regions(stride, begin + partial, begin + landing),
+        }
         communicator.copying.launch(
             KernelLaunch(
                 kernels.node_sums_kernel,
                 summing,
                 {
-                    **workspace.kernel_arguments(),
-                    **shared,
+                    **known_here,
                     "contribution_ptr": linear.output,
-                    "duties_ptr": duties_table,
-                    "num_duties": len(known.duties),
-                    "landing_slot": landing_slot,
-                    "partial_offset": workspace.data_offset + partial,
-                    "landing_offset": landing_offset,
+                    "duties": Table(duties_table, len(known.duties)),
                     "PUT": nodes.put,
+                    "BLOCK_M": block_m,
+                    "BLOCK_N": block_n,
+                    "GROUP_M": configuration.group_m,
                     "BLOCK": configuration.block_elements,
                 },
                 "matmul_reduce_scatter",
@@ -157,12 +161,10 @@ def matmul_reduce_scatter(
                 kernels.matmul_node_reduce_scatter_kernel,
                 formulas.persistent_grid(0, tiles, resident),
                 {
-                    **workspace.kernel_arguments(),
+                    **known_here,
                     **operands,
-                    **shared,
+                    **epilogue(linear, row_scale),
                     "segments_ptr": segments_table,
-                    "own_member": members.index(rank),
-                    "landing_offset": landing_offset,
                     "AVERAGE": average,
                 },
                 "matmul_reduce_scatter",

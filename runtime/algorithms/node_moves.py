@@ -20,12 +20,13 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import transfer
+from interlace.kernels.arguments import Node, NodeSlots, Part, Regions, Rows, Table
 from interlace.kernels.nodes import moves as hierarchical
 from interlace.kernels.nodes import order, reduction
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace, neighbours, overlap
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.tuning.configuration import Configuration, choose
 
@@ -93,10 +94,8 @@ def launch_moves(
             max(1, min(programs, moves.count)),
             {
                 **workspace.kernel_arguments(),
-                "input_ptr": input,
-                "input_stride": input.stride(0),
-                "moves_ptr": moves.table,
-                "num_moves": moves.count,
+                "input": Rows(input, input.stride(0)),
+                "moves": Table(moves.table, moves.count),
                 "columns": 1 if flat else input.shape[1],
                 "PUT": far.nodes.put,
                 "BLOCK_ROWS": 0 if flat else configuration.copy_rows,
@@ -129,17 +128,14 @@ def _between(
     stream: Stream, kernel: Any, far: Partners, workspace: Workspace, **arguments: int
 ) -> None:
     """Launch a kernel of one warp that deals with ``far``."""
-    known = workspace.kernel_arguments()
-    names = ("peers_ptr", "rank", "world_size") + (("slot_offset",) if arguments else ())
     stream.launch(
         KernelLaunch(
             kernel,
             1,
             {
-                **{name: known[name] for name in names},
+                **workspace.kernel_arguments(),
                 **arguments,
-                "partners_ptr": far.table,
-                "num_partners": far.count,
+                "partners": Table(far.table, far.count),
                 "PUT": far.nodes.put,
             },
             workspace.op,
@@ -203,10 +199,8 @@ def all_gather(
                         **workspace.kernel_arguments(),
                         "input_ptr": input,
                         "output_ptr": output,
-                        "sends_ptr": table,
-                        "num_sends": 0,
-                        "arrivals_ptr": table,
-                        "num_arrivals": len(arrivals),
+                        "sends": Table(table, 0),
+                        "arrivals": Table(table, len(arrivals)),
                         "COPIERS": 0,
                         "BLOCK": block,
                     },
@@ -380,22 +374,23 @@ def reduce_scatter(
     layout.add_data(sums.regions * sums.stride * input.element_size())
     partial = layout.add_data(sums.duties * sums.stride * 4)
     landing = layout.add_data(len(nodes.names()) * sums.stride * 4)
-    tables, sums_count = _sum_tables(communicator, nodes, lengths, sums.piece)
+    parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, sums.piece)
     limit = configuration.programs or communicator.place.program_limit()
     members = nodes.members(rank)
     far = partners(communicator, nodes)
     constants = {
-        **tables,
         "input_ptr": input,
         "output_ptr": output,
-        "num_members": len(members),
-        "num_nodes": len(nodes.names()),
-        "own_node": nodes.names().index(nodes.of[rank]),
-        "own_member": members.index(rank),
+        "node": Node(
+            communicator.table("node members", lambda: [members]),
+            len(members),
+            members.index(rank),
+            sums_table,
+            len(nodes.names()),
+            nodes.names().index(nodes.of[rank]),
+        ),
+        "slots": NodeSlots(sums.pieces, landing_slot, landing_slot),
         "piece": sums.piece,
-        "pieces": sums.pieces,
-        "stride": sums.stride,
-        "landing_slot": landing_slot,
         "PUT": nodes.put,
         "BLOCK": block,
         "AVERAGE": average,
@@ -403,6 +398,7 @@ def reduce_scatter(
 
     def launch(stream: Stream, workspace: Workspace, parts: tuple[int, int], sum_up: bool) -> None:
         pieces = sums.pieces * (len(nodes.names()) if sum_up else 1)
+        begin = workspace.data_offset
         stream.launch(
             KernelLaunch(
                 reduction.node_reduce_scatter_kernel,
@@ -410,11 +406,9 @@ def reduce_scatter(
                 {
                     **workspace.kernel_arguments(),
                     **constants,
-                    "partial_offset": workspace.data_offset + partial,
-                    "landing_offset": workspace.data_offset + landing,
-                    "first_part": parts[0],
-                    "num_parts": parts[1],
-                    "num_duties": sums_count if sum_up else 0,
+                    "regions": Regions(sums.stride, begin + partial, begin + landing),
+                    "parts": Part(parts_table, *parts),
+                    "duties": duties if sum_up else Table(duties.ptr, 0),
                     "own_elements": lengths[rank] if sum_up else 0,
                 },
                 op,
@@ -444,15 +438,12 @@ def reduce_scatter(
 
 def _sum_tables(
     communicator: Communicator, nodes: Nodes, lengths: Sequence[int], piece: int
-) -> tuple[dict[str, Any], int]:
-    """Tables of ``node_reduce_scatter_kernel`` by argument; for how many other owners this rank sums."""
-    rank = communicator.rank
-    parts, duties, sums = part_lines(rank, nodes, lengths, piece)
+) -> tuple[torch.Tensor, Table, torch.Tensor]:
+    """Of ``node_reduce_scatter_kernel``: the parts, what this rank sums for others, and who sums for it."""
+    parts, duties, sums = part_lines(communicator.rank, nodes, lengths, piece)
     key = (tuple(lengths), piece)
-    tables = {
-        "parts_ptr": communicator.table(("node parts", key), lambda: parts),
-        "duties_ptr": communicator.table(("node duties", key), lambda: duties),
-        "members_ptr": communicator.table("node members", lambda: [nodes.members(rank)]),
-        "sums_ptr": communicator.table(("node sums", key), lambda: sums),
-    }
-    return tables, len(duties)
+    return (
+        communicator.table(("node parts", key), lambda: parts),
+        Table(communicator.table(("node duties", key), lambda: duties), len(duties)),
+        communicator.table(("node sums", key), lambda: sums),
+    )

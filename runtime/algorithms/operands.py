@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from interlace.kernels.arguments import Copies, Epilogue, Rows, Tiles, Weight
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.tuning.configuration import Configuration
@@ -94,37 +95,6 @@ def input_precision(dtype: torch.dtype) -> str:
     return "ieee" if exact else "tf32"
 
 
-def kernel_operands(
-    communicator: Communicator,
-    configuration: Configuration,
-    input: torch.Tensor,
-    linear: Linear,
-) -> dict[str, Any]:
-    """The arguments of the matmul loop that all fused kernels share."""
-    weight = linear.weight
-    descriptors = descriptor_path(configuration, input, weight)
-    return {
-        "input_ptr": input,
-        "input_stride": input.stride(0),
-        "weight_ptr": weight,
-        "weight_stride_k": weight.stride(0),
-        "weight_stride_n": weight.stride(1),
-        "bias_ptr": linear.output if linear.bias is None else linear.bias,
-        "output_ptr": linear.output,
-        "N": weight.shape[1],
-        "K": weight.shape[0],
-        "BLOCK_M": configuration.block_m,
-        "BLOCK_N": configuration.block_n,
-        "BLOCK_K": configuration.inner_block(descriptors),
-        "GROUP_M": configuration.group_m,
-        "DESCRIPTORS": descriptors,
-        "BIAS": "" if linear.bias is None else linear.bias_along,
-        "ACTIVATION": linear.activation,
-        "SUBTILE": configuration.stored_parts,
-        "INPUT_PRECISION": input_precision(input.dtype),
-    }
-
-
 def stores_by_descriptor(configuration: Configuration, linear: Linear, descriptors: str) -> bool:
     """Whether tiles of the product may leave through a descriptor; ``descriptors`` is the loads' path."""
     columns = linear.weight.shape[1]
@@ -137,34 +107,66 @@ def stores_by_descriptor(configuration: Configuration, linear: Linear, descripto
     )
 
 
-def loop_operands(
+def product(
     communicator: Communicator,
     configuration: Configuration,
     input: torch.Tensor,
     linear: Linear,
-    row_scale: torch.Tensor | None = None,
     *,
     published: bool = False,
 ) -> dict[str, Any]:
-    """As :func:`kernel_operands`, for the kernels whose tile loop the compiler may rearrange.
+    """The arguments of the matmul that all fused kernels share, without the epilogue's.
 
-    ``row_scale`` is that of the input; where there is none, scales are not looked at. ``published``: peers
-    wait for the tiles, so they do not leave through descriptors from warps of their own.
+    ``published``: peers wait for the tiles, so they do not leave by descriptor from warps of their own.
     """
-    shared = kernel_operands(communicator, configuration, input, linear)
-    by_descriptor = bool(shared["DESCRIPTORS"])
+    weight, inner = linear.weight, input.shape[1]
+    descriptors = descriptor_path(configuration, input, weight)
+    specialized = configuration.warp_specialize and bool(descriptors)
+    tiles = Tiles(
+        BLOCK_M=configuration.block_m,
+        BLOCK_N=configuration.block_n,
+        BLOCK_K=configuration.inner_block(descriptors),
+        GROUP_M=configuration.group_m,
+        DESCRIPTORS=descriptors,
+        INPUT_PRECISION=input_precision(input.dtype),
+        FAST_ACCUM=linear.fast_accum,
+        ALIGNED=is_aligned(input, inner) and is_aligned(input, input.stride(0)),
+        FLATTEN=configuration.flatten and bool(descriptors),
+        WARP_SPECIALIZE=specialized,
+        COMPILED=not communicator.place.interpreted,
+        SCALES=linear.scales,
+        BIAS="" if linear.bias is None else linear.bias_along,
+        ACTIVATION=linear.activation,
+        SUBTILE=configuration.stored_parts,
+        OUT_DESCRIPTOR=stores_by_descriptor(configuration, linear, descriptors)
+        and not (published and specialized),
+    )
     return {
-        **shared,
-        "row_scale_ptr": linear.output if row_scale is None else row_scale,
-        "column_scale_ptr": linear.output if linear.scale is None else linear.scale,
-        "SCALES": linear.scales,
-        "FAST_ACCUM": linear.fast_accum,
-        "FLATTEN": configuration.flatten and by_descriptor,
-        "WARP_SPECIALIZE": configuration.warp_specialize and by_descriptor,
-        "OUT_DESCRIPTOR": stores_by_descriptor(configuration, linear, shared["DESCRIPTORS"])
-        and not (published and configuration.warp_specialize),
-        "COMPILED": not communicator.place.interpreted,
+        "input": Rows(input, input.stride(0)),
+        "weight": Weight(weight, *weight.stride()),
+        "output_ptr": linear.output,
+        "N": weight.shape[1],
+        "K": weight.shape[0],
+        "TILES": tiles,
     }
+
+
+def bias_or_none(linear: Linear) -> torch.Tensor:
+    """What to hand over as the bias: some tensor of its dtype where there is none."""
+    return linear.output if linear.bias is None else linear.bias
+
+
+def epilogue(linear: Linear, row_scale: torch.Tensor | None) -> dict[str, Any]:
+    """The argument of this name; ``row_scale`` is that of the input."""
+    row = linear.output if row_scale is None else row_scale
+    column = linear.output if linear.scale is None else linear.scale
+    return {"epilogue": Epilogue(bias_or_none(linear), row, column)}
+
+
+def copies(configuration: Configuration, copiers: int, multicast: str = "") -> dict[str, Any]:
+    """The argument about ``copiers`` that send chunks of rows."""
+    sizes = configuration.copy_rows, configuration.copy_columns
+    return {"COPIES": Copies(copiers, *sizes, multicast)}
 
 
 def launch_options(configuration: Configuration) -> dict[str, int]:

@@ -18,6 +18,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import transfer
+from interlace.kernels.arguments import Table
 from interlace.kernels.collectives import reduction
 from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
 from interlace.runtime.algorithms.node_moves import gather_parts
@@ -191,10 +192,8 @@ def all_gather_kernel(
                     **workspace.kernel_arguments(),
                     "input_ptr": input,
                     "output_ptr": output,
-                    "sends_ptr": sends,
-                    "num_sends": num_sends,
-                    "arrivals_ptr": arrivals,
-                    "num_arrivals": num_arrivals,
+                    "sends": Table(sends, num_sends),
+                    "arrivals": Table(arrivals, num_arrivals),
                     "COPIERS": copiers,
                     "BLOCK": block,
                 },

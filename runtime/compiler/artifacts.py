@@ -14,6 +14,8 @@ import pathlib
 import re
 from typing import Any
 
+from interlace.runtime.core.kernel_arguments import leaves, outside_name
+
 # What Triton's launcher passes after the arguments of the signature, in this order.
 SCRATCH = ("global_scratch", "profile_scratch")
 _SCALARS = {"i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
@@ -41,13 +43,16 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any
             raise ArtifactError(f"{metadata.name}: {name} is {value}; a bundle has {allowed}")
     if metadata.tensordesc_meta:
         raise ArtifactError(f"{metadata.name} takes tensor maps, which a bundle cannot make")
-    names = list(source.fn.arg_names)
     return {
         "symbol": metadata.name,
         "target": _only(r"^\.target (\w+)", ptx),
         "threads": int(_only(r"\.reqntid (\d+)", ptx)),
         "arguments": _arguments(source, metadata.name, ptx),
-        "constants": {names[path[0]]: value for path, value in sorted(source.constants.items())},
+        "constants": {
+            outside_name(path): value
+            for place, given in sorted(source.constants.items())
+            for path, value in leaves({_path(source, place): given}).items()
+        },
         "shared_memory": {"static": usage["SHARED"], "dynamic": metadata.shared},
         "scratch": {
             "bytes_per_program": metadata.global_scratch_size,
@@ -63,15 +68,15 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any
 def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
     """Every parameter of the cubin, in order: of the signature, then scratch."""
     declared = _parameters(symbol, ptx)
-    divisible = {path[0] for path, attributes in source.attrs.items() if _by_16(attributes)}
+    divisible = {_path(source, place) for place, given in source.attrs.items() if _by_16(given)}
     arguments: list[dict[str, Any]] = [
         {
-            "name": name,
+            "name": outside_name(path),
             "from": "caller",
             "type": kind,
-            "divisible_by": 16 if index in divisible else 1,
+            "divisible_by": 16 if path in divisible else 1,
         }
-        for index, (name, kind) in enumerate(source.signature.items())
+        for path, kind in leaves(source.signature).items()
         if kind != "constexpr"
     ]
     hidden = len(declared) - len(arguments)
@@ -93,6 +98,12 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
         argument |= {"bytes": size, "offset": offset, "used": used}
         offset += size
     return arguments
+
+
+def _path(source: Any, place: tuple[int, ...]) -> str:
+    """What Triton calls by its place, by name."""
+    name = source.fn.arg_names[place[0]]
+    return ".".join((name, *(source.signature[name]._fields[each] for each in place[1:])))
 
 
 def _size(kind: str) -> int:

@@ -1,9 +1,8 @@
 """What is built ahead of a GPU: every kernel, in the variants that the default configuration launches.
 
-One :class:`Entry` is one compilation, written down as the launch would specialise it: the types of the
-arguments, which of them are divisible by 16, the constexprs, warps and stages. The values mirror
-``algorithms/gather_matmul.py``, ``algorithms/matmul_reduce.py`` and ``algorithms/plain.py``; the sizes
-come from ``tuning/configuration.py``.
+One :class:`Entry` is one compilation, as the launch of an op specialises it: the types of the arguments,
+which of them are divisible by 16, the constexprs, warps and stages. The ops themselves say so, see
+``catalogue_group.py``; the sizes come from ``tuning/configuration.py``.
 
 Variants of a fused kernel, named in this order::
 
@@ -24,20 +23,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels import signal
+from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.runtime.compiler.catalogue_collectives import by_the_switch, low_latency
-from interlace.runtime.compiler.catalogue_nodes import between_nodes
-from interlace.runtime.compiler.entry import Constant
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce
+from interlace.runtime.algorithms import grouped_matmul as grouped_algorithms
+from interlace.runtime.algorithms import plain as collective_algorithms
+from interlace.runtime.algorithms.grouped_routes import Routes
+from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.compiler.catalogue_collectives import ELEMENTS, by_the_switch, low_latency
+from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.runtime.compiler.catalogue_nodes import NODE_RANKS, between_nodes
 from interlace.runtime.compiler.entry import Entry as Entry
+from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 ARCHES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
+EXPERTS = 2
 
 
 def entries(arch: int) -> list[Entry]:
@@ -46,37 +56,23 @@ def entries(arch: int) -> list[Entry]:
 
 
 def signals(arch: int) -> Iterator[Entry]:
-    """The kernels of ``kernels/signal.py``."""
-    kernels = {
-        "publish_kernel": ("rank", "peer", "slot_byte"),
-        "wait_kernel": ("rank", "world_size", "source", "slot_byte"),
-        "wait_credits_kernel": ("rank", "world_size"),
-        "finish_kernel": ("rank", "world_size"),
+    """The kernels of ``kernels/signal.py``, one program of one warp each."""
+    table, peers = meta(RANKS), Peers(meta(RANKS), 0, RANKS)
+    pads = {"pads_ptr": table, "status_ptr": table, "rank": 0, "world_size": RANKS, "channel": 0}
+    polls = {"polls": 1 << 40}
+    word = torch.empty(2, dtype=torch.uint32)[1:]  # of a progress array, anywhere in it
+    kernels: dict[Any, dict[str, Any]] = {
+        signal.publish_kernel: {"peers": peers, "peer": 0, "slot_byte": 0},
+        signal.wait_kernel: {"peers": peers, "source": 0, "slot_byte": 0},
+        signal.wait_credits_kernel: {"peers": peers},
+        signal.finish_kernel: {"peers": peers},
+        signal.put_signal_kernel: {**pads, "peer": 0, **polls},
+        signal.wait_signal_kernel: {**pads, "peer": 0, **polls},
+        signal.handle_barrier_kernel: {**pads, **polls},
+        signal.write_value_kernel: {"word_ptr": word, "value": 1 << 40},
     }
-    for kernel, integers in kernels.items():
-        types = {"peers_ptr": "*i64"} | dict.fromkeys(integers, "i32")
-        yield Entry("interlace.kernels.signal", kernel, "", arch, types, divisible=("peers_ptr",))
-    flags = {
-        "put_signal_kernel": ("rank", "world_size", "channel", "peer"),
-        "wait_signal_kernel": ("rank", "world_size", "channel", "peer"),
-        "handle_barrier_kernel": ("rank", "world_size", "channel"),
-    }
-    for kernel, integers in flags.items():
-        pointers = {"pads_ptr": "*i64", "status_ptr": "*i64"}
-        types = pointers | dict.fromkeys(integers, "i32") | {"polls": "i64"}
-        yield Entry("interlace.kernels.signal", kernel, "", arch, types, divisible=tuple(pointers))
-    types = {"word_ptr": "*u32", "value": "i64"}
-    yield Entry("interlace.kernels.signal", "write_value_kernel", "", arch, types)
-
-
-_WORKSPACE = {
-    "peers_ptr": "*i64",
-    "rank": "i32",
-    "world_size": "i32",
-    "slot_offset": "i32",
-    "data_offset": "i32",
-}
-_WORKSPACE_DIVISIBLE = ("peers_ptr", "data_offset")
+    for kernel, arguments in kernels.items():
+        yield entry(KernelLaunch(kernel, 1, arguments, "a signal", num_warps=1), "", arch)
 
 
 def _collectives(arch: int) -> Iterator[Entry]:
@@ -86,65 +82,51 @@ def _collectives(arch: int) -> Iterator[Entry]:
         for average in (False, True):
             yield reduce_scatter(arch, dtype, configuration, average=average)
             yield all_reduce(arch, dtype, configuration, average=average)
-        block, num_warps = configuration.block_elements, configuration.num_warps
-        yield from by_the_switch(arch, dtype, block, num_warps)
-    yield from low_latency(arch, tuple(DTYPES))
+        yield from by_the_switch(arch, dtype, DTYPES[dtype], configuration)
+    yield from low_latency(arch, DTYPES)
 
 
-def _flat(dtype: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Types and divisible arguments that the plain collectives share."""
-    types = {**_WORKSPACE, "input_ptr": f"*{dtype}", "output_ptr": f"*{dtype}"}
-    return types, (*_WORKSPACE_DIVISIBLE, "input_ptr", "output_ptr")
+def _flat(dtype: str) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """A shard, all shards, and how long each is."""
+    whole = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype])
+    return whole[:ELEMENTS], whole, [ELEMENTS] * RANKS
 
 
 def all_gather(arch: int, dtype: str, configuration: Configuration) -> Entry:
     """The plain all-gather of ``dtype``, by Triton's name."""
-    types, divisible = _flat(dtype)
-    tables = {"sends_ptr": "*i64", "arrivals_ptr": "*i64"}
-    return Entry(
-        "interlace.kernels.transfer",
-        "all_gather_kernel",
-        dtype,
-        arch,
-        {**types, **tables, "num_sends": "i32", "num_arrivals": "i32"},
-        {"COPIERS": configuration.copiers, "BLOCK": configuration.block_elements},
-        (*divisible, *tables),
-        configuration.num_warps,
+    part, whole, lengths = _flat(dtype)
+    (launch,) = launched(
+        lambda group: collective_algorithms.all_gather_kernel(
+            group, part, whole, lengths, configuration
+        )
     )
+    return entry(launch, dtype, arch)
 
 
 def reduce_scatter(
     arch: int, dtype: str, configuration: Configuration, *, average: bool = False
 ) -> Entry:
     """The plain reduce-scatter."""
-    types, divisible = _flat(dtype)
-    return Entry(
-        "interlace.kernels.collectives.reduction",
-        "reduce_scatter_kernel",
-        f"{dtype} average" if average else dtype,
-        arch,
-        {**types, "segments_ptr": "*i64", "own_elements": "i32"},
-        {"BLOCK": configuration.block_elements, "AVERAGE": average},
-        (*divisible, "segments_ptr"),
-        configuration.num_warps,
+    part, whole, lengths = _flat(dtype)
+    (launch,) = launched(
+        lambda group: collective_algorithms.reduce_scatter_kernel(
+            group, whole, part, lengths, configuration, average=average
+        )
     )
+    return entry(launch, f"{dtype} average" if average else dtype, arch)
 
 
 def all_reduce(
     arch: int, dtype: str, configuration: Configuration, *, average: bool = False
 ) -> Entry:
     """The plain one-shot all-reduce."""
-    types, divisible = _flat(dtype)
-    return Entry(
-        "interlace.kernels.collectives.reduction",
-        "all_reduce_kernel",
-        f"{dtype} average" if average else dtype,
-        arch,
-        {**types, "elements": "i32"},
-        {"BLOCK": configuration.block_elements, "AVERAGE": average},
-        divisible,
-        configuration.num_warps,
+    part, _, _ = _flat(dtype)
+    (launch,) = launched(
+        lambda group: collective_algorithms.all_reduce_kernel(
+            group, part, part, configuration, average=average
+        )
     )
+    return entry(launch, f"{dtype} average" if average else dtype, arch)
 
 
 @dataclass(frozen=True)
@@ -187,7 +169,28 @@ class Operands:
             fast_accum=self.fast_accum,
             grouped=self.grouped,
         )
-        return replace(default, **self.overrides)  # type: ignore[arg-type]
+        own: dict[str, Any] = {"multimem": self.multimem, **self.overrides}
+        return replace(default, descriptors=default.descriptors and self.tma, **own)
+
+    def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear, torch.Tensor | None]:
+        """The input, of ``rows``; the weight, with what belongs to it; and the input's scales."""
+        columns, inner, dtype = self.columns, self.inner, self.torch_dtype
+        weight = meta(*experts, inner, columns, dtype=dtype)
+        if self.layout == "nk":
+            weight = meta(*experts, columns, inner, dtype=dtype).mT
+        bias = meta(columns, dtype=DTYPES[self.output_dtype]) if self.bias else None
+        linear = Linear(
+            weight,
+            bias,
+            meta(rows, columns, dtype=DTYPES[self.output_dtype]),
+            self.bias,
+            self.activation,
+            self.scales,
+            meta(columns, dtype=torch.float32) if self.scales else None,
+            self.fast_accum,
+        )
+        row_scale = meta(rows, dtype=torch.float32) if self.scales else None
+        return meta(rows, inner, dtype=dtype), linear, row_scale
 
     def describe(self) -> str:
         words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
@@ -258,188 +261,96 @@ def _scaled() -> Iterator[Operands]:
     yield replace(fp8, rows=64)
 
 
-def _matmul(
-    arch: int, operands: Operands
-) -> tuple[Configuration, dict[str, str], dict[str, Constant], tuple[str, ...]]:
-    """Configuration, types, constants and divisible arguments that all fused kernels share."""
-    configuration = operands.configuration(arch)
-    pointer = f"*{operands.dtype}"
-    along, across = ("weight_stride_n", "weight_stride_k")
-    if operands.layout == "nk":
-        along, across = across, along
-    types = {
-        **_WORKSPACE,
-        "input_ptr": pointer,
-        "input_stride": "i32",
-        "weight_ptr": pointer,
-        across: "i32",
-        "bias_ptr": f"*{operands.output_dtype}",
-        "output_ptr": f"*{operands.output_dtype}",
-        "N": "i32",
-        "K": "i32",
-    }
-    descriptors = operands.layout if operands.tma else ""
-    constants: dict[str, Constant] = {
-        along: 1,
-        "BLOCK_M": configuration.block_m,
-        "BLOCK_N": configuration.block_n,
-        "BLOCK_K": configuration.inner_block(descriptors),
-        "GROUP_M": configuration.group_m,
-        "DESCRIPTORS": descriptors,
-        "BIAS": operands.bias,
-        "ACTIVATION": operands.activation,
-        "SUBTILE": configuration.stored_parts,
-        "INPUT_PRECISION": "ieee",
-    }
-    pointers = ("input_ptr", "weight_ptr", "bias_ptr", "output_ptr")
-    divisible: tuple[str, ...] = (*_WORKSPACE_DIVISIBLE, *pointers)
-    if operands.columns % 16 == 0:
-        divisible += ("N", across) if operands.layout == "kn" else ("N",)
-    if operands.inner % 16 == 0:
-        divisible += ("K", "input_stride")
-        divisible += (across,) if operands.layout == "nk" else ()
-    return configuration, types, constants, divisible
-
-
-def _scales(operands: Operands) -> dict[str, str]:
-    """Types of the scales, which are the output's where there are none."""
-    dtype = "fp32" if operands.scales else operands.dtype
-    return dict.fromkeys(("row_scale_ptr", "column_scale_ptr"), f"*{dtype}")
-
-
-def _loop(
-    configuration: Configuration, operands: Operands, *, published: bool = False
-) -> dict[str, Constant]:
-    """Constants of the kernels whose tile loop the compiler may rearrange."""
-    return {
-        "SCALES": operands.scales,
-        "FAST_ACCUM": operands.fast_accum,
-        "FLATTEN": configuration.flatten and operands.tma,
-        "WARP_SPECIALIZE": configuration.warp_specialize and operands.tma,
-        "OUT_DESCRIPTOR": configuration.output_descriptors
-        and operands.tma
-        and not (published and configuration.warp_specialize),
-        "COMPILED": True,
-    }
-
-
-_NOT_GROUPED = ("SCALES", "FAST_ACCUM")
-
-
 def _is_default(arch: int, operands: Operands) -> bool:
     allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
     return bool(operands.tma or odd or not allowed)
 
 
+def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: str) -> Entry:
+    variant = " ".join((operands.describe(), *filter(None, words)))
+    return entry(launch, variant, arch, default=_is_default(arch, operands))
+
+
 def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
     """All-gather + matmul; without ``copiers`` the copy engine sends."""
-    configuration, types, constants, divisible = _matmul(arch, operands)
-    tables = {"sends_ptr": "*i64", "chunks_ptr": "*i64"}
-    return Entry(
-        "interlace.kernels.fused.all_gather_matmul",
-        "all_gather_matmul_kernel",
-        operands.describe() + (" copiers" if copiers else ""),
-        arch,
-        {
-            **types,
-            **_scales(operands),
-            **tables,
-            "num_sends": "i32",
-            "num_chunks": "i32",
-            "scale_offset": "i32",
-            "multicast": "i64" if operands.multimem else "i32",
-        },
-        {
-            **constants,
-            **_loop(configuration, operands),
-            "COPIERS": configuration.copiers if copiers else 0,
-            "COPY_ROWS": configuration.copy_rows,
-            "COPY_COLUMNS": configuration.copy_columns,
-            "MULTICAST": "multimem" if operands.multimem else "",
-            "ALIGNED": operands.inner % 16 == 0,
-        },
-        (*divisible, *_scales(operands), *tables, "scale_offset"),
-        configuration.num_warps,
-        configuration.num_stages,
-        _is_default(arch, operands),
+    configuration = operands.configuration(arch)
+    if not copiers:
+        configuration = replace(configuration, copiers=0)
+    input, linear, row_scale = operands.tensors(operands.rows)
+    (launch,) = launched(
+        lambda group: gather_matmul.all_gather_matmul_fused(
+            group, input, [linear], [operands.rows] * RANKS, None, configuration, row_scale
+        ),
+        AbsentGroup(multicast=operands.multimem),
     )
+    return _fused_entry(arch, operands, launch, "copiers" if copiers else "")
 
 
 def grouped_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
     """All-gather or all-to-all + grouped matmul; without ``copiers`` the copy engine sends."""
     operands = replace(operands, grouped=True)
-    configuration, types, constants, divisible = _matmul(arch, operands)
-    tables = {"sends_ptr": "*i64", "offsets_ptr": "*i64"}
-    loop = _loop(configuration, operands)
-    integers = ("weight_stride_e", "num_sends", "num_experts", "chunk_rows")
-    if operands.columns % 16 == 0 or operands.inner % 16 == 0:
-        divisible += ("weight_stride_e",)
-    return Entry(
-        "interlace.kernels.fused.grouped_matmul",
-        "grouped_matmul_kernel",
-        operands.describe() + (" copiers" if copiers else ""),
-        arch,
-        {**types, **tables, **dict.fromkeys(integers, "i32")},
-        {
-            **constants,
-            **{name: value for name, value in loop.items() if name not in _NOT_GROUPED},
-            "COPIERS": configuration.copiers if copiers else 0,
-            "COPY_ROWS": configuration.copy_rows,
-            "COPY_COLUMNS": configuration.copy_columns,
-            "ALIGNED": operands.inner % 16 == 0,
-        },
-        (*divisible, *tables),
-        configuration.num_warps,
-        configuration.num_stages,
-        _is_default(arch, operands),
+    configuration = operands.configuration(arch)
+    if not copiers:
+        configuration = replace(configuration, copiers=0)
+    input, linear, _ = operands.tensors(operands.rows, EXPERTS)
+    counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
+    routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
+    (launch,) = launched(
+        lambda group: grouped_algorithms.grouped_matmul_fused(
+            group, "all_gather_grouped_matmul", input, linear, routes, None, configuration
+        )
     )
+    return _fused_entry(arch, operands, launch, "copiers" if copiers else "")
 
 
 def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + reduce-scatter."""
-    types = {"segments_ptr": "*i64", "own_rows": "i32", **_scales(operands)}
-    constants = _loop(operands.configuration(arch), operands, published=True)
-    return _reduction(arch, operands, "matmul_reduce_scatter", types, average, constants)
+    input, linear, row_scale = operands.tensors(RANKS * operands.rows)
+    linear.output = linear.output[: operands.rows]
+    segments = formulas.segments_of([operands.rows] * RANKS)
+    (launch,) = launched(
+        lambda group: matmul_reduce.matmul_reduce_scatter_fused(
+            group,
+            input,
+            linear,
+            segments,
+            operands.configuration(arch),
+            average=average,
+            row_scale=row_scale,
+        )
+    )
+    return _fused_entry(arch, operands, launch, "average" if average else "")
 
 
 def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
     """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
-    tables = dict.fromkeys(("segments_ptr", "members_ptr", "sums_ptr"), "*i64")
-    counts = ("num_members", "own_member", "num_nodes", "own_node", "own_rows", "tiles_each")
-    multiples = dict.fromkeys(("stride", "landing_offset"), "i32")
-    numbers = dict.fromkeys((*counts, "landed_slot"), "i32")
-    constants = _loop(operands.configuration(arch), operands, published=True)
-    types = {**tables, **numbers, **multiples, **_scales(operands)}
-    entry = _reduction(arch, operands, "matmul_node_reduce_scatter", types, False, constants)
-    module = "interlace.kernels.nodes.matmul_reduce_scatter"
-    return replace(entry, module=module, divisible=(*entry.divisible, *multiples))
+    input, linear, row_scale = operands.tensors(NODE_RANKS * operands.rows)
+    linear.output = linear.output[: operands.rows]
+    segments = formulas.segments_of([operands.rows] * NODE_RANKS)
+    group = AbsentGroup(NODE_RANKS, put="stores")
+    _, launch, *_ = launched(
+        lambda group: node_matmul_reduce.matmul_reduce_scatter(
+            group,
+            group.nodes,
+            input,
+            linear,
+            segments,
+            operands.configuration(arch),
+            average=False,
+            row_scale=row_scale,
+        ),
+        group,
+    )
+    return _fused_entry(arch, operands, launch)
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + all-reduce."""
-    return _reduction(arch, operands, "matmul_all_reduce", {"M": "i32"}, average, {})
-
-
-def _reduction(
-    arch: int,
-    operands: Operands,
-    op: str,
-    types: dict[str, str],
-    average: bool,
-    own: dict[str, Constant],
-) -> Entry:
-    """A fused reduction, with the ``types`` and the constants that it has of its own."""
-    configuration, shared, constants, divisible = _matmul(arch, operands)
-    return Entry(
-        f"interlace.kernels.fused.{op}",
-        f"{op}_kernel",
-        operands.describe() + (" average" if average else ""),
-        arch,
-        {**shared, **types},
-        {**constants, **own, "AVERAGE": average},
-        (*divisible, *(name for name in types if name.endswith("_ptr"))),
-        configuration.num_warps,
-        configuration.num_stages,
-        _is_default(arch, operands),
+    input, linear, _ = operands.tensors(operands.rows)
+    (launch,) = launched(
+        lambda group: matmul_reduce.matmul_all_reduce_fused(
+            group, input, linear, operands.configuration(arch), average=average
+        )
     )
+    return _fused_entry(arch, operands, launch, "average" if average else "")

@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from interlace.runtime.compiler.entry import Constant, Entry
+import torch
 
-_SHARED = ("rank", "world_size")
-UNITS = {4: "", 2: "by 2 bytes", 1: "by bytes"}
-"""What a low-latency kernel's unit, in bytes, is called in the name of an entry."""
+from interlace.runtime.algorithms import low_latency as small
+from interlace.runtime.algorithms import multimem as switch
+from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.runtime.compiler.entry import Entry
+from interlace.runtime.tuning.configuration import Configuration
+
+ELEMENTS = 1 << 20  # of a shard
+UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
+"""What the units of a low-latency kernel are called in the name of an entry."""
 
 
-def by_the_switch(arch: int, dtype: str, block: int, num_warps: int) -> Iterator[Entry]:
+def by_the_switch(
+    arch: int, name: str, dtype: torch.dtype, configuration: Configuration
+) -> Iterator[Entry]:
     """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
     if arch < 90:
         return
-    pointers = {"peers_ptr": "*i64", "input_ptr": f"*{dtype}", "output_ptr": f"*{dtype}"}
-    integers = dict.fromkeys((*_SHARED, "blocks", "slot_offset", "data_offset"), "i32")
-    own: dict[str, dict[str, str]] = {
-        "all_gather": {"parts_ptr": "*i64"},
-        "reduce_scatter": {"parts_ptr": "*i64", "sums_offset": "i32"},
-        "all_reduce": {"elements": "i32", "sums_offset": "i32"},
-    }
-    for op, more in own.items():
-        aligned = [*pointers, "data_offset", *(name for name in more if name != "elements")]
-        yield Entry(
-            "interlace.kernels.collectives.multimem",
-            f"multimem_{op}_kernel",
-            dtype,
-            arch,
-            {**pointers, **integers, "multicast": "i64", **more},
-            {"BLOCK": block, "MULTIMEM": True},
-            tuple(aligned),
-            num_warps,
-        )
+    whole, lengths = meta(RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * RANKS
+    part = whole[:ELEMENTS]
+
+    def run(group: Any) -> None:
+        switch.all_gather(group, part, whole, lengths, configuration)
+        switch.reduce_scatter(group, whole, part, lengths, configuration)
+        switch.all_reduce(group, part, part, configuration)
+
+    for launch in launched(run, AbsentGroup(multicast=True)):
+        yield entry(launch, name, arch)
 
 
-def low_latency(arch: int, dtypes: Sequence[str]) -> Iterator[Entry]:
+def low_latency(arch: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[Entry]:
     """The kernels of ``kernels/collectives/low_latency.py``.
 
     Their polls are relaxed, because what they look at is the data itself: nothing has to be acquired.
     """
-    integers = (*_SHARED, "units", "epochs_offset", "words_offset")
-    types = {"peers_ptr": "*i64", **dict.fromkeys(integers, "i32")}
 
-    def entry(op: str, variant: str, unit: int, **more: Constant) -> Entry:
-        pointers = ("tensor_ptr",) if op == "broadcast" else ("input_ptr", "output_ptr")
-        own = dict.fromkeys(pointers, f"*i{8 * unit}") | (
-            {"root": "i32"} if op == "broadcast" else {}
-        )
-        return Entry(
-            "interlace.kernels.collectives.low_latency",
-            f"low_latency_{op}_kernel",
-            " ".join(filter(None, (variant, UNITS[unit]))),
-            arch,
-            {**types, **own},
-            {"UNIT": unit, "WORDS": 256, "COMPILED": True, **more},
-            ("peers_ptr", "epochs_offset", "words_offset", *(pointers if unit == 4 else ())),
-            num_warps=8,
-            ignore=("weak poll",),
-            max_registers=96,
-        )
+    def made(variant: str, run: Callable[[Any], object]) -> Entry:
+        (launch,) = launched(run)
+        return entry(launch, variant, arch, ignore=("weak poll",))
 
-    for unit in UNITS:
-        yield entry("all_gather", "", unit)
-        yield entry("broadcast", "", unit)
-    for dtype in dtypes:
-        yield entry("all_reduce", dtype, 4, DTYPE=dtype, AVERAGE=False)
-    yield entry("all_reduce", "bf16 average", 4, DTYPE="bf16", AVERAGE=True)
-    yield entry("all_reduce", "bf16", 2, DTYPE="bf16", AVERAGE=False)
+    for unit, word in UNITS.items():
+        # behind the first unit, so that no larger ones do
+        data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
+        yield made(word, lambda group, data=data: small.all_gather(group, data, data))  # type: ignore[misc]
+        yield made(word, lambda group, data=data: small.broadcast(group, data, 0))  # type: ignore[misc]
+    for name, dtype in dtypes.items():
+        data = meta(64, dtype=dtype)
+        yield made(name, lambda group, data=data: small.all_reduce(group, data, average=False))  # type: ignore[misc]
+    data = meta(65, dtype=torch.bfloat16)
+    yield made("bf16 average", lambda group: small.all_reduce(group, data[:64], average=True))
+    yield made("bf16 by 2 bytes", lambda group: small.all_reduce(group, data[1:], average=False))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from interlace.runtime.core.kernel_arguments import outside
+
 Constant = int | str | bool
 
 
@@ -11,12 +13,13 @@ Constant = int | str | bool
 class Entry:
     """One kernel variant for one architecture.
 
-    ``module`` and ``kernel`` name the function; ``types`` are Triton's names by argument ("*bf16",
-    "i32") and ``constants`` the arguments fixed at compile time: together all arguments. ``divisible``
-    lists the arguments that are multiples of 16 (pointers: 16-byte aligned). ``default`` is False for
-    what a call gets only with an override, or with operands whose strides and bases rule TMA out.
-    ``libraries`` are (name, path) of bitcode that it is linked with. ``ignore`` names rules of lint that do
-    not apply to the kernel, ``max_registers`` is what a thread may have (0: as many as ptxas thinks right).
+    ``module`` and ``kernel`` name the function. ``types`` are Triton's names of all arguments ("*bf16",
+    "i32"), by path (``kernel_arguments.py``); "constexpr" stands for those fixed at compile time, whose
+    values are ``constants``. ``divisible`` lists the arguments that are multiples of 16 (pointers: 16-byte
+    aligned). ``default`` is False for what a call gets only with an override, or with operands whose
+    strides and bases rule TMA out. ``libraries`` are (name, path) of bitcode that it is linked with.
+    ``ignore`` names rules of lint that do not apply to the kernel, ``max_registers`` is what a thread may
+    have (0: as many as ptxas thinks right).
     """
 
     module: str
@@ -38,6 +41,11 @@ class Entry:
         return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
 
     @property
+    def fixed(self) -> dict[str, Constant]:
+        """``constants`` by the names that they have outside: ``BLOCK_M``."""
+        return outside(self.constants)
+
+    @property
     def multiplies(self) -> bool:
         """Whether the kernel contains a matmul."""
-        return "BLOCK_K" in self.constants
+        return "BLOCK_K" in self.fixed

@@ -11,11 +11,12 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.core.kernel_arguments import leaves
 
 _TYPE = re.compile(
     r"(\*+k?)?([iu](1|8|16|32|64)|bf16|fp(16|32|64)|fp8[a-z0-9]+)|"
@@ -29,8 +30,9 @@ class Request:
 
     ``module`` and ``kernel`` name the function, ``path`` its file: the file is loaded where the module
     cannot be imported in a new process, or is another one there. ``types`` are Triton's names by
-    argument ("*bf16", "i32") and ``constants`` the arguments fixed at compile time: together all
-    arguments. ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
+    argument ("*bf16", "i32"), of tuples by field in order ("input.stride", ``kernel_arguments.py``);
+    "constexpr" stands for what is fixed at compile time, with the values in ``constants``.
+    ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
     ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
     left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
     is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
@@ -120,26 +122,29 @@ def jitted_function(kernel: Any) -> Any:
 
 
 def specialised_arguments(
-    function: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any]
+    function: Any, signature: Mapping[str, Any], constexprs: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants: each argument of the kernel is in one of them."""
+    """Types and constants: every argument has a type, which is "constexpr" for constants."""
     name, parameters = function.__name__, inspect.signature(function).parameters
+    signature, constexprs = leaves(signature), leaves(constexprs)
     for argument in (*signature, *constexprs):
-        if argument not in parameters:
+        if argument.partition(".")[0] not in parameters:
             raise ValueError(f"{name} has no argument {argument!r}; it has {', '.join(parameters)}")
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
-    for argument, parameter in parameters.items():
+    for argument, parameter in _by_field(parameters, (*signature, *constexprs)):
         must = "constexpr" in str(parameter.annotation)
         kind = signature.get(argument)
         if argument in constexprs:
             if kind not in (None, "constexpr"):
                 raise ValueError(f"{argument} of {name} has type {kind!r} and is in constexprs too")
             constants[argument] = _constant(name, argument, constexprs[argument])
+            types[argument] = "constexpr"
         elif must and kind not in (None, "constexpr"):
             raise ValueError(f"{argument} of {name} is a tl.constexpr; give it in constexprs")
         elif must and parameter.default is not parameter.empty:
             constants[argument] = _constant(name, argument, parameter.default)
+            types[argument] = "constexpr"
         elif must or kind == "constexpr":
             raise ValueError(f"constexprs has no value for {argument} of {name}")
         elif kind is None:
@@ -147,6 +152,17 @@ def specialised_arguments(
         else:
             types[argument] = _type(name, argument, kind)
     return types, constants
+
+
+def _by_field(
+    parameters: Mapping[str, inspect.Parameter], given: Iterable[str]
+) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Every parameter in order; for one of which fields are given, its fields."""
+    fields: dict[str, list[str]] = {}
+    for argument in given:
+        fields.setdefault(argument.partition(".")[0], []).append(argument)
+    for name, parameter in parameters.items():
+        yield from ((each, parameter) for each in dict.fromkeys(fields.get(name, [name])))
 
 
 def _type(name: str, argument: str, kind: object) -> str:

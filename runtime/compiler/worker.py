@@ -28,6 +28,7 @@ from interlace.runtime.compiler.lint import sass as machine_code
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Measurement, Request, decode_request, encode
+from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
 COMPILING = "INTERLACE_COMPILING"
@@ -101,17 +102,11 @@ def compile_kernel(request: Request) -> Any:
 
     kernel = load(request)
     names = list(kernel.arg_names)
-    given = sorted({*request.types, *request.constants})
-    if given != sorted(names):
-        differing = sorted(set(given) ^ set(names))
+    given = dict.fromkeys(path.partition(".")[0] for path in request.types)
+    if given.keys() != set(names):
+        differing = sorted(given.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
-    constants = request.constants
-    source = ASTSource(
-        fn=kernel,
-        signature={n: "constexpr" if n in constants else request.types[n] for n in names},
-        constexprs=dict(constants),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in request.divisible},
-    )
+    source = ASTSource(fn=kernel, **_specialised(names, request))
     options: dict[str, Any] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
@@ -120,6 +115,27 @@ def compile_kernel(request: Request) -> Any:
     if request.libraries:
         options["extern_libs"] = request.libraries
     return triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+
+
+def _specialised(names: list[str], request: Request) -> dict[str, Any]:
+    """``request`` in Triton's words. A tuple of nothing but constants is one constant."""
+    signature, constants = joined(request.types), joined(request.constants)
+    places: dict[str, tuple[int, ...]] = {}
+    for index, name in enumerate(names):
+        kind = signature[name]
+        if isinstance(kind, tuple) and set(kind) == {"constexpr"}:
+            signature[name] = kind = "constexpr"
+        if isinstance(kind, tuple):
+            fields = leaves({name: kind})
+            places |= {path: (index, number) for number, path in enumerate(fields)}
+        else:
+            places[name] = (index,)
+    fixed = {**constants, **request.constants}
+    return {
+        "signature": {name: signature[name] for name in names},
+        "constexprs": {place: fixed[path] for path, place in places.items() if path in fixed},
+        "attrs": {places[path]: [["tt.divisibility", 16]] for path in request.divisible},
+    }
 
 
 def measure(request: Request) -> Measurement:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from interlace.runtime.core.kernel_arguments import compiled_with, constants
+
 
 @dataclass
 class KernelLaunch:
     """``kernel[grid](**arguments)`` with compile options; ``op`` names the user's call.
 
     ``grid``: a number of programs, or up to three extents. ``options``: a dict with more of Triton's, for
-    a GPU only, such as ``launch_cooperative_grid``.
+    a GPU only, such as ``launch_cooperative_grid``. Arguments may be tuples with names, but no tuples in
+    tuples.
     """
 
     kernel: Any
@@ -30,6 +33,15 @@ class KernelLaunch:
     def name(self) -> str:
         return str(self.kernel.__name__)
 
+    def values(self) -> list[Any]:
+        """The arguments one by one: of a tuple the fields, but constants whole."""
+        fixed = constants(self.kernel)
+        return [
+            value
+            for name, given in self.arguments.items()
+            for value in (given if isinstance(given, tuple) and name not in fixed else (given,))
+        ]
+
     @property
     def extents(self) -> tuple[int, int, int]:
         """The grid in all three dimensions."""
@@ -40,7 +52,7 @@ class KernelLaunch:
     def compiled(self) -> Any:
         """The kernel for a GPU, compiled and loaded, not run: Triton's ``CompiledKernel``."""
         made = self.kernel.warmup(
-            **self.arguments,
+            **compiled_with(self.kernel, self.arguments),
             grid=self.extents,
             num_warps=self.num_warps,
             num_stages=self.num_stages,

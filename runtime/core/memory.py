@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from interlace.kernels import arguments
 from interlace.kernels.signal import (
     HEADER_WORDS,
     MAX_WORLD_SIZE,
@@ -107,6 +108,11 @@ class SymmetricBuffer:
         return self.peer_bytes[rank][offset:end].view(dtype).view(tuple(shape))
 
 
+def peers_of(buffer: SymmetricBuffer, world_size: int) -> arguments.Peers:
+    """The argument by which a kernel finds every rank's ``buffer``."""
+    return arguments.Peers(buffer.peers, buffer.rank, world_size)
+
+
 @dataclass
 class Layout:
     """What one op needs of a channel, built up by the op's algorithm before it leases.
@@ -148,14 +154,9 @@ class Workspace:
         return self.buffer.rank
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """The arguments by which every kernel finds the workspace."""
-        return {
-            "peers_ptr": self.buffer.peers,
-            "rank": self.buffer.rank,
-            "world_size": self.world_size,
-            "slot_offset": self.slot_offset,
-            "data_offset": self.data_offset,
-        }
+        """The argument by which every kernel finds the workspace."""
+        peers = self.buffer.peers, self.buffer.rank, self.world_size
+        return {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
 
     def slot_byte(self, slot: int) -> int:
         return self.slot_offset + WORD * slot

@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from interlace.kernels.nodes import order
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.local_memory import Array, LocalMemory
 from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.core.nodes import Nodes
 from interlace.runtime.core.stream import Event, Outcome, Stream
 
 T = TypeVar("T")
+
+
+PUTS = ("nvshmem", "stores", "late")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """``of[r]`` is the node of rank r, ``put`` the constexpr of ``kernels/nodes/moves.py``.
+
+    ``options`` are Triton's for kernels that put: the library that they are linked with.
+    """
+
+    of: tuple[int, ...]
+    put: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.put in PUTS, self.put
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks of ``rank``'s node."""
+        return list(order.members(self.of, self.of[rank]))
+
+    def names(self) -> list[int]:
+        """The nodes, in the order in which sums are taken."""
+        return sorted(set(self.of))
+
+    def partners(self, rank: int) -> list[int]:
+        """The ranks of other nodes that put to ``rank`` or to which it puts, in any op."""
+        puts = order.put_targets(rank, self.of)
+        return sorted({*puts, *order.put_sources(rank, self.of)})
+
+
+def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
+    """The table of peers: base addresses, 0 where there is none, then how to put to each rank."""
+    return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
 class Place(ABC):

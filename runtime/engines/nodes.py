@@ -26,7 +26,7 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
 from interlace.runtime.numerics.reductions import fold

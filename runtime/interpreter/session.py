@@ -26,6 +26,7 @@ from triton.runtime import interpreter as triton_interpreter
 
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.kernel_arguments import constants
 from interlace.runtime.interpreter import shortcut_arithmetic, shortcut_calls
 from interlace.runtime.interpreter.exact import exact_arithmetic
 from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly
@@ -54,20 +55,13 @@ def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], Non
     names = kernel.arg_names
     unknown = set(arguments) - set(names)
     assert not unknown, f"{kernel.__name__} has no argument {sorted(unknown)}"
-    constants = _constants(kernel)
+    fixed = constants(kernel)
     converted = {
-        name: value if name in constants else triton_interpreter._implicit_cvt(value)
+        name: value if name in fixed else triton_interpreter._implicit_cvt(value)
         for name, value in arguments.items()
     }
     body = kernel.rewrite()
     return lambda: body(**converted)
-
-
-@functools.lru_cache(maxsize=256)
-def _constants(kernel: Any) -> frozenset[str]:
-    """The names of its constexpr arguments."""
-    annotations = kernel.fn.__annotations__.items()
-    return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
 
 
 _session_lock = threading.RLock()

@@ -20,6 +20,7 @@ from interlace.runtime.compiler import catalogue, worker
 from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.core.kernel_arguments import joined
 from tiers import few
 
 HERE = pathlib.Path(__file__).parent
@@ -43,7 +44,8 @@ assert len(QUICK) == 3
 
 
 def mutant(kernel: str, types: dict[str, str], **constants: int) -> Entry:
-    return Entry("mutant_kernels", kernel, "mutant", 90, types, dict(constants))
+    fixed = dict.fromkeys(constants, "constexpr")
+    return Entry("mutant_kernels", kernel, "mutant", 90, types | fixed, dict(constants))
 
 
 _MATMUL = {name: "*bf16" for name in ("input_ptr", "weight_ptr", "output_ptr")} | {
@@ -159,13 +161,13 @@ def test_catalogue_covers_every_kernel(arch: int) -> None:
 def test_catalogue_names_all_arguments(arch: int) -> None:
     for entry in entries(arch):
         kernel = getattr(importlib.import_module(entry.module), entry.kernel)
-        assert sorted([*entry.types, *entry.constants]) == sorted(kernel.arg_names), entry.name
+        assert set(joined(entry.types)) == set(kernel.arg_names), entry.name
         assert set(entry.divisible) <= set(entry.types), entry.name
 
 
 def test_old_chips_have_no_descriptors() -> None:
-    assert not any(entry.constants.get("DESCRIPTORS") for entry in entries(80))
-    assert any(entry.constants.get("DESCRIPTORS") for entry in entries(90))
+    assert not any(entry.fixed.get("DESCRIPTORS") for entry in entries(80))
+    assert any(entry.fixed.get("DESCRIPTORS") for entry in entries(90))
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.build import Report
 from interlace.runtime.compiler.bundle import bundle
+from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
@@ -117,7 +118,7 @@ def test_divisibility_is_that_of_the_build(bundles: dict[str, pathlib.Path]) -> 
     even, odd = divisible("all_gather_matmul", "80"), divisible("matmul_all_reduce", "80")
     for name in ("K", "input_stride"):
         assert (even[name], odd[name]) == (16, 1)
-    for name in ("N", "weight_stride_k", "input_ptr", "data_offset"):
+    for name in ("N", "weight_stride_k", "input_ptr"):
         assert (even[name], odd[name]) == (16, 16)
     assert even["rank"] == 1
 
@@ -251,23 +252,24 @@ def host_differences(manifest: dict[str, Any], arch: str, shape: Shape) -> list[
     pairs: dict[str, tuple[Any, Any]] = {}
     for rank in range(len(shape.rows)):
         launch, layout = launch_on_host(op, shape, rank, configuration)
+        arguments = outside(launch.arguments)
         # the host takes fewer copiers where there is little to send
-        baked = {**kernel["constants"], "COPIERS": launch.arguments.get("COPIERS")}
+        baked = {**kernel["constants"], "COPIERS": arguments.get("COPIERS")}
         constants = {name: baked.get(name, value) for name, value in facts["constants"].items()}
         formulas = aot.Formulas(manifest["functions"], manifest["quantities"], constants)
         values = {"rank": rank, "world_size": len(shape.rows), "rows": shape.rows}
-        values |= {name: launch.arguments.get(name) for name in ("N", "K", "M", "elements")}
+        values |= {name: arguments.get(name) for name in ("N", "K", "M", "elements")}
         values |= {"resident": LIMIT}
         pairs["threads"] = kernel["threads"], 32 * launch.num_warps
-        pairs |= {name: (baked[name], launch.arguments.get(name)) for name in baked}
+        pairs |= {name: (baked[name], arguments.get(name)) for name in baked}
         pairs["grid"] = formulas.value(kernel["grid"], values), launch.grid
         pairs["slots"] = formulas.value("slots", values), layout.slots
         pairs["data_bytes"] = formulas.value("data_bytes", values), layout.nbytes
         for argument, table in manifest["tables"].items():
             flat = [value for line in formulas.value(table, values) for value in line]
-            pairs[argument] = flat, launch.arguments[argument].tolist()
-        for argument in manifest["quantities"].keys() & launch.arguments.keys():
-            pairs[argument] = formulas.value(argument, values), launch.arguments[argument]
+            pairs[argument] = flat, arguments[argument].tolist()
+        for argument in manifest["quantities"].keys() & arguments.keys():
+            pairs[argument] = formulas.value(argument, values), arguments[argument]
         if found := [f"{name}: {a} is not {b}" for name, (a, b) in pairs.items() if a != b]:
             return found
     return []

@@ -25,7 +25,9 @@ stub = stub_libcuda.install(Path(sys.argv[2]))
 import torch
 from interlace.kernels.collectives import reduction
 from interlace.kernels import signal
+from interlace.kernels.arguments import Peers, Workspace
 from interlace.runtime.places.cuda import launch as cuda_launch
+from interlace.runtime.core.kernel_arguments import leaves
 from interlace.runtime.core.launch import KernelLaunch
 stub_libcuda.activate()
 kept = (ctypes.c_ulonglong * 64).in_dll(stub, "stub_kept")
@@ -38,15 +40,15 @@ def launches(direct):
     table, data = torch.zeros(4, dtype=torch.int64), torch.zeros(64)
     for launch in (
         KernelLaunch(signal.finish_kernel, 1,
-            {"peers_ptr": table, "rank": 3, "world_size": 4}, "a", num_warps=1),
+            {"peers": Peers(table, 3, 4)}, "a", num_warps=1),
         KernelLaunch(reduction.all_reduce_kernel, (5, 1, 1),
-            {"peers_ptr": table, "rank": 3, "world_size": 4, "slot_offset": 8192, "data_offset": 1 << 33,
+            {"workspace": Workspace(table, 3, 4, 8192, 1 << 33),
              "input_ptr": data, "output_ptr": data, "elements": 61, "BLOCK": 16, "AVERAGE": False}, "b"),
     ):
         prepared = cache.prepare(launch, 7, 0)
         compiled = prepared._compiled
         assert (compiled._direct is not None) == direct, compiled._direct
-        integers = compiled.kernel.src.signature.values()
+        integers = leaves(compiled.kernel.src.signature).values()
         types = [kind for kind in integers if kind != "constexpr"]
         ctypes.c_int.in_dll(stub, "stub_parameters").value = len(types)
         for values in (prepared.values, [v + 16 if v > 1 << 40 else v for v in prepared.values]):

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels import signal
+from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import Request, decode_request, encode, jitted_function
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
@@ -129,8 +130,7 @@ CASES: dict[str, tuple[LintRequest, set[str]]] = {
     "shipped": (
         LintRequest(
             signal.wait_kernel,
-            {"peers_ptr": "*i64"}
-            | dict.fromkeys(("rank", "world_size", "source", "slot_byte"), "i32"),
+            {"peers": Peers("*i64", "i32", "i32"), "source": "i32", "slot_byte": "i32"},
             arch=100,
         ),
         set(),

@@ -34,11 +34,10 @@ SIGNALS = Mutant(
     "kernels/fused/matmul_reduce_scatter.py",
     (
         Edit(
-            "            OUT_DESCRIPTOR,\n        )\n    COMPILED_STORES: tl.constexpr",
-            "            OUT_DESCRIPTOR,\n        )\n"
-            "        complete_descriptor_stores(OUT_DESCRIPTOR and COMPILED)\n"
-            "        publish(to_ptr.to(tl.pointer_type(tl.int64)) + number, number)\n"
-            "    COMPILED_STORES: tl.constexpr",
+            "N, TILES, True)\n",
+            "N, TILES, True)\n"
+            "        complete_descriptor_stores(TILES.OUT_DESCRIPTOR and TILES.COMPILED)\n"
+            "        publish(to_ptr.to(tl.pointer_type(tl.int64)) + number, number)\n",
         ),
     ),
 )
@@ -79,8 +78,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]
 
 def stage_bytes(entry: Entry) -> int:
     """What one stage of the pipeline holds of both operands."""
-    block_m, block_n, block_k = (int(entry.constants[f"BLOCK_{axis}"]) for axis in "MNK")
-    itemsize = 1 if "fp8" in entry.types["input_ptr"] else 2
+    block_m, block_n, block_k = (int(entry.fixed[f"BLOCK_{axis}"]) for axis in "MNK")
+    itemsize = 1 if "fp8" in entry.types["input.ptr"] else 2
     return (block_m + block_n) * block_k * itemsize
 
 
@@ -128,12 +127,12 @@ def test_loads_and_stores_by_descriptor(name: str, built: dict[str, Built]) -> N
     entry, _, ptx = built[name]
     assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::(cluster|cta)\.global", ptx)
     stores = bool(re.search(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx))
-    assert stores == bool(entry.constants.get("OUT_DESCRIPTOR"))
+    assert stores == bool(entry.fixed.get("OUT_DESCRIPTOR"))
 
 
 def test_which_tiles_leave_by_descriptor() -> None:
     """Not those of the one-shot all-reduce, and not those that warps of their own would publish."""
-    by = {name: entry.constants.get("OUT_DESCRIPTOR", False) for name, entry in ENTRIES.items()}
+    by = {name: entry.fixed.get("OUT_DESCRIPTOR", False) for name, entry in ENTRIES.items()}
     assert by["gather 90"] and by["scatter 90"] and by["specialized 100"]
     assert not by["reduce 90"] and not by["specialized scatter 100"]
 

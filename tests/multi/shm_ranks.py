@@ -24,7 +24,7 @@ from interlace.kernels.signal import (
 )
 from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import WORD, Workspace
+from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places.one_host import control, segment
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -80,21 +80,20 @@ def ring(rounds: int, wait_for_credits: bool) -> list[int]:
 
 
 def launch_publish(space: Workspace, peer: int, slot: int) -> KernelLaunch:
-    arguments = {"peers_ptr": space.buffer.peers, "rank": place.rank, "peer": peer}
+    arguments = {"peer": peer, "slot_byte": space.slot_byte(slot)}
     return KernelLaunch(
-        publish_kernel, 1, {**arguments, "slot_byte": space.slot_byte(slot)}, space.op
+        publish_kernel,
+        1,
+        {"peers": peers_of(space.buffer, space.world_size), **arguments},
+        space.op,
     )
 
 
 def launch_wait(space: Workspace, source: int, slot: int) -> KernelLaunch:
-    arguments = {
-        "peers_ptr": space.buffer.peers,
-        "rank": place.rank,
-        "world_size": place.world_size,
-        "source": source,
-        "slot_byte": space.slot_byte(slot),
-    }
-    return KernelLaunch(wait_kernel, 1, arguments, space.op)
+    arguments = {"source": source, "slot_byte": space.slot_byte(slot)}
+    return KernelLaunch(
+        wait_kernel, 1, {"peers": peers_of(space.buffer, space.world_size), **arguments}, space.op
+    )
 
 
 def kernel_ring() -> bool:

@@ -14,6 +14,7 @@ import torch
 import interlace
 from fake_cuda import FakeGpu
 from fake_driver import MULTIPROCESSORS, install
+from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.cuda import device_place
 from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
@@ -31,7 +32,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
         prepared = prepare(self, launch, stream, capture)
-        known[prepared] = (launch.arguments["rank"], launch.name)
+        known[prepared] = (outside(launch.arguments)["rank"], launch.name)
         if launch.op != "a signal":  # which is loaded ahead of its first use
             entries.append(("load", *known[prepared]))
         return prepared

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 import interlace
+from interlace.kernels.arguments import Peers
 from interlace.kernels.collectives import reduction
 from interlace.kernels.signal import (
     ABORT_WORD,
@@ -67,7 +68,7 @@ def test_a_producer_that_never_publishes_is_named() -> None:
     assert isinstance(error, interlace.DeadlockError)
     programs = [blocked for blocked in error.blocked if "program" in blocked.who]
     assert {blocked.rank for blocked in programs} == {0, 1}
-    line = line_of(reduction.wait_contributions.fn, " wait(peers_ptr")
+    line = line_of(reduction.wait_contributions.fn, " wait(peers")
     for blocked in programs:
         assert (blocked.seen, blocked.expected) == (0, 1)
         assert blocked.who == "all_reduce_kernel program 0"
@@ -194,8 +195,8 @@ def test_a_run_inside_a_run_is_refused() -> None:
 
 
 @triton.jit
-def one_wait(peers_ptr, rank, world_size, source, slot_byte, epoch, seen_ptr):
-    seen = wait(peers_ptr, rank, world_size, source, slot_byte, epoch)
+def one_wait(peers, source, slot_byte, epoch, seen_ptr):
+    seen = wait(peers, source, slot_byte, epoch)
     tl.store(seen_ptr, seen)
 
 
@@ -213,7 +214,8 @@ class Ranks:
         scheduler = Scheduler(0, block_polls=False, timeout=300)
 
         def launch() -> None:
-            body = program_function(kernel, {"peers_ptr": self.peers, "rank": rank, **arguments})
+            peers = Peers(self.peers, rank, len(self.memory))
+            body = program_function(kernel, {"peers": peers, **arguments})
             for index in range(programs):
                 program = Program(kernel.__name__, "test", index, (index, 0, 0), (programs, 1, 1))
                 scheduler.spawn(rank, f"program {index}", body, program=program)
@@ -229,7 +231,7 @@ SLOT_BYTE = 8 * (HEADER_WORDS + 3)
 def test_a_wait_that_gives_up_says_for_whom_and_aborts_every_rank() -> None:
     ranks, seen = Ranks(3, spin_limit=200), torch.full((1,), -1)
     ranks.memory[1][HEADER_WORDS + 3] = 4
-    ranks.run(one_wait, rank=1, world_size=3, source=2, slot_byte=SLOT_BYTE, epoch=7, seen_ptr=seen)
+    ranks.run(one_wait, rank=1, source=2, slot_byte=SLOT_BYTE, epoch=7, seen_ptr=seen)
     assert seen.item() == 4
     record = ranks.memory[1][CLAIMED_WORD : CLAIMED_WORD + 6].tolist()
     assert record == [1, 2, SLOT_BYTE, 7, 4, 0], "claimed, source, slot, expected, seen, program"
@@ -240,9 +242,7 @@ def test_a_wait_that_gives_up_says_for_whom_and_aborts_every_rank() -> None:
 
 def test_only_the_first_program_that_gives_up_writes_the_record() -> None:
     ranks, seen = Ranks(2, spin_limit=100), torch.full((1,), -1)
-    ranks.run(
-        one_wait, programs=4, world_size=2, source=1, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen
-    )
+    ranks.run(one_wait, programs=4, source=1, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen)
     record = ranks.memory[0][CLAIMED_WORD : CLAIMED_WORD + 6].tolist()
     assert record[:5] == [1, 1, SLOT_BYTE, 1, 0] and record[5] in range(4)
 
@@ -250,7 +250,7 @@ def test_only_the_first_program_that_gives_up_writes_the_record() -> None:
 def test_a_wait_in_an_aborted_group_returns_soon_and_leaves_no_record() -> None:
     ranks, seen = Ranks(2, spin_limit=1_000_000), torch.full((1,), -1)
     ranks.memory[0][ABORT_WORD] = 1
-    steps = ranks.run(one_wait, world_size=2, source=1, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen)
+    steps = ranks.run(one_wait, source=1, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen)
     assert steps < 1000
     assert seen.item() == 0
     assert ranks.memory[0][CLAIMED_WORD + 1 : CLAIMED_WORD + 6].tolist() == [0] * 5
@@ -259,7 +259,7 @@ def test_a_wait_in_an_aborted_group_returns_soon_and_leaves_no_record() -> None:
 def test_a_wait_that_is_served_leaves_nothing() -> None:
     ranks, seen = Ranks(2, spin_limit=100), torch.full((1,), -1)
     ranks.memory[0][HEADER_WORDS + 3] = 9
-    ranks.run(one_wait, world_size=2, source=1, slot_byte=SLOT_BYTE, epoch=7, seen_ptr=seen)
+    ranks.run(one_wait, source=1, slot_byte=SLOT_BYTE, epoch=7, seen_ptr=seen)
     assert seen.item() == 9
     assert int(ranks.memory[0][ABORT_WORD]) == int(ranks.memory[0][CLAIMED_WORD]) == 0
 
@@ -268,7 +268,5 @@ def test_the_limit_is_the_number_of_polls() -> None:
     polls = []
     for limit in (50, 100):
         ranks, seen = Ranks(1, spin_limit=limit), torch.full((1,), -1)
-        polls.append(
-            ranks.run(one_wait, world_size=1, source=0, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen)
-        )
+        polls.append(ranks.run(one_wait, source=0, slot_byte=SLOT_BYTE, epoch=1, seen_ptr=seen))
     assert 45 <= polls[1] - polls[0] <= 55

@@ -17,6 +17,7 @@ import torch
 
 import interlace
 from interlace.kernels import signal
+from interlace.kernels.arguments import Peers
 from interlace.kernels.signal import (
     ABORT_WORD,
     CREDIT_WORDS,
@@ -168,7 +169,7 @@ def test_in_a_void_channel_nothing_is_stored(
 ) -> None:
     """What an earlier kernel or a stream's wait gave up holds back the kernels behind it, too."""
     assert run_again(op, credit=1, void=True) == (False, False)
-    edit = Edit("tl.where(is_void(peers_ptr, rank), _VOID, epoch)", "epoch")
+    edit = Edit("tl.where(is_void(peers), _VOID, epoch)", "epoch")
     with mutated(Mutant(f"not void {op.__name__}", "kernels/signal.py", (edit,)), tmp_path):
         assert run_again(op, credit=1, void=True)[0]
 
@@ -190,7 +191,7 @@ class Header:
 
     def run(self, name: str, **arguments: int) -> None:
         kernel = getattr(signal, name)  # which may be a mutant's
-        known = {"peers_ptr": self.peers, "rank": 0}
+        known = {"peers": Peers(self.peers, 0, 2)}
         run_alone(KernelLaunch(kernel, 1, {**known, **arguments}, "a signal", num_warps=1))
 
 
@@ -202,15 +203,13 @@ def published(void: bool) -> int:
 
 def finished(void: bool) -> tuple[int, int]:
     header = Header(void=void)
-    header.run("finish_kernel", world_size=2)
+    header.run("finish_kernel")
     return int(header.theirs[CREDIT_WORDS]), int(header.own[EPOCH_WORD])
 
 
 def test_a_void_channel_signals_nothing(tmp_path: pathlib.Path) -> None:
     assert published(False) == 7 and published(True) == 0
-    edit = Edit(
-        "    if not is_void(peers_ptr, rank):\n        publish", "    if True:\n        publish"
-    )
+    edit = Edit("    if not is_void(peers):\n        publish", "    if True:\n        publish")
     mutant = Mutant("signals", "kernels/signal.py", (edit,))
     with mutated(mutant, tmp_path):
         assert published(True) == 7
@@ -218,7 +217,7 @@ def test_a_void_channel_signals_nothing(tmp_path: pathlib.Path) -> None:
 
 def test_a_void_channel_gives_no_credit_and_tells_so(tmp_path: pathlib.Path) -> None:
     assert finished(False) == (7, 7) and finished(True) == (-7, 6)
-    edit = Edit("void = is_void(peers_ptr, rank)", "void = rank < 0")
+    edit = Edit("void = is_void(peers)", "void = peers.rank < 0")
     with mutated(Mutant("credit all the same", "kernels/signal.py", (edit,)), tmp_path):
         assert finished(True) == (7, 7)
 
@@ -236,7 +235,7 @@ def polls_for_credit(credit: int, *, void: bool = False) -> int:
             super().give_way()
 
     with mock.patch.dict(run_alone.__globals__, {"Scheduler": Counting}):
-        header.run("wait_credits_kernel", world_size=2)
+        header.run("wait_credits_kernel")
     assert bool(header.theirs[ABORT_WORD]) == (credit < 6 and not void)
     return polls
 
@@ -247,7 +246,7 @@ def test_a_stream_stays_with_a_credit_that_it_gave_up(tmp_path: pathlib.Path) ->
     assert given < 20 < told < neither - 90
     # void before it begins, it still knows who has finished
     assert polls_for_credit(6, void=True) < polls_for_credit(5, void=True) - 90
-    edit = Edit("            linger(peers_ptr, rank, peer, counted - 1)", "            pass")
+    edit = Edit("            linger(peers, peer, counted - 1)", "            pass")
     with mutated(Mutant("goes on at once", "kernels/signal.py", (edit,)), tmp_path):
         assert polls_for_credit(5) < neither - 90
 

@@ -389,11 +389,11 @@ def _mutant(name: str, file: str, *edits: tuple[str, str]) -> Mutant:
 
 
 _QUIET = '    if PUT == "late":\n        epoch = current'
-_PUT_WAIT = "seen = wait(peers_ptr, rank, world_size, source, waited_byte, epoch)"
-_LAND_WAIT = "seen = wait(peers_ptr, rank, world_size, source, slot_byte, epoch)"
-_CREDIT = "ready = wait_credit(peers_ptr, rank, world_size, peer, epoch) + 1"
-_OWNER = "ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1"
-_SUMMER = "if wait_credit(peers_ptr, rank, world_size, summing, epoch) >= epoch - 1:"
+_PUT_WAIT = "seen = wait(workspace, source, waited_byte, epoch)"
+_LAND_WAIT = "seen = wait(peers, source, slot_byte, epoch)"
+_CREDIT = "ready = wait_credit(workspace, peer, epoch) + 1"
+_OWNER = "ready = wait_credit(workspace, owner, epoch) + 1"
+_SUMMER = "if wait_credit(workspace, summing, epoch) >= epoch - 1:"
 MUTANTS = [
     ("all_gather", "stores", _mutant("nobody waits to land", "nodes/moves", (_LAND_WAIT, "seen = epoch"))),
     ("all_gather", "stores", _mutant("passed on at once", "nodes/moves", (_PUT_WAIT, "seen = epoch"))),
@@ -410,7 +410,7 @@ MUTANTS = [
             "signalled before it is put",
             "nodes/moves",
             ('        if PUT == "stores":\n',
-             "        publish(peer_pointer(peers_ptr, world_size + peer, slot_byte), epoch)\n"
+             "        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)\n"
              '        if PUT == "stores":\n'),
         ),
     ),
@@ -420,8 +420,8 @@ MUTANTS = [
         _mutant(
             "one member not waited for",
             "nodes/reduction",
-            ("    for member in range(num_members):\n        source =",
-             "    for member in range(num_members - 1):\n        source ="),
+            ("    for member in range(node.num_members):\n        source =",
+             "    for member in range(node.num_members - 1):\n        source ="),
         ),
     ),
     (
@@ -435,8 +435,8 @@ MUTANTS = [
         _mutant(
             "one landing place for all nodes",
             "nodes/reduction",
-            ("landing_offset + (own_node * stride + element) * 4",
-             "landing_offset + ((own_node * 0 + 1) * stride + element) * 4"),
+            ("landing_offset + (node.own_node * stride + element) * 4",
+             "landing_offset + ((node.own_node * 0 + 1) * stride + element) * 4"),
         ),
     ),
     (
@@ -467,8 +467,8 @@ def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.P
 
 @thorough
 def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
-    all_of_them = "for number in range(num_partners):"
-    kept_back = all_of_them.replace("(num", "(1, num")
+    all_of_them = "for number in range(partners.count):"
+    kept_back = all_of_them.replace("(par", "(1, par")
     mutant = _mutant("a credit kept back", "nodes/moves", (all_of_them, kept_back))
     with mutated(mutant, tmp_path), filled():
         report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)

@@ -268,7 +268,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
             made[0] = made[0][0], default_group().arena.words
 
     def note(launch: KernelLaunch) -> None:
-        if launch.arguments["rank"] == 0:
+        if launch.arguments["peers"].rank == 0:
             made.append((launch, None))
 
     with small_words(4), launches(note):

@@ -19,7 +19,7 @@ from interlace import reference
 from interlace.collectives import chosen_algorithm
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.interpreter.inline_ptx import multicast
 from interlace.runtime.interpreter.inline_ptx.syntax import InlineAssemblyError
 from interlace.runtime.places.sim.place import SimPlace

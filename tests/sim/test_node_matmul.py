@@ -14,7 +14,7 @@ from first_fault import first_fault
 from interlace.kernels.nodes import order
 from interlace.ops.eager import scaled_kernels
 from interlace.runtime.algorithms.node_matmul_reduce import tables_of
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutant_checks import filled
@@ -216,38 +216,37 @@ def test_any_schedule_with_late_stores() -> None:
     assert report.clean, str(report)
 
 
-_WAIT_ALL = "peers_ptr, rank, world_size, members_ptr, num_members, slot_byte, tiles_each, epoch\n"
-_FINAL = f"        wait_node(\n            {_WAIT_ALL}        )\n"
-_LANDED = "                wait(peers_ptr, rank, world_size, source, slot_byte, epoch)\n"
+_FINAL = "        wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)\n"
+_LANDED = "                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)\n"
 MUTANTS = {
     "a sum without all members": (
-        "seen = wait_node(\n                peers_ptr, rank, world_size, members_ptr, num_members,",
-        "seen = wait_node(\n                peers_ptr, rank, world_size, members_ptr, num_members - 1,",
+        "seen = wait_node(workspace, node,",
+        "seen = wait_node(workspace, node._replace(num_members=node.num_members - 1),",
     ),
     "put without the owner's credit": (
-        "ready = wait_credit(peers_ptr, rank, world_size, owner, epoch) + 1", "ready = epoch"
+        "ready = wait_credit(workspace, owner, epoch) + 1", "ready = epoch"
     ),
     "tiles without the taker's credit": (
-        "if wait_credit(peers_ptr, rank, world_size, taker, epoch) >= epoch - 1:", "if epoch >= 0:"
+        "if wait_credit(workspace, taker, epoch) >= epoch - 1:", "if epoch >= 0:"
     ),
     "own tiles without the members": (_FINAL, ""),
     "own tiles without the other nodes": (_LANDED, "                pass\n"),
     "passed on before it has landed": (
         "                seen = land(\n",
-        "                early = slot_offset + (landed_slot + landing) * 8\n"
-        "                publish(peer_pointer(peers_ptr, rank, early), epoch)\n"
+        "                early = workspace.slot_offset + (slots.landed_slot + landing) * 8\n"
+        "                publish(peer_pointer(workspace, workspace.rank, early), epoch)\n"
         "                seen = land(\n",
     ),
     "one region for all members": (
-        "part = tl.load(segment + 4) * num_members + own_member",
-        "part = tl.load(segment + 4) * num_members + own_member * 0",
+        "part = tl.load(segment + 4) * node.num_members + node.own_member",
+        "part = tl.load(segment + 4) * node.num_members + node.own_member * 0",
     ),
     "one landing place for all nodes": (
-        "                landing = own_node * tiles_each + tile\n",
-        "                landing = tile + num_nodes // 2 * tiles_each\n",
+        "                landing = node.own_node * slots_each + tile\n",
+        "                landing = tile + node.num_nodes // 2 * slots_each\n",
     ),
     "one partial sum for all tiles": (
-        "place = number * tiles_each + tile", "place = number * tiles_each"
+        "place = number * slots_each + tile", "place = number * slots_each"
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from interlace.runtime.algorithms import node_moves
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
-from interlace.runtime.core.nodes import Nodes
+from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda_processes import ipc
 from interlace.runtime.places.cuda_processes.memory import agreed, value

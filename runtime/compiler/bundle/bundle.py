@@ -118,7 +118,7 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 def _sequence(target: Target, arch: int) -> list[Entry]:
     """The kernels of one launch of the op, in order."""
     main = OPS[target.op].entry(arch, target.options)
-    if main.constants.get("COPIERS") == 0:
+    if main.fixed.get("COPIERS") == 0:
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # chosen by hand, it may spill
     main = replace(main, default=main.default and not target.options.overrides)
@@ -173,7 +173,7 @@ def _arch(target: Target, arch: int, staging: pathlib.Path) -> dict[str, Any]:
     op, options = OPS[target.op], target.options
     main, last = _sequence(target, arch)
     baked: dict[str, Any] = {
-        **main.constants,
+        **main.fixed,
         "CHUNKS": options.configuration(arch).chunks,
         "ITEMSIZE": options.torch_dtype.itemsize,
     }

@@ -226,7 +226,7 @@ WORKSPACE = {
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
     """What descriptors (TMA) ask of the operands, besides multiples of 16."""
     rows_of_weight = {"kn": "weight_stride_k >= N", "nk": "weight_stride_n >= K"}
-    path = entry.constants.get("DESCRIPTORS", "")
+    path = entry.fixed.get("DESCRIPTORS", "")
     return ("K > 0", "input_stride >= K", rows_of_weight[str(path)]) if path else ()
 
 

@@ -40,7 +40,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
 from interlace.runtime.engines.choice import on_streams
@@ -118,15 +118,14 @@ class DevicePlace(Place):
 
     def _load_signals(self, buffer: SymmetricBuffer) -> None:
         """Load the kernels that signal, which a captured op needs even where streams did so before."""
-        known: dict[str, Any] = {"peers_ptr": buffer.peers, "rank": self.rank}
-        everyone = {"world_size": self.world_size}
-        for kernel, arguments in (
+        known: dict[str, Any] = {"peers": peers_of(buffer, self.world_size)}
+        for kernel, rest in (
             (signal.publish_kernel, {"peer": 0, "slot_byte": 0}),
-            (signal.wait_kernel, {**everyone, "source": 0, "slot_byte": 0}),
-            (signal.wait_credits_kernel, everyone),
-            (signal.finish_kernel, everyone),
+            (signal.wait_kernel, {"source": 0, "slot_byte": 0}),
+            (signal.wait_credits_kernel, {}),
+            (signal.finish_kernel, {}),
         ):
-            launch = KernelLaunch(kernel, 1, {**known, **arguments}, "a signal", num_warps=1)
+            launch = KernelLaunch(kernel, 1, {**known, **rest}, "a signal", num_warps=1)
             self.launches.prepare(launch, *self.caller())
 
     def _loaded(self, compiled: Any) -> None:

@@ -5,7 +5,8 @@ time. What it finds out depends on the kernel, the compile options, and of every
 width, if it is not specialized), or for a tensor its dtype and whether its address is a multiple of 16. So
 that is the key under which a compiled kernel is found here, and a launch hands it plain addresses::
 
-    prepare   key, compiled kernel (made and loaded if new), values in the order of the parameters
+    prepare   key, compiled kernel (made and loaded if new), values in the order of the parameters;
+              of an argument that is a tuple, the values of its fields
     run       the values to Triton's launcher, on a stream
 
 A kernel with device-side descriptors wants scratch memory per launch. It gets the same every time on one
@@ -25,11 +26,10 @@ from triton import knobs
 from triton.runtime import _allocation
 
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.kernel_arguments import ALIGNMENT, SMALL, constants, general, leaves
 from interlace.runtime.core.launch import KernelLaunch
 
 MOST_KERNELS = 4096
-ALIGNMENT = 16
-SMALL = 1 << 31  # numbers below are 32 bits wide
 
 Run = Callable[[int], None]
 
@@ -44,9 +44,8 @@ class LaunchCache:
         self._device = device
         self._loaded = loaded
         self._kernels: dict[Any, _Compiled] = {}
-        self._general: dict[
-            int, frozenset[str]
-        ] = {}  # by kernel: parameters that are not specialized
+        # by kernel: parameters that are not specialized, and constants
+        self._known: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
         self._scratch: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
@@ -57,18 +56,21 @@ class LaunchCache:
         """
         values: list[Any] = []
         number = id(launch.kernel)
-        general = self._general.get(number)
-        if general is None:
-            general = self._general[number] = _unspecialized(launch.kernel)
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = general(launch.kernel), constants(launch.kernel)
+        alike, fixed = known
         key: list[Any] = [number, launch.num_warps, launch.num_stages]
-        for name, value in launch.arguments.items():
-            if isinstance(value, torch.Tensor):
-                address = value.data_ptr()
-                key.append((value.dtype, address % ALIGNMENT == 0))
-                values.append(address)
-            else:
-                key.append(-SMALL <= value < SMALL if name in general else value)
-                values.append(value)
+        for name, given in launch.arguments.items():
+            fields = given if isinstance(given, tuple) and name not in fixed else (given,)
+            for value in fields:
+                if isinstance(value, torch.Tensor):
+                    address = value.data_ptr()
+                    key.append((value.dtype, address % ALIGNMENT == 0))
+                    values.append(address)
+                else:
+                    key.append(-SMALL <= value < SMALL if name in alike else value)
+                    values.append(value)
         if launch.options:
             key.extend(launch.options.items())
         compiled = self._kernels.get(tuple(key))
@@ -125,19 +127,36 @@ class _Compiled:
     def __init__(self, launch: KernelLaunch) -> None:
         self.jit = launch.kernel  # its id is part of the key
         self.kernel = launch.compiled()
-        given = {name: index for index, name in enumerate(launch.arguments)}
-        parameters = inspect.signature(launch.kernel.fn).parameters.values()
-        self._order = [(given.get(each.name, -1), each.default) for each in parameters]
-        if [index for index, _ in self._order] == list(range(len(given))):
+        fixed, count = constants(launch.kernel), 0
+        places: dict[str, range] = {}  # of an argument: where its values are
+        for name, value in launch.arguments.items():
+            fields = len(value) if isinstance(value, tuple) and name not in fixed else 1
+            places[name] = range(count, count + fields)
+            count += fields
+        self._order: list[tuple[int, Any]] = []
+        self._tuples: list[slice] = []  # of the values in the order of the parameters
+        for each in inspect.signature(launch.kernel.fn).parameters.values():
+            begin = len(self._order)
+            self._order += [(i, each.default) for i in places.get(each.name, range(-1, 0))]
+            if isinstance(launch.arguments.get(each.name), tuple) and each.name not in fixed:
+                self._tuples.append(slice(begin, len(self._order)))
+        if [index for index, _ in self._order] == list(range(count)):
             self._order = []  # as they are given
         metadata = self.kernel.metadata
-        self._direct = _direct(self.kernel.run)
+        self._direct = _direct(self.kernel, self._nested)
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
     def ordered(self, values: list[Any]) -> list[Any]:
         if not self._order:
             return values
         return [values[index] if index >= 0 else default for index, default in self._order]
+
+    def _nested(self, values: list[Any]) -> list[Any]:
+        """One value per parameter: those of a tuple as a tuple."""
+        nested = list(values)
+        for part in reversed(self._tuples):
+            nested[part] = [tuple(nested[part])]
+        return nested
 
     def launch(
         self,
@@ -153,7 +172,7 @@ class _Compiled:
         if not getattr(enter, "calls", True):
             enter = None  # Triton's chain of hooks is empty: a launch costs less without
         if enter is not None:
-            metadata = kernel.launch_metadata(extents, stream, *values)
+            metadata = kernel.launch_metadata(extents, stream, *self._nested(values))
         if not getattr(leave, "calls", True):
             leave = None
         if self._direct is not None:
@@ -169,24 +188,29 @@ class _Compiled:
         try:
             kernel.run(
                 *extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
-                *values,
+                *self._nested(values),
             )  # fmt: skip
         finally:
             if token is not None:
                 _allocation._allocator.reset(token)
 
 
-def _direct(run: Any) -> Callable[..., None] | None:
-    """A way around the Python half of Triton's launcher ``run``, which only finds scratch memory.
+def _direct(kernel: Any, nested: Callable[[list[Any]], list[Any]]) -> Callable[..., None] | None:
+    """A way around the Python half of ``kernel``'s launcher, which only finds scratch memory.
 
     None for a launcher of another kind than those of Triton 3.6 and 3.7, which takes the way through.
+    That of 3.6 wants tuples; that of 3.7 is told of single values, and so need not take tuples apart.
     """
+    run = kernel.run
     launch = getattr(run, "launch", None)
     if type(run) is not _launcher_class() or launch is None or run.profile_scratch_size:
         return None
     cooperative, early = run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "kernel_signature"):
-        kinds, signature = run.arg_annotations, run.kernel_signature
+        from triton.backends.nvidia.driver import annotate_arguments
+
+        types = leaves(kernel.src.signature).values()
+        kinds, signature = annotate_arguments(types), run.kernel_signature
 
         def of_37(
             grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
@@ -205,7 +229,7 @@ def _direct(run: Any) -> Callable[..., None] | None:
     ) -> None:  # fmt: skip
         launch(
             *grid, stream, function, cooperative, early, scratch, None, packed, metadata, enter,
-            leave, *values,
+            leave, *nested(values),
         )  # fmt: skip
 
     return of_36
@@ -254,12 +278,3 @@ class Prepared:
     def run(self, stream: int) -> None:
         """Launch on ``stream``, a handle."""
         self._compiled.launch(self._extents, stream, self.values, self.scratch)
-
-
-def _unspecialized(kernel: Any) -> frozenset[str]:
-    """The parameters of whose values a compiled kernel does not depend."""
-    listed = getattr(kernel, "do_not_specialize", None)
-    if listed is None:  # an interpreted function keeps what it was decorated with
-        listed = getattr(kernel, "kwargs", {}).get("do_not_specialize")
-    names = list(inspect.signature(kernel.fn).parameters)
-    return frozenset(names[each] if isinstance(each, int) else each for each in listed or ())

@@ -210,7 +210,7 @@ class _Where:
         first, second = item
         if isinstance(first, torch.Tensor):
             return Copied(self._view(first), self._view(second))
-        given = list(first.arguments.values())
+        given = first.values()
         addresses = [
             (position, *address)
             for position, value in enumerate(second.in_order(given))

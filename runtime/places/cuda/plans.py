@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.kernel_arguments import ALIGNMENT
 from interlace.runtime.core.memory import CHANNELS, Workspace
 from interlace.runtime.core.stream import Outcome, Settled
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.device_place import DevicePlace
-from interlace.runtime.places.cuda.launch import ALIGNMENT
 from interlace.runtime.places.cuda.plan_recorder import (
     WHOLE,
     Copied,

@@ -26,7 +26,7 @@ import torch
 
 from interlace.kernels import signal
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.cuda.driver import StreamWords
 from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
@@ -249,9 +249,10 @@ class DeviceStream(Stream):
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _signal(self, kernel: Any, workspace: Workspace, **arguments: int) -> None:
-        known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
-        self._launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
+    def _signal(self, kernel: Any, workspace: Workspace, **rest: int) -> None:
+        peers = peers_of(workspace.buffer, workspace.world_size)
+        arguments = {"peers": peers, **rest}
+        self._launch(KernelLaunch(kernel, 1, arguments, workspace.op, num_warps=1))
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
         """A stream signals by itself, unless it has waited for data: then that may have been given up.
@@ -275,13 +276,7 @@ class DeviceStream(Stream):
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
         if waits is None:
-            self._signal(
-                signal.wait_kernel,
-                workspace,
-                world_size=workspace.world_size,
-                source=source,
-                slot_byte=slot_byte,
-            )
+            self._signal(signal.wait_kernel, workspace, source=source, slot_byte=slot_byte)
             return
         self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
 
@@ -290,17 +285,13 @@ class DeviceStream(Stream):
             self._place.watcher.signalled(self, "wait_credits")
         waits = self._place.waits_for(workspace)
         if waits is None:
-            world_size = workspace.world_size
-            self._signal(signal.wait_credits_kernel, workspace, world_size=world_size)
+            self._signal(signal.wait_credits_kernel, workspace)
             return
         self._place.submit_item(lambda: waits.credits(self.enter()[0]))
 
     def finish(self, workspace: Workspace) -> None:
-        known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
-        world = {"world_size": workspace.world_size}
-        self.launch(
-            KernelLaunch(signal.finish_kernel, 1, {**known, **world}, workspace.op, num_warps=1)
-        )
+        peers = {"peers": peers_of(workspace.buffer, workspace.world_size)}
+        self.launch(KernelLaunch(signal.finish_kernel, 1, peers, workspace.op, num_warps=1))
         self._place.submit_item(self.ended)
         if self._place.watcher is not None:
             self._place.watcher.finished()

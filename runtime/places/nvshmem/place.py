@@ -16,8 +16,7 @@ from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.core.nodes import Nodes, table
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda_processes.memory import MemoryRefused
 from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace

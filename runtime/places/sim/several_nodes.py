@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.core.nodes import Nodes, table
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Nodes, Place, table
 
 
 def separate_nodes(place: Place, of: Sequence[int], put: str = "stores") -> Place:

@@ -74,12 +74,12 @@ class LintRequest:
     """The arguments of one :func:`lint`, for :func:`lint_many`.
 
     >>> from interlace.kernels.signal import publish_kernel
-    >>> LintRequest(publish_kernel, {"peers_ptr": "*i64"}, arch=100).num_warps
+    >>> LintRequest(publish_kernel, {"slot_byte": "i32"}, arch=100).num_warps
     4
     """
 
     kernel: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     arch: int | str = 90
     divisible: Sequence[str] = ()
@@ -90,7 +90,7 @@ class LintRequest:
 
 def lint(
     kernel: Any,
-    signature: Mapping[str, str],
+    signature: Mapping[str, Any],
     constexprs: Mapping[str, Any] | None = None,
     arch: int | str = 90,
     *,
@@ -106,7 +106,8 @@ def lint(
     ``if __name__ == "__main__"``, or it runs there up to the first lint.
 
     ``signature`` maps arguments to Triton's types: "*bf16" a pointer, "i32" a number, "tensordesc<bf16[64,
-    64]>" a host descriptor; constexprs may be left out. ``constexprs`` maps names to values (numbers,
+    64]>" a host descriptor; of an argument that is a ``NamedTuple`` one of types. Constexprs may be left
+    out. ``constexprs`` maps names to values (numbers,
     strings, None, ``tl.dtype``); one with a default may be left out. ``divisible`` names the arguments
     that are multiples of 16, pointers: 16-byte aligned. Tensors of torch nearly always are, and a
     launch specialises on it, so name them, or loads are narrower than in the launch, and not
@@ -115,12 +116,10 @@ def lint(
     A kernel that does not compile is a finding, "does not compile", with the compiler's last lines.
     ``ValueError`` and ``TypeError`` name an argument that is wrong, before anything is compiled.
 
+    >>> from interlace.kernels.arguments import Peers
     >>> from interlace.kernels.signal import publish_kernel
-    >>> report = lint(
-    ...     publish_kernel,
-    ...     {"peers_ptr": "*i64", "rank": "i32", "peer": "i32", "slot_byte": "i32"},
-    ...     arch=90,
-    ... )
+    >>> peers = Peers("*i64", "i32", "i32")
+    >>> report = lint(publish_kernel, {"peers": peers, "peer": "i32", "slot_byte": "i32"}, arch=90)
     >>> report.clean, report.spills, report.tensor_cores
     (True, 0, None)
     """
@@ -144,7 +143,7 @@ def lint_many(
     Raises ValueError or TypeError naming an argument that is wrong.
 
     >>> from interlace.kernels.signal import publish_kernel
-    >>> signature = {"peers_ptr": "*i64", "rank": "i32", "peer": "i32", "slot_byte": "i32"}
+    >>> signature = {"peers.rank": "i32", "peer": "i32", "slot_byte": "i32"}
     >>> lint_many([LintRequest(publish_kernel, signature, arch=70)])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: arch ...
@@ -188,11 +187,12 @@ def _checked(request: LintRequest) -> Request:
     if request.num_stages < 1:
         raise ValueError(f"num_stages of {name} is {request.num_stages}, not at least 1")
     types, constants = specialised_arguments(function, request.signature, request.constexprs)
+    typed = [argument for argument in types if argument not in constants]
     for argument in request.divisible:
-        if argument not in types:
+        if argument not in typed:
             raise ValueError(
                 f"divisible names {argument!r}; the arguments of {name} that have a type are "
-                f"{', '.join(types)}"
+                f"{', '.join(typed)}"
             )
     return Request(
         function.__module__,

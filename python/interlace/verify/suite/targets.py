@@ -20,6 +20,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import peers_of
 from interlace.runtime.places.sim.several_nodes import separate_nodes
 from interlace.runtime.tuning import configuration
 
@@ -212,22 +213,22 @@ def _signals() -> None:
     words = signal.HEADER_WORDS + world_size
     buffer = place.allocate(words * 8 + world_size * 64)
     buffer.view(rank, 8 * signal.SPIN_LIMIT_WORD, (1,), torch.int64).fill_(place.poll_limit())
-    table = buffer.peers
+    peers = peers_of(buffer, world_size)
     place.allocate(8)  # the words are set on every rank before any kernel of a peer runs
     for call in range(CALLS):
-        signal.wait_credits_kernel[(1,)](table, rank, world_size)
+        signal.wait_credits_kernel[(1,)](peers)
         for peer in range(world_size):
             theirs = buffer.view(peer, words * 8 + rank * 64, (16,), torch.float32)
             theirs.copy_(_numbers(rank, call, 16))
             slot_byte = 8 * (signal.HEADER_WORDS + rank)
-            signal.publish_kernel[(1,)](table, rank, peer, slot_byte)
+            signal.publish_kernel[(1,)](peers, peer, slot_byte)
         for source, expected in enumerate(_all(world_size, call, 16)):
             slot_byte = 8 * (signal.HEADER_WORDS + source)
-            signal.wait_kernel[(1,)](table, rank, world_size, source, slot_byte)
+            signal.wait_kernel[(1,)](peers, source, slot_byte)
             mine = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
             if not torch.equal(mine, expected):
                 raise AssertionError(f"wrong data on rank {rank} in call {call}")
-        signal.finish_kernel[(1,)](table, rank, world_size)
+        signal.finish_kernel[(1,)](peers)
 
 
 def _between_nodes(op: str, put: str) -> Callable[[], Any]:

@@ -1,0 +1,166 @@
+"""What kernels are given, by name: values that belong together travel together, as a ``NamedTuple``.
+
+A kernel's parameter may be such a tuple. In machine code it is one parameter per field, in order; in the
+source it is ``input.ptr`` and ``input.stride``. The host makes it with the same class, so an argument
+list is written here, and nowhere else::
+
+    @triton.jit(do_not_specialize=["workspace"])
+    def kernel(workspace, input, TILES: tl.constexpr):   # host: workspace=Workspace(...), input=Rows(...)
+
+Three things to know:
+
+- Triton does not look at ``do_not_specialize`` inside a tuple: by itself it would compile the rank in where
+  that is 1, and once more for multiples of 16. The launches of ``interlace.runtime`` make up for that, for
+  all fields of a tuple that is listed. So what differs from rank to rank has a tuple of its own.
+- Constants come as *one* ``tl.constexpr`` argument, a tuple of plain numbers and strings. Hand such a tuple
+  on whole: Triton 3.6 cannot pass a string that was taken out of one to another function.
+- Outside, in a bundle's manifest, the fields are single arguments: ``rank``, and ``input_stride`` where a
+  field says nothing without the name of its tuple.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Peers(NamedTuple):
+    """How to reach the ranks of a group: the table of their buffers' addresses, and which rank this is."""
+
+    peers_ptr: Any
+    rank: Any
+    world_size: Any
+
+
+class Workspace(NamedTuple):
+    """The lease of a channel for one op. Whatever takes ``Peers`` takes this: it begins with them.
+
+    ``slot_offset`` and ``data_offset`` are bytes from the beginning of every rank's buffer.
+    """
+
+    peers_ptr: Any
+    rank: Any
+    world_size: Any
+    slot_offset: Any
+    data_offset: Any
+
+
+class Rows(NamedTuple):
+    """A matrix whose rows are ``stride`` elements apart, and contiguous in themselves."""
+
+    ptr: Any
+    stride: Any
+
+
+class Weight(NamedTuple):
+    """A matrix ``[K, N]`` with any strides."""
+
+    ptr: Any
+    stride_k: Any
+    stride_n: Any
+
+
+class Experts(NamedTuple):
+    """A ``Weight`` for every expert: ``[E, K, N]``."""
+
+    ptr: Any
+    stride_e: Any
+    stride_k: Any
+    stride_n: Any
+
+
+class Table(NamedTuple):
+    """Lines of int64, ``count`` of them; the kernel that reads it says what a line is."""
+
+    ptr: Any
+    count: Any
+
+
+class Part(NamedTuple):
+    """``count`` lines of a table, from line ``first`` on."""
+
+    ptr: Any
+    first: Any
+    count: Any
+
+
+class Epilogue(NamedTuple):
+    """What a finished tile is made into: see ``epilogue.py``. What is off is never looked at."""
+
+    bias_ptr: Any
+    row_scale_ptr: Any
+    column_scale_ptr: Any
+
+
+class Copies(NamedTuple):
+    """Constants of who sends chunks: how many programs, and how much each moves at a time.
+
+    ``MULTICAST``: "" to each rank by itself; "multimem" once for all ranks, through the switch; "peers",
+    to try that without one.
+    """
+
+    COPIERS: int
+    COPY_ROWS: int
+    COPY_COLUMNS: int
+    MULTICAST: str = ""
+
+
+class Tiles(NamedTuple):
+    """Constants of a matmul: how tiles are computed (``matmul.py``), and what then becomes of them.
+
+    ``ALIGNED``: rows of the input, where they lie and where they are gathered, begin at multiples of 16
+    bytes. ``FLATTEN``, ``WARP_SPECIALIZE``: what the compiler may do with the tile loop. ``COMPILED``: not
+    interpreted, so there are instructions to order what TMA does. The last five: see ``epilogue.py``.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    DESCRIPTORS: str
+    INPUT_PRECISION: str
+    FAST_ACCUM: bool
+    ALIGNED: bool
+    FLATTEN: bool
+    WARP_SPECIALIZE: bool
+    COMPILED: bool
+    SCALES: str
+    BIAS: str
+    ACTIVATION: str
+    SUBTILE: int
+    OUT_DESCRIPTOR: bool
+
+
+class Node(NamedTuple):
+    """The ranks of this node, of which this one is number ``own_member``; and the nodes of the group.
+
+    ``sums``: for every node who sends its sum here, and as which of its duties; this node is number
+    ``own_node``.
+    """
+
+    members_ptr: Any
+    num_members: Any
+    own_member: Any
+    sums_ptr: Any
+    num_nodes: Any
+    own_node: Any
+
+
+class Regions(NamedTuple):
+    """Where sums over nodes lie: contributions are ``region_stride`` elements apart, a multiple of 16.
+
+    In bytes, multiples of 256: own partial sums at ``partial_offset``, those that land here from other
+    nodes at ``landing_offset``.
+    """
+
+    region_stride: Any
+    partial_offset: Any
+    landing_offset: Any
+
+
+class NodeSlots(NamedTuple):
+    """Slots of sums over nodes: ``slots_each`` for a contribution of one rank, and for a sum of one node.
+
+    What lands has its slots from ``landing_slot`` on, and ``landed_slot`` where that is told once more.
+    """
+
+    slots_each: Any
+    landing_slot: Any
+    landed_slot: Any

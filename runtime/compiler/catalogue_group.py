@@ -1,0 +1,106 @@
+"""A group that is not there: ops run on it as far as their launches, which become entries of the catalogue.
+
+So nothing of a launch is written down twice. Tensors are torch's "meta" ones, which have a dtype, a shape
+and address 0, a multiple of 16 as nearly every address is; what is copied or signalled is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from interlace.kernels.signal import HEADER_WORDS
+from interlace.runtime.compiler.entry import Entry
+from interlace.runtime.core.kernel_arguments import specialised
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD, Layout, SymmetricBuffer, Workspace
+from interlace.runtime.core.place import Nodes
+
+RANKS = 16
+MULTICAST = 1 << 40
+_BYTES = 1 << 40
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+class Passed:
+    """A stream or a place, as far as algorithms look: what has no answer here is passed over."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values, **named: None
+
+
+class AbsentGroup:
+    """A ``Communicator`` of ``world_size`` ranks, compiled and on a GPU; ``launches`` is what ops launch.
+
+    ``multicast``: its memory has a multicast address. ``put``: ranks are on two nodes, and how they put.
+    """
+
+    rank = 0
+
+    def __init__(self, world_size: int = RANKS, *, multicast: bool = False, put: str = "") -> None:
+        self.world_size = world_size
+        self.nodes = Nodes(tuple(2 * r // world_size for r in range(world_size)), put or "stores")
+        self.launches: list[KernelLaunch] = []
+        self.compute = self.copying = Passed(launch=self.launches.append)
+        self.place = Passed(
+            nodes=self.nodes if put else None,
+            interpreted=False,
+            direct_access=False,
+            program_limit=lambda: 1 << 16,
+            launching=contextlib.nullcontext,
+        )
+        memory = [meta(_BYTES, dtype=torch.uint8)] * world_size
+        address = MULTICAST if multicast else 0
+        self.buffer = SymmetricBuffer(0, _BYTES, meta(world_size), memory, address)
+        offsets = {"epochs_offset": HEADER_WORDS * WORD, "words_offset": 2 * HEADER_WORDS * WORD}
+        self.words = SimpleNamespace(buffer=self.buffer, programs=1 << 16, **offsets)
+
+    def workspace(self, op: str = "") -> Workspace:
+        """What an op leases."""
+        return Workspace(0, self.buffer, HEADER_WORDS * WORD, 1 << 20, self.world_size, op)
+
+    def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> None:
+        body(self.workspace(op))
+
+    def table(self, key: Any, rows: Any, *, passing: bool = False) -> torch.Tensor:
+        return meta(1)
+
+    def watch_words(self, buffer: SymmetricBuffer, programs: int) -> None:
+        pass
+
+
+def launched(run: Callable[[Any], object], group: AbsentGroup | None = None) -> list[KernelLaunch]:
+    """The launches of an op, ``run`` with a group."""
+    group = group or AbsentGroup()
+    run(group)
+    return group.launches
+
+
+def entry(launch: KernelLaunch, variant: str, arch: int, **more: Any) -> Entry:
+    """The compilation that ``launch`` needs on ``arch``; ``more`` are fields of the entry."""
+    types, constants, divisible = specialised(launch.kernel, launch.arguments)
+    made = Entry(
+        launch.kernel.fn.__module__,
+        launch.name,
+        variant,
+        arch,
+        types,
+        constants,
+        divisible,
+        launch.num_warps,
+        launch.num_stages,
+        max_registers=launch.options.get("maxnreg", 0),
+    )
+    return replace(made, **more)
