@@ -159,8 +159,7 @@ def schedules(
     seconds = time.monotonic() - begin
     failure = None
     if failing:
-        order = {seed: position for position, seed in enumerate(chosen)}
-        first = min(failing, key=order.__getitem__)
+        first = next(seed for seed in chosen if seed in failing)
         failure = shrunk(trial, first, expected, search=shrink)
     return ScheduleReport(world_size, len(chosen), store_buffers, seconds, tuple(failing), failure)
 
@@ -243,20 +242,14 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     if replayed is not None:
         best = min(best, replayed, key=len)
         part = max(1, len(best) // 2)
-        while True:
-            smaller = None
-            for candidate in _without(best, part):
-                taken = still_fails(candidate)
-                if taken is not None and len(taken) < len(best):
-                    smaller = taken
-                    break
-            if smaller is not None:
-                best = smaller
-                part = min(part, max(1, len(best) // 2))
-            elif part > 1:
+        while part:
+            tried = map(still_fails, _without(best, part))
+            smaller = next((each for each in tried if each and len(each) < len(best)), None)
+            if smaller is None:
                 part //= 2
             else:
-                break
+                best = smaller
+                part = min(part, max(1, len(best) // 2))
     told = trial.run(seed, best, tell=True)
     text = "results differ from the first schedule's"
     if told.error is not None:
