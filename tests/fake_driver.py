@@ -43,7 +43,7 @@ class FakeKernel:
 
 
 class FakeWords:
-    """``cuda_driver.StreamWords``."""
+    """``driver.Driver``."""
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)

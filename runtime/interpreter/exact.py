@@ -31,6 +31,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.runtime.interpreter.attributes import Replacement, replaced
 from interlace.runtime.interpreter.exact_reductions import exact_reduction
 from interlace.runtime.numerics.float_formats import (
     HALF,
@@ -215,22 +216,13 @@ def exact_arithmetic() -> Iterator[None]:
     global _depth
     _depth += 1
     try:
-        with contextlib.ExitStack() as restore:
-            if _depth == 1:
-                builder = interpreter.interpreter_builder
-                for name, function in exact_overrides(builder).items():
-                    _set(restore, builder, name, function)
-                for kind in (interpreter.ReduceOps, interpreter.ScanOps):
-                    _set(restore, kind, "apply_impl", exact_reduction(kind.apply_impl))
+        changes: list[Replacement] = []
+        if _depth == 1:
+            builder = interpreter.interpreter_builder
+            changes += [(builder, *override) for override in exact_overrides(builder).items()]
+            for kind in (interpreter.ReduceOps, interpreter.ScanOps):
+                changes.append((kind, "apply_impl", exact_reduction(kind.apply_impl)))
+        with replaced(*changes):
             yield
     finally:
         _depth -= 1
-
-
-def _set(restore: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, and put back or remove the owner's own one on exit."""
-    if name in vars(owner):
-        restore.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        restore.callback(delattr, owner, name)
-    setattr(owner, name, value)

@@ -26,13 +26,14 @@ compares. Integers wrap around, without a check for overflow: the session leaves
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+
+from interlace.runtime.interpreter.attributes import Replacement
 
 Method = Callable[..., Any]
 
@@ -126,50 +127,29 @@ def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
     return None
 
 
-def _of_integers(stock: Method, op: Any, *, reverse: bool = False) -> Method:
+def _is_shift(by: Any) -> bool:
+    """A number that every type has the bits for: others bring a warning."""
+    return bool(by.ndim == 0 and 0 <= by < 32)
+
+
+def _of_integers(
+    stock: Method,
+    op: Any,
+    *,
+    reverse: bool = False,
+    result: Any = None,
+    if_right: Callable[[Any], Any] | None = None,
+) -> Method:
+    """``result``: its type, if not that of the integers. ``if_right``: what the right data must be."""
+
     def method(self: Any, other: Any) -> Any:
         case = _integers(self, other)
-        if case is None:
+        if case is None or (if_right is not None and not if_right(case[3])):
             return stock(self, other)
         model, dtype, mine, theirs = case
         data = op(theirs, mine) if reverse else op(mine, theirs)
+        dtype = result or dtype
         return _made(model, data, dtype, _shaped(dtype, model))
-
-    return method
-
-
-def _division(stock: Method, op: Any) -> Method:
-    def method(self: Any, other: Any) -> Any:
-        case = _integers(self, other)
-        if case is None or not np.all(case[3]):  # what a division by zero gives is not ours to say
-            return stock(self, other)
-        model, dtype, mine, theirs = case
-        return _made(model, op(mine, theirs), dtype, _shaped(dtype, model))
-
-    return method
-
-
-def _shift(stock: Method, op: Any) -> Method:
-    """By a number that every type has the bits for: others bring a warning."""
-
-    def method(self: Any, other: Any) -> Any:
-        number = other.value if other.__class__ is tl.constexpr else other
-        case = _integers(self, number) if number.__class__ is int and 0 <= number < 32 else None
-        if case is None:
-            return stock(self, other)
-        model, dtype, mine, theirs = case
-        return _made(model, op(mine, theirs), dtype, model.type)
-
-    return method
-
-
-def _comparison(stock: Method, op: Any) -> Method:
-    def method(self: Any, other: Any) -> Any:
-        case = _integers(self, other)
-        if case is None:
-            return stock(self, other)
-        model, _, mine, theirs = case
-        return _made(model, op(mine, theirs), tl.int1, _shaped(tl.int1, model))
 
     return method
 
@@ -249,15 +229,16 @@ def _methods() -> dict[str, Method]:
     """The replacements, around what ``tl.tensor`` has now."""
     stock = vars(tl.tensor)
     found: dict[str, Method] = {}
+    for operators, options in (
+        (_ARITHMETIC, {}),
+        (_DIVISIONS, {"if_right": np.all}),  # what a division by zero gives is not ours to say
+        (_SHIFTS, {"if_right": _is_shift}),
+        (_COMPARISONS, {"result": tl.int1}),
+    ):
+        for name, op in operators.items():
+            found[f"__{name}__"] = _of_integers(stock[f"__{name}__"], op, **options)
     for name, op in _ARITHMETIC.items():
-        found[f"__{name}__"] = _of_integers(stock[f"__{name}__"], op)
         found[f"__r{name}__"] = _of_integers(stock[f"__r{name}__"], op, reverse=True)
-    for name, op in _DIVISIONS.items():
-        found[f"__{name}__"] = _division(stock[f"__{name}__"], op)
-    for name, op in _SHIFTS.items():
-        found[f"__{name}__"] = _shift(stock[f"__{name}__"], op)
-    for name, op in _COMPARISONS.items():
-        found[f"__{name}__"] = _comparison(stock[f"__{name}__"], op)
     for name, op in _LOGIC.items():
         found[f"__{name}__"] = _logic(stock[f"__{name}__"], op)
     found["__add__"] = _addition(stock["__add__"])
@@ -265,11 +246,6 @@ def _methods() -> dict[str, Method]:
     return found
 
 
-@contextlib.contextmanager
-def shortcuts() -> Iterator[None]:
-    """Inside a session of the interpreter, which has patched the language already."""
-    with contextlib.ExitStack() as restore:
-        for name, method in _methods().items():
-            restore.callback(setattr, tl.tensor, name, vars(tl.tensor)[name])
-            setattr(tl.tensor, name, method)
-        yield
+def shortcuts() -> list[Replacement]:
+    """The replacements inside a session of the interpreter, which has patched the language already."""
+    return [(tl.tensor, name, method) for name, method in _methods().items()]

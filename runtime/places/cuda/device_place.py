@@ -290,11 +290,11 @@ class DevicePlace(Place):
 
     # -- signals of streams --------------------------------------------------------------------
 
-    def _stream_words(self) -> driver.StreamWords | None:
+    def _stream_words(self) -> driver.Driver | None:
         """What streams of this rank write words with; None if they cannot, or must not."""
         return driver.stream_words(self._index)
 
-    def words_for(self, workspace: Workspace) -> tuple[driver.StreamWords | None, int]:
+    def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
         """For signals of the op in ``workspace``: what writes them, or None for kernels; its epoch."""
         self.caller()
         if self._captured:

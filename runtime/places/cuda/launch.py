@@ -31,8 +31,6 @@ MOST_KERNELS = 4096
 ALIGNMENT = 16
 SMALL = 1 << 31  # numbers below are 32 bits wide
 
-Run = Callable[[int], None]
-
 
 class LaunchCache:
     """The compiled kernels of one rank, by what they are called with.
@@ -44,9 +42,8 @@ class LaunchCache:
         self._device = device
         self._loaded = loaded
         self._kernels: dict[Any, _Compiled] = {}
-        self._general: dict[
-            int, frozenset[str]
-        ] = {}  # by kernel: parameters that are not specialized
+        # by kernel: the parameters that are not specialized
+        self._general: dict[int, frozenset[str]] = {}
         self._scratch: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
@@ -78,7 +75,10 @@ class LaunchCache:
                     f"{launch.op}: {launch.name} is not loaded for these arguments, and cannot be during "
                     "a graph capture; call the op once with tensors like these before the capture"
                 )
-            compiled = self._load(tuple(key), launch)
+            if len(self._kernels) >= MOST_KERNELS:
+                self._kernels.clear()
+            compiled = self._kernels[tuple(key)] = _Compiled(launch)
+            self._loaded(compiled.kernel)
         extents = launch.extents
         scratch = self.scratch_for(compiled, extents, stream, capture)
         return Prepared(self, compiled, extents, compiled.ordered(values), scratch)
@@ -91,14 +91,6 @@ class LaunchCache:
             return None
         x, y, z = extents
         return self._reserve(compiled.scratch_per_program * x * y * z, stream, capture)
-
-    def _load(self, key: Any, launch: KernelLaunch) -> _Compiled:
-        if len(self._kernels) >= MOST_KERNELS:
-            self._kernels.clear()
-        compiled = _Compiled(launch)
-        self._loaded(compiled.kernel)
-        self._kernels[key] = compiled
-        return compiled
 
     def _reserve(self, size: int, stream: int, capture: int) -> torch.Tensor:
         if capture:
@@ -131,7 +123,7 @@ class _Compiled:
         if [index for index, _ in self._order] == list(range(len(given))):
             self._order = []  # as they are given
         metadata = self.kernel.metadata
-        self._direct = _direct(self.kernel.run)
+        self._direct = _direct(self.kernel)
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
     def ordered(self, values: list[Any]) -> list[Any]:
@@ -158,10 +150,7 @@ class _Compiled:
             leave = None
         if self._direct is not None:
             address = None if scratch is None else scratch.data_ptr()
-            self._direct(
-                extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
-                address, values,
-            )  # fmt: skip
+            self._direct(extents, stream, (metadata, enter, leave), address, values)
             return
         token = None
         if scratch is not None:
@@ -176,39 +165,24 @@ class _Compiled:
                 _allocation._allocator.reset(token)
 
 
-def _direct(run: Any) -> Callable[..., None] | None:
-    """A way around the Python half of Triton's launcher ``run``, which only finds scratch memory.
+def _direct(kernel: Any) -> Callable[..., None] | None:
+    """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
 
     None for a launcher of another kind than those of Triton 3.6 and 3.7, which takes the way through.
     """
+    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     launch = getattr(run, "launch", None)
     if type(run) is not _launcher_class() or launch is None or run.profile_scratch_size:
         return None
-    cooperative, early = run.launch_cooperative_grid, run.launch_pdl
+    fixed = function, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "kernel_signature"):
-        kinds, signature = run.arg_annotations, run.kernel_signature
-
-        def of_37(
-            grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
-            leave: Any, scratch: int | None, values: list[Any],
-        ) -> None:  # fmt: skip
-            launch(
-                *grid, stream, function, cooperative, early, packed, metadata, enter, leave,
-                scratch, None, kinds, signature, values,
-            )  # fmt: skip
-
-        return of_37
-
-    def of_36(
-        grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
-        leave: Any, scratch: int | None, values: list[Any],
-    ) -> None:  # fmt: skip
-        launch(
-            *grid, stream, function, cooperative, early, scratch, None, packed, metadata, enter,
-            leave, *values,
-        )  # fmt: skip
-
-    return of_36
+        parameters = run.arg_annotations, run.kernel_signature
+        return lambda grid, stream, hooks, scratch, values: launch(
+            *grid, stream, *fixed, packed, *hooks, scratch, None, *parameters, values
+        )
+    return lambda grid, stream, hooks, scratch, values: launch(
+        *grid, stream, *fixed, scratch, None, packed, *hooks, *values
+    )
 
 
 def _launcher_class() -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,9 +28,7 @@ from interlace.kernels import signal
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.stream import Event, Stream
-from interlace.runtime.places.cuda.driver import StreamWords
-from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
-from interlace.runtime.places.cuda.watchdog import StreamWaits
+from interlace.runtime.places.cuda.launch import Prepared
 
 Target = tuple[int, int]
 """A CUDA stream's handle, and the number of the graph capture that it is in or 0."""
@@ -122,34 +120,14 @@ def programs_of(launch: KernelLaunch) -> int:
     return x * y * z if launch.num_warps > 1 else 0
 
 
-class StreamPlace(Protocol):
-    """What a :class:`DeviceStream` needs of its place; see ``DevicePlace`` for what they are."""
-
-    asynchronous: bool
-    events: list[torch.cuda.Event]
-    launches: LaunchCache
-    watcher: Any
-
-    @property
-    def residency(self) -> Any: ...
-    def caller(self) -> Target: ...
-    def about_to_use(self, target: Target) -> None: ...
-    def submit_item(self, item: Callable[[], None]) -> None: ...
-    def keep(self, *used: Any) -> None: ...
-    def words_for(self, workspace: Workspace) -> tuple[StreamWords | None, int]: ...
-    def waits_for(self, workspace: Workspace) -> StreamWaits | None: ...
-    def finished(self, workspace: Workspace) -> None: ...
-    def counts(self, buffer: SymmetricBuffer, programs: int) -> None: ...
-
-
 class DeviceStream(Stream):
     """An ordered queue of one rank, on a CUDA stream of its own or, if it ``follows`` it, the caller's.
 
     Items go through ``place.submit_item``, which may hold them back until all ranks are ready.
     """
 
-    def __init__(self, place: StreamPlace, stream: torch.cuda.Stream, *, follows: bool) -> None:
-        self._place = place
+    def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
+        self._place = place  # a DevicePlace
         self._own = stream
         self._own_handle = int(stream.cuda_stream)
         self.follows = follows
@@ -163,7 +141,7 @@ class DeviceStream(Stream):
 
     def target(self) -> Target:
         """The CUDA stream to which the next item would go."""
-        caller = self._place.caller()
+        caller: Target = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
         return self._own_handle, caller[1]
@@ -218,7 +196,7 @@ class DeviceStream(Stream):
             self._place.watcher.launched(self, launch, prepared)
 
     def _launch(self, launch: KernelLaunch) -> Prepared:
-        prepared = self._place.launches.prepare(launch, *self.target())
+        prepared: Prepared = self._place.launches.prepare(launch, *self.target())
         self._place.keep(launch.arguments, prepared)
         programs = programs_of(launch)
 
@@ -249,9 +227,9 @@ class DeviceStream(Stream):
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _signal(self, kernel: Any, workspace: Workspace, **arguments: int) -> None:
+    def _signal(self, kernel: Any, workspace: Workspace, **arguments: int) -> KernelLaunch:
         known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
-        self._launch(KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1))
+        return KernelLaunch(kernel, 1, {**known, **arguments}, workspace.op, num_warps=1)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
         """A stream signals by itself, unless it has waited for data: then that may have been given up.
@@ -261,11 +239,12 @@ class DeviceStream(Stream):
         if self._place.watcher is not None:
             self._place.watcher.signalled(self, "publish", peer, slot)
         words, epoch = self._place.words_for(workspace)
+        slot_byte = workspace.slot_byte(slot)
         if words is None or self._depends is workspace:
-            slot_byte = workspace.slot_byte(slot)
-            self._signal(signal.publish_kernel, workspace, peer=peer, slot_byte=slot_byte)
+            kernel = signal.publish_kernel
+            self._launch(self._signal(kernel, workspace, peer=peer, slot_byte=slot_byte))
             return
-        address = workspace.buffer.addresses[peer] + workspace.slot_byte(slot)
+        address = workspace.buffer.addresses[peer] + slot_byte
         self._place.submit_item(lambda: words.write(self.enter()[0], address, epoch))
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
@@ -275,13 +254,10 @@ class DeviceStream(Stream):
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
         if waits is None:
-            self._signal(
-                signal.wait_kernel,
-                workspace,
-                world_size=workspace.world_size,
-                source=source,
-                slot_byte=slot_byte,
-            )
+            arguments = {"source": source, "slot_byte": slot_byte}
+            world_size = workspace.world_size
+            kernel = signal.wait_kernel
+            self._launch(self._signal(kernel, workspace, world_size=world_size, **arguments))
             return
         self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
 
@@ -291,16 +267,14 @@ class DeviceStream(Stream):
         waits = self._place.waits_for(workspace)
         if waits is None:
             world_size = workspace.world_size
-            self._signal(signal.wait_credits_kernel, workspace, world_size=world_size)
+            kernel = signal.wait_credits_kernel
+            self._launch(self._signal(kernel, workspace, world_size=world_size))
             return
         self._place.submit_item(lambda: waits.credits(self.enter()[0]))
 
     def finish(self, workspace: Workspace) -> None:
-        known = {"peers_ptr": workspace.buffer.peers, "rank": workspace.rank}
-        world = {"world_size": workspace.world_size}
-        self.launch(
-            KernelLaunch(signal.finish_kernel, 1, {**known, **world}, workspace.op, num_warps=1)
-        )
+        world_size = workspace.world_size
+        self.launch(self._signal(signal.finish_kernel, workspace, world_size=world_size))
         self._place.submit_item(self.ended)
         if self._place.watcher is not None:
             self._place.watcher.finished()

@@ -29,9 +29,9 @@ order of summation is its own. Gathering at one rank per host: the others' cores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -77,11 +77,15 @@ class HostsEngine(Engine):
 
     # -- agreement -----------------------------------------------------------------------------
 
-    def _verify(self, call: Call) -> None:
+    @contextmanager
+    def _agreed(self, call: Call) -> Iterator[None]:
+        """Around what moves the bytes of ``call``, which is compared before."""
         call.verify(self._exchange(call.message, call.op))
+        with self._guarded(call.op):
+            yield
 
     def barrier(self, call: Call) -> Event | None:
-        self._verify(call)
+        call.verify(self._exchange(call.message, call.op))
         return None
 
     def parts(self, call: Call) -> list[Any]:
@@ -124,8 +128,7 @@ class HostsEngine(Engine):
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._gather(call.op, outputs, input)
         return None
 
@@ -148,8 +151,7 @@ class HostsEngine(Engine):
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             far = [rank for ranks in self._others for rank in ranks]
             sends, receives = [(r, inputs[r]) for r in far], [(r, outputs[r]) for r in far]
             self._links.swap(sends, receives, call.op)
@@ -161,8 +163,7 @@ class HostsEngine(Engine):
         return [tensors[rank] for rank in self._mine]
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._broadcast(call.op, tensor, root)
         return None
 
@@ -182,8 +183,7 @@ class HostsEngine(Engine):
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([(root, input)], [], call.op)
                 return None
@@ -199,8 +199,7 @@ class HostsEngine(Engine):
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([], [(root, output)], call.op)
                 return None
@@ -216,9 +215,8 @@ class HostsEngine(Engine):
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        self._verify(call)
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if flat.nbytes <= SMALL_BYTES or flat.numel() < self.world_size:
                 self._reduce(call.op, flat, partial, self._hosts[0][0], everywhere=True)
             else:
@@ -229,9 +227,8 @@ class HostsEngine(Engine):
         return None
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        self._verify(call)
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._reduce(call.op, flat, partial, root, everywhere=False)
         return None
 
@@ -266,9 +263,8 @@ class HostsEngine(Engine):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
-        self._verify(call)
         partial = Partial.of(op, output.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             wide = [partial.widened(part.view(-1)) for part in inputs]
             self._reduce_scatter(call.op, output.view(-1), wide, partial)
         return None

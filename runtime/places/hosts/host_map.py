@@ -25,16 +25,15 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.places.one_host.rendezvous import await_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_POLL_SECONDS = 2e-3
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
@@ -162,11 +161,11 @@ def meet(
         return missing() or [0]
 
     if rank == 0:
-        _poll(missing, rank, prefix, deadline)
+        await_ranks(missing, rank, prefix, deadline)
         store.set(nonce_key, "")  # deleted, it would let a get that follows a check wait forever
         store.set(f"{nonce_key}/{nonce}/open", "")
     else:
-        _poll(opened, rank, prefix, deadline)
+        await_ranks(opened, rank, prefix, deadline)
     cards = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys.values()]
     return cards, nonce
 
@@ -176,12 +175,3 @@ def forget(store: Store, rank: int, *, prefix: str, nonce: str) -> None:
     store.delete_key(f"{prefix}/hosts/{nonce}/{rank}")
     if rank == 0:
         store.delete_key(f"{prefix}/hosts/{nonce}/open")
-
-
-def _poll(missing: Callable[[], list[int]], rank: int, prefix: str, deadline: float) -> None:
-    while ranks := missing():
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(
-                f"rank {rank}: ranks {ranks} have not joined group {prefix!r}", tuple(ranks)
-            )
-        time.sleep(_POLL_SECONDS)

@@ -63,13 +63,22 @@ BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
 
 
+def check_size(payload: bytes, rank: int, doing: str) -> None:
+    """Raise ValueError if ``payload`` is too long for one message."""
+    if len(payload) > LARGEST_MESSAGE:
+        raise ValueError(
+            f"rank {rank}: payload of {doing} has {len(payload)} bytes, "
+            f"an exchange takes at most {LARGEST_MESSAGE}"
+        )
+
+
 class Control:
     """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
 
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
-        self.words = [Words(mapping) for mapping in mappings]
+        self.words = [Words(each.data_address, each.array().data) for each in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]

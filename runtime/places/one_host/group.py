@@ -30,9 +30,9 @@ from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.control import (
     ABORTED,
     CONTROL_BYTES,
-    LARGEST_MESSAGE,
     SEQUENCE,
     Control,
+    check_size,
 )
 from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import (
@@ -239,11 +239,7 @@ class HostGroup:
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
-        if len(payload) > LARGEST_MESSAGE:
-            raise ValueError(
-                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
-                f"an exchange takes at most {LARGEST_MESSAGE}"
-            )
+        check_size(payload, self.rank, doing)
         with self.collective_lock:
             if self.world_size == 1:
                 self.check_usable()
@@ -356,14 +352,12 @@ class HostGroup:
         control = self._control
         if control is None:
             return None  # still joining
-        pidfds = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
-        gone = [rank for rank in ended_processes(pidfds) if not control.reason(rank)]
-        for rank in gone:
-            if not control.has_left(rank):
-                return PeerDiedError(rank, self._pids[rank], doing)
+        awaited = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
+        death = self._death(control, awaited, doing)
         failure = self.failure()
-        if failure is not None:
-            return self._death(doing) or failure
+        if death is not None or failure is not None:
+            # of an abort by another survivor the death of any rank is the cause
+            return death or self._death(control, self._pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):
                 return InterlaceError(
@@ -371,11 +365,9 @@ class HostGroup:
                 )
         return None
 
-    def _death(self, doing: str) -> PeerDiedError | None:
-        """A rank that died, if there is one: of an abort by another survivor that is the cause."""
-        control = self._control
-        assert control is not None
-        for rank in ended_processes(self._pidfds):
+    def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
+        """Names a rank among these that died, if one did."""
+        for rank in ended_processes(pidfds):
             if not control.reason(rank) and not control.has_left(rank):
                 return PeerDiedError(rank, self._pids[rank], doing)
         return None

@@ -20,14 +20,13 @@ found to be foreign.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
@@ -35,12 +34,22 @@ from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NON
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")
+_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
 _STORE_POLL_SECONDS = 2e-3
 
-Step = Callable[[Sequence[int]], None]
+
+class Label(NamedTuple):
+    """What a message says of itself."""
+
+    magic: bytes
+    layout_version: int
+    nonce: bytes
+    world_size: int
+    receiver: int
+    sequence_number: int
+    sender: int
 
 
 @dataclass
@@ -77,7 +86,9 @@ class Rendezvous:
     def set_addresses(self, addresses: dict[int, bytes]) -> None:
         self._addresses = addresses
 
-    def trade(self, descriptors: Sequence[int], step: Step) -> dict[int, Delivery]:
+    def trade(
+        self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
+    ) -> dict[int, Delivery]:
         """Send ``descriptors`` to every peer and take theirs. Collective.
 
         ``step(missing ranks)`` is called while a peer has not sent yet, and may raise.
@@ -96,15 +107,16 @@ class Rendezvous:
             raise
         return received
 
+    def _label(self, *, sender: int, receiver: int) -> Label:
+        size, sequence = self._world_size, self._sequence
+        return Label(MAGIC, LAYOUT_VERSION, self.nonce, size, receiver, sequence, sender)
+
     def _send(self, peer: int, descriptors: Sequence[int]) -> None:
-        message = _MESSAGE.pack(
-            MAGIC, LAYOUT_VERSION, self.nonce, self._rank, self._world_size, self._sequence, peer
-        )
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             try:
                 connection.connect(self._addresses[peer])
-                connection.sendmsg([message], [rights])
+                socket.send_fds(connection, [message], descriptors)
             except OSError as error:
                 raise InterlaceError(
                     f"rank {self._rank} cannot reach rank {peer} through its unix socket "
@@ -130,41 +142,36 @@ class Rendezvous:
                 )
             except TimeoutError:
                 return True
-        if self._is_late(message):
-            close_all(descriptors)
-            return True
         try:
             rank = self._sender(message, flags, received)
         except BaseException:
             close_all(descriptors)
             raise
+        if rank is None:
+            close_all(descriptors)
+            return True
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         received[rank] = Delivery(pid, descriptors)
         return True
 
-    def _is_late(self, message: bytes) -> bool:
-        """Whether it is of an earlier trade, which this rank has given up."""
-        if len(message) != _MESSAGE.size:
-            return False
-        magic, version, nonce, _, world_size, sequence, to = _MESSAGE.unpack(message)
-        mine = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._rank)
-        return (magic, version, nonce, world_size, to) == mine and sequence < self._sequence
-
-    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int:
+    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int | None:
+        """Who sent it; None for one of an earlier trade, which this rank has given up."""
         what = f"rank {self._rank} got a message that is not of this group"
         if len(message) != _MESSAGE.size or flags & socket.MSG_CTRUNC:
             raise InterlaceError(f"{what}: {len(message)} bytes, flags {flags:#x}")
-        magic, version, nonce, rank, world_size, sequence, to = _MESSAGE.unpack(message)
-        expected = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._sequence, self._rank)
-        found = (magic, version, nonce, world_size, sequence, to)
-        names = ("magic", "layout version", "nonce", "world size", "sequence number", "receiver")
-        for name, has, wants in zip(names, found, expected, strict=True):
+        found = Label(*_MESSAGE.unpack(message))
+        expected = self._label(sender=found.sender, receiver=self._rank)
+        late = found.sequence_number < self._sequence
+        if late and found._replace(sequence_number=self._sequence) == expected:
+            return None
+        for name, has, wants in zip(Label._fields, found, expected, strict=True):
             if has != wants:
+                name = name.replace("_", " ")
                 raise InterlaceError(f"{what}: {name} is {_show(has)}, expected {_show(wants)}")
-        if rank not in self._addresses or rank in received:
-            raise InterlaceError(f"{what}: sender rank {rank} is unexpected")
-        return int(rank)
+        if found.sender not in self._addresses or found.sender in received:
+            raise InterlaceError(f"{what}: sender rank {found.sender} is unexpected")
+        return found.sender
 
     def close(self) -> None:
         self._listener.close()
@@ -188,13 +195,13 @@ def connect(
         nonce = os.urandom(NONCE_BYTES)
         store.set(nonce_key, nonce.hex())
     else:
-        _wait(store, {0: nonce_key}, rank, prefix, deadline)
+        await_keys(store, {0: nonce_key}, rank, prefix, deadline)
         nonce = bytes.fromhex(store.get(nonce_key).decode())
     rendezvous = Rendezvous(rank, world_size, nonce)
     try:
         keys = {peer: _address_key(prefix, nonce, peer) for peer in range(world_size)}
         store.set(keys.pop(rank), rendezvous.address.hex())
-        _wait(store, keys, rank, prefix, deadline)
+        await_keys(store, keys, rank, prefix, deadline)
         rendezvous.set_addresses(
             {peer: bytes.fromhex(store.get(key).decode()) for peer, key in keys.items()}
         )
@@ -216,17 +223,22 @@ def _address_key(prefix: str, nonce: bytes, rank: int) -> str:
     return f"{prefix}/{nonce.hex()}/{rank}"
 
 
-def _wait(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
-    """Until all keys exist. Polls: ``Store.wait`` prints a warning on stderr when it times out."""
-    missing = dict(keys)
-    while True:
-        missing = {peer: key for peer, key in missing.items() if not store.check([key])}
-        if not missing:
-            return
+def await_keys(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
+    """Until the keys of all ranks exist."""
+    await_ranks(
+        lambda: [peer for peer, key in keys.items() if not store.check([key])],
+        rank,
+        prefix,
+        deadline,
+    )
+
+
+def await_ranks(missing: Callable[[], list[int]], rank: int, prefix: str, deadline: float) -> None:
+    """Until no rank is ``missing``. Polls: ``Store.wait`` prints a warning on stderr when it times out."""
+    while ranks := missing():
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
-                f"rank {rank}: ranks {sorted(missing)} have not joined group {prefix!r}",
-                tuple(sorted(missing)),
+                f"rank {rank}: ranks {ranks} have not joined group {prefix!r}", tuple(ranks)
             )
         time.sleep(_STORE_POLL_SECONDS)
 

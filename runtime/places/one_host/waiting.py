@@ -54,17 +54,6 @@ def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
 
-    __slots__ = (
-        "_bell",
-        "_interruption",
-        "_next_check",
-        "_rank",
-        "_started",
-        "_steps",
-        "_suspect",
-        "_timeout",
-    )
-
     def __init__(
         self,
         rank: int,
