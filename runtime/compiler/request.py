@@ -1,4 +1,4 @@
-"""What is compiled, what came out, and how both travel to a worker process and back.
+"""A compilation and its result, as they travel to a worker process and back.
 
 A :class:`Request` names its kernel by module and file, because a function cannot be sent: here it may be an
 interpreted one. The checks of a user's arguments are here too, so that a mistake is said before

@@ -41,7 +41,7 @@ from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.scheduler.source_lines import MemoryNames, polling, program_line
 from interlace.runtime.scheduler.store_buffers import StoreBuffers
-from interlace.runtime.scheduler.strategies import Random, Segment, Strategy
+from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
 try:
@@ -88,7 +88,7 @@ class Scheduler(ProgramHooks):
         self.finished: list[str] = []
         self.observer = Observer() if observer is None else observer
         self.observed = observer is not None
-        self.segments: list[Segment] = []
+        self.segments: list[ScheduleSegment] = []
         self.memory = MemoryNames()
         self.strategy = Random(seed) if strategy is None else strategy
         self.buffers = StoreBuffers(seed, self.observer) if store_buffers else None
@@ -294,20 +294,20 @@ class Scheduler(ProgramHooks):
             task.ready = task.waiting = None
         return task
 
-    def recorded(self) -> tuple[Segment, ...]:
+    def recorded(self) -> tuple[ScheduleSegment, ...]:
         """What ran, in order, for ``strategies.Replay``."""
         if not self.segments:
             return ()
         *before, last = self.segments
-        return (*before, Segment(last.task, self.points))
+        return (*before, ScheduleSegment(last.task, self.points))
 
     def _record(self, task: Task) -> None:
         """Close the last segment if another task goes on now."""
         if self.segments and self.segments[-1].task == task.name:
             return
         if self.segments:
-            self.segments[-1] = Segment(self.segments[-1].task, self.points)
-        self.segments.append(Segment(task.name, 0))
+            self.segments[-1] = ScheduleSegment(self.segments[-1].task, self.points)
+        self.segments.append(ScheduleSegment(task.name, 0))
         self.points = 0
 
     def blocked(self) -> list[BlockedWait]:

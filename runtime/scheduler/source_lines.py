@@ -1,4 +1,4 @@
-"""Where programs and host code stand in their source, from the frames they are suspended in."""
+"""Source lines of programs and of user code, from the frames they are suspended in."""
 
 from __future__ import annotations
 

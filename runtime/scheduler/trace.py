@@ -1,4 +1,4 @@
-"""What a run did, and when: tiles, copies, waits and signals of every rank, from its memory operations.
+"""The recorder of a run: tiles, copies, waits and signals of every rank, from its memory operations.
 
 Kernels say nothing about themselves. The interpreter's hooks show every store and atomic of every
 program with its addresses, and that is enough::

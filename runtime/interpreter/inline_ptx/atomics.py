@@ -14,6 +14,7 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 from triton.runtime.interpreter import TensorHandle
 
+from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.interpreter.inline_ptx.syntax import (
     Address,
     Instruction,
@@ -141,11 +142,10 @@ def _tell(
 ) -> int:
     """Let the hooks do an atomic; returns the bits that were there before."""
     thread.idle_steps, thread.polls_plainly = 0, False
-    machine = thread.machine
-    atomic = machine.atomic(
+    atomic = Atomic(
         pointers, ALL, kind, sem, scope, reads_only, compare, each_thread=not thread.alone
     )
-    return bits_of(machine.hooks.atomic(atomic, perform))
+    return bits_of(thread.session.hooks.atomic(atomic, perform))
 
 
 def ordered_load(kind: ScalarType, sem: str, scope: str) -> Callable[[Thread, int], int]:

@@ -93,7 +93,7 @@ def plain_load(kind: ScalarType, sem: str | None) -> Callable[[Thread, int], int
             found = interpreter.load(pointers.data, ALL.data, zero.data, zero.data.dtype)
             return TensorHandle(found, kind.memory)
 
-        return bits_of(thread.machine.hooks.load(pointers, ALL, perform, volatile=volatile))
+        return bits_of(thread.session.hooks.load(pointers, ALL, perform, volatile=volatile))
 
     return load
 
@@ -106,6 +106,6 @@ def plain_store(kind: ScalarType) -> Callable[[Thread, int, int], None]:
         def perform() -> None:
             interpreter.store(pointers.data, value.data, ALL.data)
 
-        thread.machine.hooks.store(pointers, value, ALL, perform)
+        thread.session.hooks.store(pointers, value, ALL, perform)
 
     return store

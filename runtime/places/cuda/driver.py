@@ -1,4 +1,4 @@
-"""What torch does not offer of CUDA: streams that write and wait for words, and captures told apart.
+"""The CUDA driver's functions that torch does not offer: words of streams, numbers of captures.
 
 By ctypes from the driver's own library. Where that is missing or too old, the group's kernels do the same
 (:func:`stream_words` is None), and captures are told apart by hand (:func:`capture_of`).

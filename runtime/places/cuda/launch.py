@@ -47,7 +47,7 @@ class LaunchCache:
         self._scratch: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
-    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> PreparedLaunch:
         """What is needed to run ``launch`` on ``stream``; nothing synchronizes the GPU afterwards.
 
         Raises InterlaceError in a graph capture if the kernel was not loaded before it.
@@ -81,7 +81,7 @@ class LaunchCache:
             self._loaded(compiled.kernel)
         extents = launch.extents
         scratch = self.scratch_for(compiled, extents, stream, capture)
-        return Prepared(self, compiled, extents, compiled.ordered(values), scratch)
+        return PreparedLaunch(self, compiled, extents, compiled.ordered(values), scratch)
 
     def scratch_for(
         self, compiled: _Compiled, extents: tuple[int, int, int], stream: int, capture: int
@@ -194,7 +194,7 @@ def _launcher_class() -> Any:
     return CudaLauncher
 
 
-class Prepared:
+class PreparedLaunch:
     """A launch of which the host's work is done. ``scratch`` must live until it has run."""
 
     __slots__ = ("__weakref__", "_cache", "_compiled", "_extents", "scratch", "values")

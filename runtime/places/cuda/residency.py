@@ -1,4 +1,4 @@
-"""Who may be on a GPU together: kernels that wait for peers, of several groups.
+"""Residency: which kernels that wait for peers, of several groups, run on a GPU together.
 
 A persistent kernel that waits for its peers keeps its multiprocessors until they have come. Where the
 kernels of two groups are each on one rank first, and do not fit together, neither can ever begin on the

@@ -28,9 +28,9 @@ from interlace.kernels import signal
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.stream import Event, Stream
-from interlace.runtime.places.cuda.launch import Prepared
+from interlace.runtime.places.cuda.launch import PreparedLaunch
 
-Target = tuple[int, int]
+StreamTarget = tuple[int, int]
 """A CUDA stream's handle, and the number of the graph capture that it is in or 0."""
 
 
@@ -48,7 +48,7 @@ class Point:
 
     def __init__(
         self,
-        target: Target,
+        target: StreamTarget,
         event: torch.cuda.Event | None = None,
         pool: list[torch.cuda.Event] | None = None,
     ) -> None:
@@ -131,22 +131,22 @@ class DeviceStream(Stream):
         self._own = stream
         self._own_handle = int(stream.cuda_stream)
         self.follows = follows
-        self._last: dict[int, Target] = {}  # where the last item went, eager and in a capture
+        self._last: dict[int, StreamTarget] = {}  # where the last item went, eager and in a capture
         self._end: Point | None = None  # after the last item, if somebody has asked for it
-        self._waiting: dict[Target, Point] = {}
-        self._waited: dict[Target, Point] = {}  # what is enqueued next comes after these
+        self._waiting: dict[StreamTarget, Point] = {}
+        self._waited: dict[StreamTarget, Point] = {}  # what is enqueued next comes after these
         self._depends: Workspace | None = None  # of the op in which data was waited for
 
     # -- where items go ------------------------------------------------------------------------
 
-    def target(self) -> Target:
+    def target(self) -> StreamTarget:
         """The CUDA stream to which the next item would go."""
-        caller: Target = self._place.caller()
+        caller: StreamTarget = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
         return self._own_handle, caller[1]
 
-    def enter(self) -> Target:
+    def enter(self) -> StreamTarget:
         """Where the next item goes, once all that it must come after was waited for."""
         target = self.target()
         capture = target[1]
@@ -169,7 +169,7 @@ class DeviceStream(Stream):
         self._end = None
         return target
 
-    def _order_after(self, point: Point, target: Target) -> None:
+    def _order_after(self, point: Point, target: StreamTarget) -> None:
         known = self._waited.get(point.target)
         if point.target[0] != target[0] and (known is None or known.number < point.number):
             self._stream(target).wait_event(point.record())
@@ -181,7 +181,7 @@ class DeviceStream(Stream):
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
 
-    def _stream(self, target: Target) -> torch.cuda.Stream:
+    def _stream(self, target: StreamTarget) -> torch.cuda.Stream:
         return self._own if target[0] == self._own_handle else stream_of(target[0])
 
     def _do(self, function: Callable[[], Any]) -> None:
@@ -192,11 +192,11 @@ class DeviceStream(Stream):
 
     def launch(self, launch: KernelLaunch) -> None:
         prepared = self._launch(launch)
-        if self._place.watcher is not None:
-            self._place.watcher.launched(self, launch, prepared)
+        if self._place.recorder is not None:
+            self._place.recorder.launched(self, launch, prepared)
 
-    def _launch(self, launch: KernelLaunch) -> Prepared:
-        prepared: Prepared = self._place.launches.prepare(launch, *self.target())
+    def _launch(self, launch: KernelLaunch) -> PreparedLaunch:
+        prepared: PreparedLaunch = self._place.launches.prepare(launch, *self.target())
         self._place.keep(launch.arguments, prepared)
         programs = programs_of(launch)
 
@@ -214,16 +214,16 @@ class DeviceStream(Stream):
             self.follow(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.copied(self, destination, source)
+        if self._place.recorder is not None:
+            self._place.recorder.copied(self, destination, source)
         self._place.keep(destination, source)
         self._place.submit_item(
             lambda: self._do(lambda: destination.copy_(source, non_blocking=True))
         )
 
     def call(self, function: Callable[[], Any], label: str) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.spoil()
+        if self._place.recorder is not None:
+            self._place.recorder.spoil()
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
@@ -236,8 +236,8 @@ class DeviceStream(Stream):
 
         A kernel looks whether it was. A wait for credits holds the stream instead.
         """
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "publish", peer, slot)
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "publish", peer, slot)
         words, epoch = self._place.words_for(workspace)
         slot_byte = workspace.slot_byte(slot)
         if words is None or self._depends is workspace:
@@ -248,8 +248,8 @@ class DeviceStream(Stream):
         self._place.submit_item(lambda: words.write(self.enter()[0], address, epoch))
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "wait", source, slot)
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "wait", source, slot)
         self._depends = workspace
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
@@ -262,8 +262,8 @@ class DeviceStream(Stream):
         self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
 
     def wait_credits(self, workspace: Workspace) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "wait_credits")
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "wait_credits")
         waits = self._place.waits_for(workspace)
         if waits is None:
             world_size = workspace.world_size
@@ -276,14 +276,14 @@ class DeviceStream(Stream):
         world_size = workspace.world_size
         self.launch(self._signal(signal.finish_kernel, workspace, world_size=world_size))
         self._place.submit_item(self.ended)
-        if self._place.watcher is not None:
-            self._place.watcher.finished()
+        if self._place.recorder is not None:
+            self._place.recorder.finished()
         self._place.finished(workspace)
 
     def counted(self, buffer: SymmetricBuffer, programs: int) -> None:
         self._place.submit_item(self.ended)
-        if self._place.watcher is not None:
-            self._place.watcher.finished()
+        if self._place.recorder is not None:
+            self._place.recorder.finished()
         self._place.counts(buffer, programs)
 
     def ended(self) -> None:

@@ -29,12 +29,19 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD, HEADER_WORDS
+from interlace.kernels.signal import (
+    ABORT_WORD,
+    CLAIMED_WORD,
+    CREDIT_WORDS,
+    EPOCH_WORD,
+    HEADER_WORDS,
+)
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -233,7 +240,7 @@ class Watchdog:
             return problem
         for _, mirror in self._headers:
             header = mirror.tolist()
-            problem = place.reported(header)
+            problem = signal_report(place.rank, header)
             if problem is None and header[ABORT_WORD]:
                 problem = AbortedError(
                     f"rank {place.rank}: a kernel of another rank of the group has given up waiting"
@@ -299,3 +306,15 @@ class Watchdog:
             if buffer.addresses[buffer.rank] + wait.slot_byte == wait.address:
                 return int(mirror[CREDIT_WORDS + wait.source]) < 0
         return False
+
+
+def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:
+    """The error that the status record in a channel's header describes, if there is one."""
+    claimed, source, slot, expected, seen, program = header[CLAIMED_WORD : CLAIMED_WORD + 6]
+    if not claimed or not expected:
+        return None
+    return CollectiveTimeoutError(
+        f"rank {rank}: program {program} gave up waiting for rank {source}: slot at byte {slot} "
+        f"was {seen}, expected {expected}",
+        (source,),
+    )

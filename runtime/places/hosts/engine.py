@@ -40,7 +40,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.hosts.host_map import HostMap
-from interlace.runtime.places.hosts.links import HostLinks, Part
+from interlace.runtime.places.hosts.links import HostLinks, RankTensor
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.transfers import HostTransfers
 
@@ -273,7 +273,7 @@ class HostsEngine(Engine):
         self, op: str, output: torch.Tensor, wide: Sequence[torch.Tensor], partial: Partial
     ) -> None:
         """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
-        sends: list[Part] = []
+        sends: list[RankTensor] = []
         own = wide[self.rank]
         for ranks in self._hosts:
             for owners in self._rounds(ranks):
@@ -283,7 +283,7 @@ class HostsEngine(Engine):
                     own = reduced
                 elif owner is not None:
                     sends.append((owner, reduced))
-        receives: list[Part] = []
+        receives: list[RankTensor] = []
         parts: list[torch.Tensor] = []
         for ranks in self._hosts:
             if ranks is self._mine:

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and at which address others reach this one.
+"""The ranks of a group by host, and the address at which others reach this one.
 
 Two processes count as on one host if they can share memory the way ``one_host/rendezvous.py`` does it:
 through descriptors that go over abstract unix sockets. That takes

@@ -58,7 +58,7 @@ _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 
-Part = tuple[int, torch.Tensor]
+RankTensor = tuple[int, torch.Tensor]
 
 
 @dataclass
@@ -155,7 +155,7 @@ class HostLinks:
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def swap(self, sends: Sequence[Part], receives: Sequence[Part], doing: str) -> None:
+    def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
         """Send and receive contiguous tensors, pairs (rank, tensor), all at once; until all is done.
 
         Empty tensors do not travel. Raises what the group has failed with.

@@ -37,7 +37,6 @@ from interlace.runtime.places.hosts.links import HostLinks, aborted_by
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.worker import OrderedWorker
 from interlace.runtime.places.shm.inline_stream import CompletedEvent
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -82,7 +81,6 @@ class HostsPlace(Place):
         """The ranks of this group on this rank's host, by local rank."""
         self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
         self._parent = parent
-        self._worker = OrderedWorker("interlace ops")
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
@@ -197,11 +195,6 @@ class HostsPlace(Place):
         Within each host; then the first rank of each host sends its host's messages to those of the
         other hosts, which hand them out.
         """
-        self._worker.drain()
-        return self.exchange_now(payload, doing)
-
-    def exchange_now(self, payload: bytes, doing: str) -> list[bytes]:
-        """:meth:`exchange` from within an op."""
         check_size(payload, self.rank, doing)
         with self._lock, self.guarded(doing):
             messages: list[bytes] = [b""] * self.world_size
@@ -266,7 +259,7 @@ class HostsPlace(Place):
             self._local_engine,
             self._links,
             self._transfers,
-            self.exchange_now,
+            self.exchange,
             self.guarded,
         )
 
@@ -325,7 +318,6 @@ class HostsPlace(Place):
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        self._worker.close()
         self._links.close()
         if self._transfers is not None:
             self._transfers.close()

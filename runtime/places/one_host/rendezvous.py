@@ -1,4 +1,4 @@
-"""How the processes of one host find each other and hand over file descriptors.
+"""The rendezvous of the processes of one host: addresses, and file descriptors handed over.
 
 Finding: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
 the store. Handing over: a rank connects to every peer's socket, sends one message with the

@@ -1,4 +1,4 @@
-"""How host code waits for other processes: politely, bounded, and never for somebody who is gone.
+"""Waits of one process for others: polite, bounded, and never for somebody who is gone.
 
 A wait is a loop of the caller's own polls with one :meth:`Patience.step` after each that failed::
 
