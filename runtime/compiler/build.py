@@ -22,8 +22,6 @@ _DESCRIPTORS_OF_PEERS = ("all_gather_matmul_kernel", "grouped_matmul_kernel")
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Measurement):
-    """What one entry compiled to."""
-
     name: str
     arch: int
     default: bool

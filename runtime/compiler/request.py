@@ -84,7 +84,6 @@ def _encode_constant(value: object) -> object:
 
 
 def decode_request(line: str) -> Request:
-    """The request of a line of JSON."""
     fields = json.loads(line, object_hook=_decode_constant)
     lists = {name: tuple(fields[name]) for name in ("divisible", "ignore")}
     return Request(**{**fields, **lists})
@@ -97,7 +96,6 @@ def _decode_constant(value: dict[str, Any]) -> Any:
 
 
 def decode_measurement(line: str) -> Measurement:
-    """The measurement of a line of JSON."""
     fields = json.loads(line)
     return Measurement(**{**fields, "faults": tuple(Fault(**one) for one in fields["faults"])})
 

@@ -22,7 +22,6 @@ class Unfilled(ModuleType):
 
 
 def fill(package: ModuleType) -> None:
-    """Run the package's own code."""
     package.__class__ = ModuleType
     spec = package.__spec__
     assert spec is not None and spec.loader is not None

@@ -123,7 +123,6 @@ def compile_kernel(request: Request) -> Any:
 
 
 def measure(request: Request) -> Measurement:
-    """Compile and look at what came out."""
     compiled = compile_kernel(request)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

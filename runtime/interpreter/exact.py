@@ -178,21 +178,15 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         no_atomics(val)
         return stock_cas(ptr, cmp, val, sem, scope)
 
+    functions = (
+        *(binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_fma, create_clampf),
+        *(create_descriptor_load, create_tensor_pointer_load, create_atomic_rmw, create_atomic_cas),
+    )
     return {
-        "binary_op": binary_op,
-        "unary_op": unary_op,
-        "cast_impl": cast_impl,
-        "create_fp_to_fp": create_fp_to_fp,
-        "create_dot": create_dot,
-        "create_fma": create_fma,
-        "create_clampf": create_clampf,
+        **{function.__name__: function for function in functions},
         "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmin),
         "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmax),
         "create_rsqrt": lambda arg: unary_op(arg, lambda x: 1 / np.sqrt(x)),
-        "create_descriptor_load": create_descriptor_load,
-        "create_tensor_pointer_load": create_tensor_pointer_load,
-        "create_atomic_rmw": create_atomic_rmw,
-        "create_atomic_cas": create_atomic_cas,
         "get_bf16": constant(tl.bfloat16),
         "get_fp8e4nv": constant(tl.float8e4nv),
         "get_fp8e5": constant(tl.float8e5),

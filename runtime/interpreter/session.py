@@ -205,19 +205,8 @@ _SCOPES = {
     _ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
 }
 _KINDS = {
-    getattr(_ir.ATOMIC_OP, name): kind
-    for name, kind in {
-        "ADD": "add",
-        "FADD": "add",
-        "MIN": "min",
-        "UMIN": "min",
-        "MAX": "max",
-        "UMAX": "max",
-        "AND": "and",
-        "OR": "or",
-        "XOR": "xor",
-        "XCHG": "xchg",
-    }.items()
+    getattr(_ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
+    for name in ["ADD", "FADD", "MIN", "UMIN", "MAX", "UMAX", "AND", "OR", "XOR", "XCHG"]
 }
 
 

@@ -26,6 +26,7 @@ compares. Integers wrap around, without a check for overflow: the session leaves
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -45,19 +46,13 @@ _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 def _divide(left: Any, right: Any) -> Any:
-    """Towards zero."""
     return (left - np.fmod(left, right)) // right
 
 
 _ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
 _COMPARISONS: dict[str, Any] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 _SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
 _LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
@@ -171,7 +166,6 @@ def _logic(stock: Method, op: Any) -> Method:
 
 
 def _width(pointer: Any) -> Any:
-    """Bytes of an element."""
     element = pointer.dtype.element_ty
     if element.__class__ is not tl.dtype:
         element = pointer.handle.get_element_ty()

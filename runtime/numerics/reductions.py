@@ -47,6 +47,7 @@ _FP8 = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
+NARROW_FLOATS = (*_HALVES, *_FP8)  # whose sums and products are in fp32
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

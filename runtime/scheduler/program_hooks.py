@@ -56,13 +56,11 @@ class ProgramHooks:
 
     @property
     def current(self) -> Task:
-        """The task that runs now."""
         assert self._current is not None, "not inside a task"
         return self._current
 
     @property
     def inside(self) -> bool:
-        """Whether a task is running."""
         return self._current is not None
 
     def load(

@@ -85,7 +85,6 @@ class StoreBuffers:
         return len(self._pending)
 
     def store(self, task: Task, pointers: Any, value: Any, mask: Any) -> None:
-        """Take a store in."""
         addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return

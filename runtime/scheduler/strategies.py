@@ -34,8 +34,6 @@ class ScheduleSegment(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Decides at points."""
-
     def interrupts(self) -> bool:
         """A task is about to touch memory: interrupt it?"""
 
@@ -50,8 +48,6 @@ class Strategy(Protocol):
 
 
 class Random:
-    """Every task that can run has the same chance."""
-
     def __init__(self, seed: int, *, memory_switch: float = MEMORY_SWITCH) -> None:
         self._random = random.Random(seed)
         self._memory_switch = memory_switch

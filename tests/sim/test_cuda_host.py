@@ -15,6 +15,7 @@ import interlace
 from fake_cuda import FakeGpu
 from fake_driver import MULTIPROCESSORS, install
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.cuda import watchdog
 from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 
 Log = list[tuple[str, int, str]]

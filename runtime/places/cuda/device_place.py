@@ -144,7 +144,6 @@ class DevicePlace(Place):
 
     @property
     def capturing(self) -> bool:
-        """Whether the caller is capturing a graph."""
         return bool(self.caller()[1])
 
     @contextmanager
@@ -347,7 +346,6 @@ class DevicePlace(Place):
                         word.copy_(self._one, non_blocking=True)
 
     def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor:
-        """The header words of ``rank``'s part of a workspace."""
         return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
 
     def workspaces(self) -> list[SymmetricBuffer]:

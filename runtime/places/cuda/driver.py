@@ -89,7 +89,6 @@ def stream_words(device: int) -> Driver | None:
 
 
 def current_stream(device: int) -> int:
-    """The handle of the caller's current stream."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 

@@ -90,9 +90,7 @@ class LaunchCache:
         if not compiled.scratch_per_program:
             return None
         x, y, z = extents
-        return self._reserve(compiled.scratch_per_program * x * y * z, stream, capture)
-
-    def _reserve(self, size: int, stream: int, capture: int) -> torch.Tensor:
+        size = compiled.scratch_per_program * x * y * z
         if capture:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         scratch = self._scratch.get(stream)
@@ -226,7 +224,6 @@ class PreparedLaunch:
         compiled.launch(self._extents, stream, values, scratch)
 
     def run(self, stream: int) -> None:
-        """Launch on ``stream``, a handle."""
         self._compiled.launch(self._extents, stream, self.values, self.scratch)
 
 

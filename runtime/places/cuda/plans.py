@@ -67,8 +67,6 @@ class _Again:
 
 
 class Plans:
-    """The plans of one communicator on a GPU."""
-
     def __init__(self, communicator: Communicator, place: DevicePlace) -> None:
         self._communicator, self._place = communicator, place
         self._plans: dict[Any, Plan] = {}

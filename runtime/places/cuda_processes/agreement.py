@@ -226,7 +226,6 @@ class Agreement:
         return self._shared.acquired(self._at(number) + peer) >= number
 
     def _note_of(self, number: int, peer: int) -> tuple[int, int]:
-        """Digest and area."""
         at, size = self._at(number) + peer, self._world_size
         view = self._shared.view
         assert view[at] == number, (peer, number, view[at])

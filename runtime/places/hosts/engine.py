@@ -152,12 +152,13 @@ class HostsEngine(Engine):
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
         with self._agreed(call):
-            far = [rank for ranks in self._others for rank in ranks]
-            sends, receives = [(r, inputs[r]) for r in far], [(r, outputs[r]) for r in far]
-            self._links.swap(sends, receives, call.op)
+            self._links.swap(self._far(inputs), self._far(outputs), call.op)
             near_outputs, near_inputs = self._near(outputs), self._near(inputs)
             self._wait(self._local().all_to_all(self._within(call.op), near_outputs, near_inputs))
         return None
+
+    def _far(self, tensors: Sequence[torch.Tensor]) -> list[RankTensor]:
+        return [(rank, tensors[rank]) for ranks in self._others for rank in ranks]
 
     def _near(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensors[rank] for rank in self._mine]
@@ -189,8 +190,7 @@ class HostsEngine(Engine):
                 return None
             near = None
             if outputs is not None:
-                receives = [(r, outputs[r]) for ranks in self._others for r in ranks]
-                self._links.swap([], receives, call.op)
+                self._links.swap([], self._far(outputs), call.op)
                 near = self._near(outputs)
             local_root = self._mine.index(root)
             self._wait(self._local().gather(self._within(call.op), near, input, local_root))
@@ -205,8 +205,7 @@ class HostsEngine(Engine):
                 return None
             near = None
             if inputs is not None:
-                sends = [(r, inputs[r]) for ranks in self._others for r in ranks]
-                self._links.swap(sends, [], call.op)
+                self._links.swap(self._far(inputs), [], call.op)
                 near = self._near(inputs)
             local_root = self._mine.index(root)
             self._wait(self._local().scatter(self._within(call.op), output, near, local_root))
@@ -274,6 +273,7 @@ class HostsEngine(Engine):
     ) -> None:
         """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
         sends: list[RankTensor] = []
+        receives: list[RankTensor] = []
         own = wide[self.rank]
         for ranks in self._hosts:
             for owners in self._rounds(ranks):
@@ -283,14 +283,10 @@ class HostsEngine(Engine):
                     own = reduced
                 elif owner is not None:
                     sends.append((owner, reduced))
-        receives: list[RankTensor] = []
-        parts: list[torch.Tensor] = []
-        for ranks in self._hosts:
-            if ranks is self._mine:
-                parts.append(own)
-                continue
-            parts.append(torch.empty_like(own))
-            receives.append((self._twin(self._index, ranks), parts[-1]))
+        parts = [own if ranks is self._mine else torch.empty_like(own) for ranks in self._hosts]
+        for ranks, part in zip(self._hosts, parts, strict=True):
+            if ranks is not self._mine:
+                receives.append((self._twin(self._index, ranks), part))
         self._links.swap(sends, receives, op)
         partial.finish(parts, output, self.world_size)
 

@@ -28,7 +28,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -160,31 +160,24 @@ class HostLinks:
 
         Empty tensors do not travel. Raises what the group has failed with.
         """
-        started = []
-        with self._bounded(doing, [peer for peer, _ in receives] or [peer for peer, _ in sends]):
-            try:
-                for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
-                    for peer, tensor in parts:
-                        if tensor.numel():
-                            started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
-                while started:
-                    peer, work = started[-1]
-                    work.wait(_EVER)
-                    started.pop()
-            except RuntimeError as error:
-                raise self._broken(peer, error, doing) from None
-            finally:
-                started.clear()
-
-    @contextlib.contextmanager
-    def _bounded(self, doing: str, waited_for: Sequence[int]) -> Iterator[None]:
-        """Let the watching thread end this wait after the group's timeout."""
         self.check()
-        self._waiting = (time.monotonic() + self.timeout, doing, tuple(waited_for))
+        waited_for = tuple(peer for peer, _ in receives or sends)
+        self._waiting = (time.monotonic() + self.timeout, doing, waited_for)
+        started = []
         try:
-            yield
+            for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
+                for peer, tensor in parts:
+                    if tensor.numel():
+                        started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
+            while started:
+                peer, work = started[-1]
+                work.wait(_EVER)
+                started.pop()
+        except RuntimeError as error:
+            raise self._broken(peer, error, doing) from None
         finally:
             self._waiting = None
+            started.clear()
 
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""

@@ -63,6 +63,11 @@ BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
 
 
+def _area(sequence: int) -> int:
+    """Where in a segment message ``sequence`` is."""
+    return _AREAS + (sequence & 1) * AREA
+
+
 def check_size(payload: bytes, rank: int, doing: str) -> None:
     """Raise ValueError if ``payload`` is too long for one message."""
     if len(payload) > LARGEST_MESSAGE:
@@ -113,10 +118,8 @@ class Control:
 
         The same object twice in one area is written once.
         """
-        half = sequence & 1
-        own, area = self._bytes[self._rank], _AREAS + half * AREA
-        words = area >> 3
-        view = self.own_view
+        half, area = sequence & 1, _area(sequence)
+        own, view, words = self._bytes[self._rank], self.own_view, area >> 3
         view[words + 1] = extent
         view[words + 2], view[words + 3] = where
         if self._written[half] is not payload:
@@ -132,12 +135,10 @@ class Control:
 
     @property
     def sequences(self) -> list[int]:
-        """The addresses of the peers' SEQUENCE words."""
         return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
 
     @property
     def asleep(self) -> list[int]:
-        """The addresses of the peers' ASLEEP words."""
         return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
     def area(self, rank: int) -> int:
@@ -150,26 +151,24 @@ class Control:
 
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
-        area = _AREAS + (sequence & 1) * AREA
+        area = _area(sequence)
         length = self.views[peer][area >> 3]
         return bytes(self._bytes[peer][area + TEXT : area + TEXT + length])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
         """Whether message ``sequence`` of ``peer`` is ``payload``."""
-        area = _AREAS + (sequence & 1) * AREA
+        area = _area(sequence)
         return (
             self.views[peer][area >> 3] == len(payload)
             and self._bytes[peer][area + TEXT : area + TEXT + len(payload)] == payload
         )
 
     def extent(self, peer: int, sequence: int) -> int:
-        """The number that ``peer`` sent with message ``sequence``."""
-        extent: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 1]
-        return extent
+        return int(self.views[peer][(_area(sequence) >> 3) + 1])
 
     def where(self, peer: int, sequence: int) -> tuple[int, int]:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
-        first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
+        first = (_area(sequence) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
 
     def data(self, peer: int, sequence: int) -> int:

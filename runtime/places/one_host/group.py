@@ -44,7 +44,6 @@ from interlace.runtime.places.one_host.segment import (
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
-from interlace.runtime.places.one_host.words import ORDERED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -267,35 +266,26 @@ class HostGroup:
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:
-        """Return when every peer has sent message ``sequence``."""
         control = self._control
         assert control is not None
-        for peer in control.peers:
-            if control.views[peer][SEQUENCE] < sequence:
-                self._await(control, peer, SEQUENCE, sequence, doing)
+        self.await_word(control.peers, SEQUENCE, sequence, doing)
         if not sequence % LOOK:
             control.spread.look()
-        if not ORDERED:
-            control.missing(sequence)  # whose loads are acquires
 
     def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
         """Return when word ``index`` of these peers' control segments is at least ``value``."""
         control = self._control
         assert control is not None
         for peer in peers:
-            if control.views[peer][index] < value:
+            if control.words[peer].acquired(index) < value:
                 self._await(control, peer, index, value, doing)
-            if not ORDERED:
                 control.words[peer].acquired(index)
 
     def release(self, index: int, value: int) -> None:
         """Store a word of the own control segment; what was written before comes before it."""
         control = self._control
         assert control is not None
-        if ORDERED:
-            control.own_view[index] = value
-        else:
-            control.words[self.rank].release(index, value)
+        control.words[self.rank].release(index, value)
         control.bell.ring()
 
     @property

@@ -224,7 +224,6 @@ def _address_key(prefix: str, nonce: bytes, rank: int) -> str:
 
 
 def await_keys(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
-    """Until the keys of all ranks exist."""
     await_ranks(
         lambda: [peer for peer, key in keys.items() if not store.check([key])],
         rank,

@@ -60,7 +60,6 @@ class Receive(Future[Outcome]):
         return to and self.source in (None, message.source)
 
     def settle(self, message: Message) -> None:
-        """Take ``message``."""
         self._context.run(self._settle, message)
 
     def _settle(self, message: Message) -> None:

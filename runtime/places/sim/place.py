@@ -142,10 +142,10 @@ class SimStream(Stream):
         self._enqueue(label, function)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
-        def item() -> None:
-            self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op)
-
-        self._enqueue(f"publish slot {slot} of rank {peer}", item)
+        self._enqueue(
+            f"publish slot {slot} of rank {peer}",
+            lambda: self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op),
+        )
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
         def item() -> None:
@@ -181,7 +181,6 @@ class SimStream(Stream):
         self._enqueue("finish", item)
 
     def _signal(self, slot: torch.Tensor, epoch: int, op: str) -> None:
-        """Publish ``slot``, as ``publish_kernel`` does."""
         slot.numpy()[0] = epoch
         self._observer.on_signal(self._scheduler.current, slot, op)
 
