@@ -128,7 +128,7 @@ class HostGroup:
             own.close()
             os.close(pidfd)
         self.exchange(b"", doing)  # everyone has read the keys
-        rendezvous.forget(self.store, self.rank, self.world_size, self.prefix, nonce)
+        rendezvous.forget_group(self.store, self.rank, self.world_size, self.prefix, nonce)
         self.exchange(b"", doing)  # they are gone: the next generation cannot find them
 
     def _map(

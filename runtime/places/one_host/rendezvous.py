@@ -13,9 +13,8 @@ behind. For the same reason every process sends a pidfd of itself instead of its
 pid can deceive.
 
 The nonce: rank 0 draws 16 random bytes and every key, message and segment header carries them.
-Rank 0 deletes the nonce from the store before any rank can leave :func:`connect`, so the next
-generation under the same prefix waits for its own. Whatever an earlier, crashed generation left is
-found to be foreign.
+Rank 0 takes the nonce back before any rank can leave :func:`meet`, so the next generation under the
+same prefix waits for its own. Whatever an earlier, crashed generation left is found to be foreign.
 """
 
 from __future__ import annotations
@@ -182,64 +181,84 @@ def connect(
 ) -> Rendezvous:
     """Agree on a nonce through ``store`` and learn the addresses of all ranks.
 
-    ``prefix`` names the group and its generation. The caller must call :func:`forget` on all ranks
-    once everyone has connected, and must not let any rank go on before rank 0 has. A group of one
+    ``prefix`` names the group and its generation. The caller must call :func:`forget_group` on all
+    ranks once everyone has connected, and must not let any rank go on before all have. A group of one
     rank needs no store.
     """
+    rendezvous = Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
     if world_size == 1:
-        return Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
+        return rendezvous
     assert store is not None
-    deadline = time.monotonic() + timeout
-    nonce_key = f"{prefix}/nonce"
-    if rank == 0:
-        nonce = os.urandom(NONCE_BYTES)
-        store.set(nonce_key, nonce.hex())
-    else:
-        await_keys(store, {0: nonce_key}, rank, prefix, deadline)
-        nonce = bytes.fromhex(store.get(nonce_key).decode())
-    rendezvous = Rendezvous(rank, world_size, nonce)
     try:
-        keys = {peer: _address_key(prefix, nonce, peer) for peer in range(world_size)}
-        store.set(keys.pop(rank), rendezvous.address.hex())
-        await_keys(store, keys, rank, prefix, deadline)
-        rendezvous.set_addresses(
-            {peer: bytes.fromhex(store.get(key).decode()) for peer, key in keys.items()}
+        addresses, nonce = meet(
+            store, rank, world_size, rendezvous.address, prefix, f"{prefix}/nonce", timeout
         )
     except BaseException:
         rendezvous.close()
         raise
+    rendezvous.nonce = bytes.fromhex(nonce)
+    rendezvous.set_addresses({peer: each for peer, each in enumerate(addresses) if peer != rank})
     return rendezvous
 
 
-def forget(store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes) -> None:
-    """Delete this rank's keys; all peers must have read them."""
+def forget_group(
+    store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes
+) -> None:
+    """Delete all that this rank has left in the store; all ranks must have connected."""
     if store is not None and world_size > 1:
+        forget(store, rank, f"{prefix}/nonce", nonce.hex())
         if rank == 0:
             store.delete_key(f"{prefix}/nonce")
-        store.delete_key(_address_key(prefix, nonce, rank))
 
 
-def _address_key(prefix: str, nonce: bytes, rank: int) -> str:
-    return f"{prefix}/{nonce.hex()}/{rank}"
+def meet(
+    store: Store, rank: int, world_size: int, value: bytes, group: str, key: str, timeout: float
+) -> tuple[list[bytes], str]:
+    """Every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
 
+    All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
+    ``group`` within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        store.set(key, os.urandom(NONCE_BYTES).hex())
+    nonce, keys = "", {}
 
-def await_keys(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
-    await_ranks(
-        lambda: [peer for peer, key in keys.items() if not store.check([key])],
-        rank,
-        prefix,
-        deadline,
-    )
+    def missing() -> list[int]:
+        """Ranks without a value. A nonce of a run that crashed is replaced by rank 0's new one."""
+        nonlocal nonce, keys
+        if not store.check([key]) or not (current := store.get(key).decode()):
+            return [0]
+        if current != nonce:
+            nonce = current
+            keys = {peer: f"{key}/{nonce}/{peer}" for peer in range(world_size)}
+            store.set(keys[rank], value.hex())
+        return [peer for peer, its_key in keys.items() if not store.check([its_key])]
 
+    def opened() -> list[int]:
+        """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
+        if store.check([f"{key}/{nonce}/open"]):
+            return []
+        return missing() or [0]
 
-def await_ranks(missing: Callable[[], list[int]], rank: int, prefix: str, deadline: float) -> None:
-    """Until no rank is ``missing``. Polls: ``Store.wait`` prints a warning on stderr when it times out."""
-    while ranks := missing():
+    # polls: Store.wait prints a warning on stderr when it times out
+    while ranks := missing() if rank == 0 else opened():
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
-                f"rank {rank}: ranks {ranks} have not joined group {prefix!r}", tuple(ranks)
+                f"rank {rank}: ranks {ranks} have not joined group {group!r}", tuple(ranks)
             )
         time.sleep(_STORE_POLL_SECONDS)
+    if rank == 0:
+        store.set(key, "")  # deleted, it would let a get that follows a check wait forever
+        store.set(f"{key}/{nonce}/open", "")
+    return [bytes.fromhex(store.get(each).decode()) for each in keys.values()], nonce
+
+
+def forget(store: Store, rank: int, key: str, nonce: str) -> None:
+    """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
+    store.delete_key(f"{key}/{nonce}/{rank}")
+    if rank == 0:
+        store.delete_key(f"{key}/{nonce}/open")
 
 
 def close_all(descriptors: Sequence[int]) -> None:
