@@ -176,7 +176,7 @@ def _width(pointer: Any) -> Any:
 
 
 def _addition(stock: Method) -> Method:
-    """Of integers, or of a pointer on the left and elements."""
+    """The sum of integers, or of a pointer on the left and a number of elements."""
     integers = _of_integers(stock, np.add)
 
     def method(self: Any, other: Any) -> Any:

@@ -47,7 +47,7 @@ def _numbers(pointer: Any) -> Any:
 
 
 def _same_shape(left: Any, right: Any) -> bool:
-    """Of a tensor, and what may be none."""
+    """Whether ``right`` is a tensor of the shape of ``left``."""
     return (
         right.__class__ is tl.tensor
         and left.handle.data.shape == right.handle.data.shape

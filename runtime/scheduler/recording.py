@@ -83,7 +83,7 @@ class Recording:
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
     def ended_by(self) -> dict[Span, Signal]:
-        """For every wait for a slot: the publish that ended it."""
+        """The publish that ended each wait for a slot."""
         by_slot = _by_slot(self.signals)
         found = {}
         for span in self.spans:

@@ -64,7 +64,7 @@ class MemoryNames:
         return name
 
     def put(self, base: int, nbytes: int, name: str) -> None:
-        """Memory that has a name already."""
+        """Add memory that has a name already."""
         self._ranges.append((base, base + nbytes, name))
 
     def find(self, address: int) -> str | None:

@@ -78,7 +78,7 @@ class Fault:
         return f"{self.where}: {self.rule}: {self.message}" if self.where else self.short()
 
     def short(self) -> str:
-        """Without the place."""
+        """The rule and the message, without the place."""
         return f"{self.rule}: {self.message}"
 
 

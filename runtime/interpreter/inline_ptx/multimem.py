@@ -69,7 +69,7 @@ class _Access:
         self._nbytes = count * self.register.bits // 8
 
     def addresses(self, thread: Thread) -> list[int]:
-        """By rank."""
+        """The address of the access in every rank's memory, by rank."""
         address = self._at(thread)
         try:
             return multicast.addresses(address, self._nbytes)

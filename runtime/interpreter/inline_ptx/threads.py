@@ -98,7 +98,7 @@ def _step(instruction: Instruction) -> _Step:
 
 
 class _Results:
-    """What Triton asks for after the call."""
+    """The results of one call, as Triton asks for them."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
@@ -138,7 +138,7 @@ class InlineAssembly:
                 self._pass(thread, event)
 
     def _pass(self, thread: Thread, event: int) -> None:
-        """What a thread has stopped for does not keep it from going on."""
+        """Handle a stop after which the thread goes on: a barrier of one thread, or a poll."""
         if event == BLOCK_BARRIER:
             self._hooks.barrier()
         elif event == _AGAIN and thread.polls_plainly:  # an atomic has given way itself

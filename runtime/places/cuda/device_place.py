@@ -155,7 +155,7 @@ class DevicePlace(Place):
             self.leave()
 
     def enter(self) -> None:
-        """Until :meth:`leave` the caller's stream stays the same."""
+        """Keep the caller's stream as it is now until :meth:`leave`."""
         self._caller = self.caller()
 
     def leave(self) -> None:
@@ -271,7 +271,7 @@ class DevicePlace(Place):
                 return
 
     def _prune(self) -> None:
-        """Give up what ended without being waited for."""
+        """Drop the memory of ops that have ended without being waited for."""
         while self._in_flight:
             event = self._in_flight[0][0]
             if isinstance(event, DeviceEvent) and any(point.target[1] for point in event.points):

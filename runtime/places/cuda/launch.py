@@ -184,7 +184,7 @@ def _direct(kernel: Any) -> Callable[..., None] | None:
 
 
 def _launcher_class() -> Any:
-    """Triton's for CUDA; None of a version that is not known here."""
+    """Triton's launcher for CUDA; None if this Triton is not a known version."""
     if tuple(triton.__version__.split(".")[:2]) not in (("3", "6"), ("3", "7")):
         return None
     from triton.backends.nvidia.driver import CudaLauncher

@@ -141,7 +141,7 @@ class PlanRecorder:
         self._open = False
 
     def spoil(self) -> None:
-        """Something that cannot be repeated."""
+        """The call has done something that cannot be repeated: it gets no plan."""
         self._spoilt = True
 
     def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
@@ -242,7 +242,7 @@ class _Where:
         return near[0] if near else None
 
     def _owner(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """None for what lasts."""
+        """Argument or result and its index; None for memory that lives as long as the group."""
         index = self._argument(tensor)
         if index is not None:
             return 0, index

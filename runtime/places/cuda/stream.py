@@ -176,7 +176,7 @@ class DeviceStream(Stream):
             self._waited[point.target] = point
 
     def follow(self, point: Point) -> None:
-        """The next item comes after ``point``."""
+        """Order the next item after ``point``."""
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
@@ -298,7 +298,7 @@ class DeviceStream(Stream):
         return event
 
     def mark(self, event: DeviceEvent) -> None:
-        """Let ``event`` be here."""
+        """Give ``event`` the points that this stream is at now."""
         last = self._last.get(self.target()[1])
         if last is not None and (self._end is None or self._end.target != last):
             self._end = Point(last, pool=self._place.events)

@@ -102,7 +102,7 @@ class VirtualRankPlace(DevicePlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        """A rank has its share of the GPU, for all its groups."""
+        """Of this rank's share of the GPU, the same for all its groups."""
         capacity, known = self.program_limit() + 1, self._turns.residencies
         return residency(self._members[self.rank], capacity, known)
 

@@ -178,7 +178,7 @@ class Watchdog:
         self._letting_go: float | None = None  # since when
 
     def look_after(self) -> None:
-        """Something was enqueued."""
+        """Wake the watchdog: something was enqueued."""
         if self._wanted.is_set():
             return
         self._wanted.set()

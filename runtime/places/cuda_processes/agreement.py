@@ -268,7 +268,7 @@ class Agreement:
         self._room = min(NOTES + min(compared), number + STEP)
 
     def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
-        """What ``peer`` noted under ``number``."""
+        """The message that ``peer`` noted under ``number``, from its text or from earlier calls."""
         if area:
             first = _TEXTS + (area - 1) % AREAS * _AREA_WORDS
             at, length = (first + 1) * WORD, self._boards[peer].view[first]

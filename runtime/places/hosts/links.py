@@ -218,7 +218,7 @@ class HostLinks:
                 self.on_packet(peer, received)
 
     def _lost(self, peer: int, error: Exception) -> None:
-        """A connection has ended. Only a death is news."""
+        """A connection has ended: fail the group, unless the peer has left or the group has failed."""
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
@@ -280,7 +280,7 @@ class HostLinks:
         self._sever()
 
     def _tell(self, packet: Packet) -> None:
-        """A packet to everybody who is still there."""
+        """Send a packet to all peers that have not left."""
         message, works = packet.pack(), []
         for peer in self._peers:
             if peer not in self._left:

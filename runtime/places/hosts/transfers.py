@@ -122,7 +122,7 @@ class HostTransfers:
         return posted.future
 
     def _fail_late(self) -> None:
-        """For a transfer that was added just after all had failed."""
+        """Fail a transfer that was added just after the group had failed."""
         failure = self._links.failure
         if failure is not None:
             self.fail(failure)

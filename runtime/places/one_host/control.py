@@ -38,7 +38,6 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.bell import Bell
 from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import Mapping
@@ -97,12 +96,10 @@ class Control:
         self.own_view = self._own.view
         self._memory = [torch.from_numpy(mapping.array()) for mapping in mappings]
         self._written: list[object] = [None, None]
-        self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
-        self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
 
     @property
     def ways(self) -> memoryview:
-        """The WAYS of the last rank."""
+        """The WAYS bytes of the last rank's segment."""
         return self._bytes[-1][_WAYS:_AREAS]
 
     # -- messages ------------------------------------------------------------------------------
@@ -191,8 +188,9 @@ class Control:
         text = (reason or "no reason given").encode()[:LONGEST_REASON]
         own[_REASON + TEXT : _REASON + TEXT + len(text)] = text
         _INT64.pack_into(own, _REASON, len(text))
-        if not self._own_aborted.load_acquire()[0]:
-            self._all_aborted.store_release(self._rank + 1)
+        if not self._own.acquired(ABORTED):
+            for words in self.words:
+                words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
         """Which rank aborted the group, and why."""

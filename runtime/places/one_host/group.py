@@ -356,7 +356,7 @@ class HostGroup:
         return None
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
-        """Names a rank among these that died, if one did."""
+        """The error that names a rank of ``pidfds`` that died; None if none did."""
         for rank in ended_processes(pidfds):
             if not control.reason(rank) and not control.has_left(rank):
                 return PeerDiedError(rank, self._pids[rank], doing)

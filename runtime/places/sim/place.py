@@ -62,7 +62,7 @@ class SimWorld:
 
 
 class SimEvent(Event):
-    """Set when the stream reaches it."""
+    """An event that completes when its stream reaches it."""
 
     def __init__(self, place: SimPlace, *, completed: bool = False) -> None:
         self._place = place
@@ -378,7 +378,7 @@ class SimPlace(Place):
         """An exception of any task ends the whole run; there is nothing to tell the others."""
 
     def close(self) -> None:
-        """Memory goes with the run."""
+        """Nothing to do: memory ends with the run."""
 
 
 def run_sim(
