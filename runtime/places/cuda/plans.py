@@ -38,9 +38,9 @@ from interlace.runtime.places.cuda.plan_recorder import (
     Copied,
     Launched,
     Plan,
-    Signalled,
-    PlanStep,
     PlanRecorder,
+    PlanStep,
+    Signalled,
     built,
     viewed,
 )
