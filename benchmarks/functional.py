@@ -12,13 +12,11 @@ Protocol: blocks of CALLS calls, candidates alternate block by block, medians ov
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.distributed as dist
-from measure import Measurement
+from measure import Case, Measurement, measure
 
 import interlace
 
@@ -51,34 +49,17 @@ def _candidates() -> dict[str, dict[str, Callable[[], object]]]:
     }
 
 
-def _block(candidate: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        candidate()
-    return (time.perf_counter() - start) / CALLS * 1e6
-
-
 def on_rank(path: str, repetitions: int) -> list[Measurement]:
     """All measurements, in microseconds per call."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     try:
-        found = []
-        for name, candidates in _candidates().items():
-            times: dict[str, list[float]] = {each: [] for each in candidates}
-            for candidate in candidates.values():
-                _block(candidate)
-            for _ in range(repetitions):
-                for each, candidate in candidates.items():
-                    times[each].append(_block(candidate))
-            medians = {each: median(values) for each, values in times.items()}
-            shape: dict[str, int | str] = {"bytes": BYTES, "dtype": "float32"}
-            found.append(
-                Measurement(
-                    f"functional all_reduce, {name}", 1, shape, "torch", medians, repetitions
-                )
-            )
-        return found
+        shape: dict[str, int | str] = {"bytes": BYTES, "dtype": "float32"}
+        cases = [
+            Case(f"functional all_reduce, {name}", shape, "torch", candidates)
+            for name, candidates in _candidates().items()
+        ]
+        return [measure(case, repetitions, calls=CALLS, warm_up=1) for case in cases]
     finally:
         dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_timing import Record, Time, alternating, close, record
+from gpu_timing import Record, Time, alternating, close, dtype_here, record
 
 import interlace
 
@@ -54,7 +54,7 @@ def _host(op: str, repetitions: int) -> Record:
     device = interlace.device()
     cuda = device.type == "cuda"
     m, n, k = SHAPE if cuda else (32, 32, 32)
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype = dtype_here()
     x = torch.randn(m, k, device=device, dtype=dtype)
     w = torch.randn(n, k, device=device, dtype=dtype).t()
     call = OPS[op]

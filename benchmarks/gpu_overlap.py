@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_timing import WARM_UP, Record, Time, alternating, close, launch_now, overlap, record
+from gpu_timing import WARM_UP, Record, Time, alternating, close, dtype_here, launch_now, record
 from lone_rank import LoneRank
 from torch_pipelined import TorchPipelined
 
 import interlace
+from interlace.benchmark.timing.figures import overlap
 from interlace.groups.groups import default_group
 
 CALLS = 3
@@ -84,76 +86,67 @@ def _virtual_ranks(shapes: tuple[tuple[int, int, int], ...], repetitions: int) -
 
 
 def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, world_size = interlace.device(), interlace.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
     shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
     weight = torch.randn(n, k, device=device, dtype=dtype).t()
     gathered = torch.empty(m, k, device=device, dtype=dtype)
     interlace.all_gather(gathered, shard)
     output = torch.empty(m, n, device=device, dtype=dtype)
-    run = lambda algorithm: interlace.all_gather_matmul(shard, weight, algorithm=algorithm)  # noqa: E731
-    candidates: dict[str, Callable[[], object]] = {
-        name: (lambda name=name: run(name))  # type: ignore[misc]
-        for name in ("fused", "pipelined", "unfused")
+    parts = {
+        "matmul": partial(torch.mm, gathered, weight, out=output),
+        "transfer": partial(interlace.all_gather, gathered, shard),
     }
-    candidates["matmul"] = lambda: torch.mm(gathered, weight, out=output)
-    candidates["transfer"] = lambda: interlace.all_gather(gathered, shard)
     wanted = torch.mm(gathered, weight)
-    correct = all(close(run(name), wanted) for name in ("fused", "pipelined", "unfused"))
-    if device.type == "cuda":
-        torchs = TorchPipelined()
-        candidates["torch pipelined"] = lambda: torchs.all_gather_matmul(shard, weight)
-        correct &= close(torchs.all_gather_matmul(shard, weight), wanted)
-    return _compared("all_gather_matmul", m, n, k, correct, candidates, repetitions)
+    return _compared(
+        "all_gather_matmul", f"{m} x {n} x {k}", (shard, weight), wanted, parts, repetitions
+    )
 
 
 def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, world_size = interlace.device(), interlace.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
     input = torch.randn(m, n, device=device, dtype=dtype)  # the second layer: [m, n] @ [n, k]
     weight = torch.randn(k, n, device=device, dtype=dtype).t()
     output = torch.empty(m, k, device=device, dtype=dtype)
     part = torch.empty(m // world_size, k, device=device, dtype=dtype)
-    run = lambda algorithm: interlace.matmul_reduce_scatter(input, weight, algorithm=algorithm)  # noqa: E731
-    candidates: dict[str, Callable[[], object]] = {
-        name: (lambda name=name: run(name))  # type: ignore[misc]
-        for name in ("fused", "pipelined", "unfused")
+    parts = {
+        "matmul": partial(torch.mm, input, weight, out=output),
+        "transfer": partial(interlace.reduce_scatter, part, output),
     }
-    candidates["matmul"] = lambda: torch.mm(input, weight, out=output)
-    candidates["transfer"] = lambda: interlace.reduce_scatter(part, output)
-    wanted = run("unfused")
-    whole = torch.mm(input.float(), weight.float())
-    reference = torch.empty(m // world_size, k, device=device)
-    interlace.reduce_scatter(reference, whole)
-    correct = all(close(run(name), reference) for name in ("fused", "pipelined", "unfused"))
-    if device.type == "cuda":
-        torchs = TorchPipelined()
-        candidates["torch pipelined"] = lambda: torchs.matmul_reduce_scatter(input, weight)
-        correct &= close(torchs.matmul_reduce_scatter(input, weight), wanted)
-    return _compared("matmul_reduce_scatter", m, k, n, correct, candidates, repetitions)
+    wanted = torch.empty(m // world_size, k, device=device)
+    interlace.reduce_scatter(wanted, torch.mm(input.float(), weight.float()))
+    return _compared(
+        "matmul_reduce_scatter", f"{m} x {k} x {n}", (input, weight), wanted, parts, repetitions
+    )
 
 
 def _compared(
     op: str,
-    m: int,
-    n: int,
-    k: int,
-    correct: bool,
-    candidates: dict[str, Callable[[], object]],
+    shape: str,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    wanted: torch.Tensor,
+    parts: dict[str, Callable[[], object]],
     repetitions: int,
 ) -> Record:
+    """interlace's algorithms and torch's beside the two parts of the op alone."""
+    candidates: dict[str, Callable[[], Any]] = {
+        name: partial(getattr(interlace, op), *operands, algorithm=name)
+        for name in ("fused", "pipelined", "unfused")
+    }
+    if interlace.device().type == "cuda":
+        candidates["torch pipelined"] = partial(getattr(TorchPipelined(), op), *operands)
+    correct = all([close(call(), wanted) for call in candidates.values()])
     everywhere = all(default_group().agree("the results of a benchmark", correct))
-    times = timed_together(candidates, repetitions)
+    times = timed_together({**candidates, **parts}, repetitions)
     fused = times["fused"].median
     derived = {
         "speedup_over_unfused": times["unfused"].median / fused,
-        "overlap": overlap(times["matmul"].median, times["transfer"].median, fused),
+        "overlap": overlap(times["matmul"].median, times["transfer"].median, fused) or 0.0,
     }
     if "torch pipelined" in times:
         derived["speedup_over_torch_pipelined"] = times["torch pipelined"].median / fused
-    case = f"{op} W={interlace.get_world_size()}, {m} x {n} x {k}"
+    case = f"{op} W={interlace.get_world_size()}, {shape}"
     return record("virtual", case, times, everywhere, **derived)
 
 
@@ -201,9 +194,8 @@ class _Streams:
 
 
 def _over_pcie(world_size: int, m: int, n: int, k: int, repetitions: int) -> list[Record]:
-    device = interlace.device()
+    device, dtype = interlace.device(), dtype_here()
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
     lone = LoneRank(world_size, m, n, k, dtype)
     host = torch.randn(m, k, dtype=dtype)
     host = host.pin_memory() if cuda else host
@@ -262,7 +254,7 @@ def _over_pcie(world_size: int, m: int, n: int, k: int, repetitions: int) -> lis
                 f"{how}, W={world_size}, {m} x {n} x {k}",
                 times,
                 correct,
-                overlap=overlap(matmul, transfer, times["fused"].median),
+                overlap=overlap(matmul, transfer, times["fused"].median) or 0.0,
                 transfer_over_matmul=transfer / matmul,
             )
         )

@@ -6,7 +6,7 @@ import functools
 
 import torch
 from gpu_overlap import timed_together
-from gpu_timing import Record, alternating, close, inputs_past_cache, launch_now, record
+from gpu_timing import Record, alternating, close, dtype_here, inputs_past_cache, launch_now, record
 from lone_rank import LoneRank
 
 import interlace
@@ -38,7 +38,7 @@ def matmul(dry_run: bool, repetitions: int) -> list[Record]:
 
 def _alone(name: str, m: int, n: int, k: int, repetitions: int) -> Record:
     device = interlace.device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_here()
     lone = LoneRank(8 if device.type == "cuda" else 2, m, n, k, dtype)
     lone.gathered.copy_(torch.randn(m, k, device=device, dtype=dtype))
     lone.shard.copy_(lone.gathered[: lone.rows[0]])
@@ -106,7 +106,7 @@ def small(dry_run: bool, repetitions: int) -> list[Record]:
 
 def _few_rows(rows: list[int], n: int, k: int, repetitions: int) -> list[Record]:
     device, world_size = interlace.device(), interlace.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_here()
     found = []
     for m in rows:
         torch.manual_seed(interlace.get_rank())

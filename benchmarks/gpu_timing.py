@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import interlace
 from interlace.runtime.core.launch import KernelLaunch
 
 WARM_UP = 3
@@ -118,9 +119,9 @@ def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
     return max(1, min(most, -(-2 * cache // nbytes)))
 
 
-def overlap(matmul: float, transfer: float, fused: float) -> float:
-    """The fraction of the shorter one that is hidden: 1 if fused takes as long as the longer alone."""
-    return (matmul + transfer - fused) / min(matmul, transfer)
+def dtype_here() -> torch.dtype:
+    """bfloat16 on a GPU, float32 in the interpreter."""
+    return torch.bfloat16 if interlace.device().type == "cuda" else torch.float32
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

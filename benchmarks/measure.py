@@ -1,9 +1,9 @@
 """How the benchmarks measure: one protocol for all ops, on all ranks of a group of processes.
 
-The protocol is ``interlace.benchmark.timing.protocol``'s, with blocks of one call: candidates of a case
-are timed in turn within every repetition, and a repetition of a candidate takes as long as its slowest
-rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions; ratios
-are of medians of the same run.
+The protocol is ``interlace.benchmark.timing.protocol``'s, with blocks of one call unless a module says
+otherwise: candidates of a case are timed in turn within every repetition, and a block takes as long as its
+slowest rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions;
+ratios are of medians of the same run.
 """
 
 from __future__ import annotations
@@ -58,9 +58,14 @@ def gloo(port: int) -> None:
         )
 
 
-def measure(case: Case, repetitions: int) -> Measurement:
-    """Time every candidate of ``case``; the same result on every rank."""
-    timings = alternate(case.candidates, repetitions, calls=1, warm_up=2)
+def measure(
+    case: Case, repetitions: int, *, calls: int | None = 1, warm_up: int = 2
+) -> Measurement:
+    """Time every candidate of ``case``; the same result on every rank.
+
+    ``calls`` are those of a block, None as many as fill 20 ms; ``warm_up`` blocks do not count.
+    """
+    timings = alternate(case.candidates, repetitions, calls=calls, warm_up=warm_up)
     return Measurement(
         case.op,
         interlace.get_world_size(),

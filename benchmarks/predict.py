@@ -29,12 +29,13 @@ from pathlib import Path
 from model import tables as tables
 from model.calibration import calibrated
 from model.choose import Recommendation
-from model.plots import draw_all, require_matplotlib
+from model.plots import draw_all
 from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, Machine, machine_named
 from model.tables import Progress, Table
 
 from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.plots import require_matplotlib
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
 IMAGES = PAGE.parent / "images"

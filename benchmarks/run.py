@@ -25,13 +25,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from circumstances import circumstances
+from fused import SHAPES
 from measure import Measurement, gloo, measure
 from rich.console import Console
 from rich.table import Table
 
 import interlace
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives")
+MODULES = {op: "fused" for op in SHAPES} | {"collectives": "collectives"}
+OPS = tuple(MODULES)
 OWN_RANKS = (
     "torch_backend",
     "functional",
@@ -41,20 +43,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
-    """All cases of one module, on one rank."""
+    """All cases of one op, on one rank."""
     import torch.distributed as dist
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
     gloo(port)
     try:
-        module = importlib.import_module(op)
-        return [measure(case, repetitions) for case in module.cases()]
+        module = importlib.import_module(MODULES[op])
+        return [measure(case, repetitions) for case in module.cases(op)]
     finally:
         dist.destroy_process_group()
 
 
 def run(op: str, world_size: int, repetitions: int) -> list[Measurement]:
-    """All cases of one module."""
+    """All cases of one op or module."""
     if op in OWN_RANKS:
         own: list[Measurement] = importlib.import_module(op).measurements(world_size, repetitions)
         return own

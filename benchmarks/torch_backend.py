@@ -6,7 +6,7 @@ once, and ``streamed copy`` the same past the caches, the fastest copy that we k
 byte once can take less. OpenMPI runs the same ops through mpi4py, before the others on the same machine,
 where ``mpirun`` and a Python with mpi4py are found (``MPI_PYTHON`` names it).
 
-Protocol: blocks of back-to-back calls, as many as take about BLOCK_SECONDS, so that the ranks' different
+Protocol: blocks of back-to-back calls, as many as take about 20 ms, so that the ranks' different
 starts do not count; candidates alternate block by block; a block's time per call is that of its slowest
 rank; medians over blocks.
 """
@@ -19,24 +19,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Measurement
+from measure import Case, Measurement, measure
 
 import interlace
 from interlace.runtime.places.shm.machine_code.steps import Copier, available
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-BLOCK_SECONDS = 0.02
-MOST_CALLS = 2000
 DISPATCH_BYTES = 4
+DISPATCH_CALLS = 2000
 DISPATCH = "dispatch (world size 1)"
+
+Candidates = dict[str, Callable[[], object]]
 
 
 def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
@@ -71,46 +72,14 @@ def _more_ops() -> dict[str, Callable[[dist.ProcessGroup], object]]:
     }
 
 
-def _copies(nbytes: int) -> dict[str, Callable[[], object]]:
+def _copies(nbytes: int) -> Candidates:
     """Copies of as many bytes by each rank; the streamed one only where there is machine code."""
     source, target = torch.full((nbytes // 4,), 0.0), torch.full((nbytes // 4,), 0.0)
-    copies: dict[str, Callable[[], object]] = {"copy_": lambda: target.copy_(source)}
+    copies: Candidates = {"copy_": lambda: target.copy_(source)}
     if available():
         stream, to, start = Copier(past=True), target.data_ptr(), source.data_ptr()
         copies["streamed copy"] = lambda: stream(to, start, nbytes)
     return copies
-
-
-def _slowest(seconds: float) -> float:
-    """The largest of all ranks' ``seconds``."""
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
-
-
-def _block(candidate: Callable[[], object], calls: int) -> float:
-    """Seconds per call of the slowest rank."""
-    interlace.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        candidate()
-    return _slowest((time.perf_counter() - start) / calls)
-
-
-def _blocks(
-    candidates: dict[str, Callable[[], object]], repetitions: int, fewest: int = 1
-) -> dict[str, float]:
-    """Median microseconds per call, by candidate, of blocks of at least ``fewest`` calls."""
-    calls = {}
-    for name, candidate in candidates.items():
-        _block(candidate, 2)  # a first call may allocate
-        once = min(_block(candidate, 3), _block(candidate, 3))
-        calls[name] = max(fewest, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(repetitions):
-        for name, candidate in candidates.items():
-            times[name].append(_block(candidate, calls[name]) * 1e6)
-    return {name: median(values) for name, values in times.items()}
 
 
 def on_rank(path: str, repetitions: int) -> list[Measurement]:
@@ -136,46 +105,25 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
     ours = dist.new_group(backend="interlace")
     assert gloo is not None
 
-    def case(name: str, nbytes: int, candidates: dict[str, Callable[[], object]]) -> Measurement:
-        times = _blocks(candidates, repetitions)
+    def case(
+        name: str, nbytes: int, op: Callable[[Any], object], copies: Candidates, calls: int | None
+    ) -> Measurement:
         shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
-        return Measurement(name, world_size, shape, "gloo", times, repetitions)
+        both: Candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours)}
+        one = Case(name, shape, "gloo", {**both, **copies})
+        return measure(one, repetitions, calls=calls, warm_up=0 if calls is None else 1)
 
     if world_size == 1:
-        found = []
-        shape: dict[str, int | str] = {"bytes": DISPATCH_BYTES, "dtype": "float32"}
-        for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items():
-            candidates: dict[str, Callable[[], object]] = {
-                "gloo": lambda op=op: op(gloo),  # type: ignore[misc]
-                "interlace": lambda op=op: op(ours),  # type: ignore[misc]
-            }
-            times = _blocks(candidates, repetitions, MOST_CALLS)
-            found.append(Measurement(f"{DISPATCH}: {name}", 1, shape, "gloo", times, repetitions))
-        return found
-    found = [
-        case(
-            "barrier",
-            0,
-            {
-                "gloo": lambda: dist.barrier(group=gloo),
-                "interlace": lambda: dist.barrier(group=ours),
-            },
-        )
-    ]
+        return [
+            case(f"{DISPATCH}: {name}", DISPATCH_BYTES, op, {}, DISPATCH_CALLS)
+            for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items()
+        ]
+    found = [case("barrier", 0, lambda group: dist.barrier(group=group), {}, None)]
     for nbytes in SIZES:
         copies = _copies(nbytes)
-        for name, op in ops(nbytes, world_size).items():
-            found.append(
-                case(
-                    name,
-                    nbytes,
-                    {
-                        "gloo": lambda op=op: op(gloo),  # type: ignore[misc]
-                        "interlace": lambda op=op: op(ours),  # type: ignore[misc]
-                        **copies,
-                    },
-                )
-            )
+        found += [
+            case(name, nbytes, op, copies, None) for name, op in ops(nbytes, world_size).items()
+        ]
     return found
 
 

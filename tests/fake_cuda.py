@@ -38,7 +38,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fake_kernels
-from interlace.runtime.places.cuda.launch import Prepared
+from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
@@ -199,10 +199,10 @@ class FakeGpu:
         self._number = 0
         self._leases: dict[int, set[Lease]] = {}
         self._known: dict[int, tuple[int, StorageWeakRef]] = {}
-        self.forms: weakref.WeakKeyDictionary[Prepared, list[Form | None]] = (
+        self.forms: weakref.WeakKeyDictionary[PreparedLaunch, list[Form | None]] = (
             weakref.WeakKeyDictionary()
         )
-        self.running: Prepared | None = None
+        self.running: PreparedLaunch | None = None
         self.let_hosts_run: Callable[[], None] | None = None
         self.events_recorded = 0
         self.loads: list[str] = []

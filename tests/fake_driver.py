@@ -16,11 +16,11 @@ from interlace.runtime.core.kernel_arguments import leaves, outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.cuda import driver, virtual_place
 from interlace.runtime.places.cuda import stream as cuda_stream
-from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
+from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 from interlace.runtime.places.cuda.plans import Plans
 
 MULTIPROCESSORS = 132
-ORIGINALS = LaunchCache.prepare, Prepared.again, Prepared.run
+ORIGINALS = LaunchCache.prepare, PreparedLaunch.again, PreparedLaunch.run
 REPEAT = Plans._repeat
 
 
@@ -48,7 +48,7 @@ class FakeKernel:
 
 
 class FakeWords:
-    """``cuda_driver.StreamWords``."""
+    """``driver.Driver``."""
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)
@@ -103,7 +103,9 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     """Let ``gpu`` know what the addresses of a launch stand for."""
     prepare, again, run = ORIGINALS
 
-    def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+    def preparing(
+        self: LaunchCache, launch: KernelLaunch, stream: int, capture: int
+    ) -> PreparedLaunch:
         given = launch.values()
         for value in given:
             if isinstance(value, torch.Tensor):
@@ -116,12 +118,12 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
         ]
         return prepared
 
-    def running_again(self: Prepared, stream: int, capture: int, values: list[Any]) -> None:
+    def running_again(self: PreparedLaunch, stream: int, capture: int, values: list[Any]) -> None:
         gpu.running = self
         again(self, stream, capture, values)
         gpu.running = None
 
-    def running(self: Prepared, stream: int) -> None:
+    def running(self: PreparedLaunch, stream: int) -> None:
         gpu.running = self
         run(self, stream)
         gpu.running = None
@@ -133,6 +135,6 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
 
     repeat = REPEAT
     monkeypatch.setattr(LaunchCache, "prepare", preparing)
-    monkeypatch.setattr(Prepared, "again", running_again)
-    monkeypatch.setattr(Prepared, "run", running)
+    monkeypatch.setattr(PreparedLaunch, "again", running_again)
+    monkeypatch.setattr(PreparedLaunch, "run", running)
     monkeypatch.setattr(Plans, "_repeat", repeating)

@@ -94,11 +94,11 @@ class ThreadPlace(DeviceProcessPlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        known = self.host.turns.residencies  # a rank, which is a thread, has a GPU of its own
+        known = self.processes.turns.residencies  # a rank, which is a thread, has a GPU of its own
         return residency(threading.current_thread(), self.program_limit() + 1, known)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
-        parts = self.host.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")
+        parts = self.processes.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")
         table = torch.tensor([part.data_ptr() for part in parts])
         return SymmetricBuffer(self.rank, nbytes, table, parts)
 
@@ -131,7 +131,7 @@ def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0)
         groups.install(place)
         with torch.cuda.stream(torch.cuda.Stream()):
             result = function()
-            place.host.exchange(b"", "the end")
+            place.processes.exchange(b"", "the end")
             place.settle()
         return result
 

@@ -16,16 +16,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.fit import least
 from model.predict import default_configuration, predict
-from model.simulation.kernels import Shape
+from model.simulation.kernels import Shape, tiling_of
 from model.simulation.machines import Machine
-from model.simulation.matmul import BYTES, library_us, matmul_us, triton_tiling
+from model.simulation.matmul import BYTES, library_us, matmul_us
 
 RESULTS = Path(__file__).parents[1] / "results"
 DEVICES = {
@@ -80,29 +80,13 @@ def calibrated(machine: Machine, folder: Path = RESULTS) -> Machine:
     shapes = [
         ((each["m"], each["n"], each["k"]), times) for _, each, times in measured.times("matmul")
     ]
-    if any("torch.mm" in times for _, times in shapes):
-
-        def loss(power: float) -> float:
-            tried = machine.with_values(source, power_tflops=power)
-            return sum(
-                math.log(library_us(tried, *shape) / times["torch.mm"]) ** 2
-                for shape, times in shapes
-                if "torch.mm" in times
-            )
-
-        power = least(loss, 100, machine.clock_tflops)
-        machine = machine.with_values(source, power_tflops=power)
-    if any("kernel" in times for _, times in shapes):
-
-        def tile_loss(tile: float) -> float:
-            tried = machine.with_values(source, tile_us=tile)
-            return sum(
-                math.log(_kernel_us(tried, *shape) / times["kernel"]) ** 2
-                for shape, times in shapes
-                if "kernel" in times
-            )
-
-        machine = machine.with_values(source, tile_us=least(tile_loss, 0.01, 100))
+    for parameter, candidate, predicted, low, high in (
+        ("power_tflops", "torch.mm", library_us, 100.0, machine.clock_tflops),
+        ("tile_us", "kernel", _kernel_us, 0.01, 100.0),
+    ):
+        timed = [(shape, times[candidate]) for shape, times in shapes if candidate in times]
+        if timed:
+            machine = _fitted(machine, source, parameter, predicted, timed, low, high)
     if machine.name == "h200-pcie":
         rates = [
             each["m"] * each["k"] * BYTES * (each["w"] - 1) / each["w"] / times["transfer"] / 1e3
@@ -115,10 +99,27 @@ def calibrated(machine: Machine, folder: Path = RESULTS) -> Machine:
     return machine
 
 
+def _fitted(
+    machine: Machine,
+    source: str,
+    parameter: str,
+    predicted: Callable[..., float],
+    timed: Sequence[tuple[tuple[int, int, int], float]],
+    low: float,
+    high: float,
+) -> Machine:
+    """``machine`` with the value of ``parameter`` that gives best what was measured at these shapes."""
+
+    def loss(value: float) -> float:
+        tried = machine.with_values(source, **{parameter: value})
+        return sum(math.log(predicted(tried, *shape) / us) ** 2 for shape, us in timed)
+
+    return machine.with_values(source, **{parameter: least(loss, low, high)})
+
+
 def _kernel_us(machine: Machine, m: int, n: int, k: int) -> float:
     chosen = default_configuration(Shape("all_gather_matmul", m, n, k))
-    tiling = triton_tiling(machine, chosen.block_m, chosen.block_n, chosen.group_m)
-    return matmul_us(machine, tiling, m, n, k)
+    return matmul_us(machine, tiling_of(machine, chosen), m, n, k)
 
 
 @dataclass(frozen=True)

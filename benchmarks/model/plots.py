@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from interlace.cli.output.plots import require_matplotlib
 from model.choose import ROWS, SHAPES
 from model.predict import default_configuration, predict
 from model.published import TOLERANCE, Compared
@@ -23,20 +24,6 @@ TABLES = {
 }  # that a plot is beside
 
 
-def require_matplotlib() -> Any:
-    """``matplotlib.pyplot``, drawing to files; ModuleNotFoundError that says what to install."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def draw_all(
     machine: Machine,
     found: Sequence[Compared],
@@ -46,7 +33,7 @@ def draw_all(
     only: Sequence[str] | None = None,
 ) -> list[Path]:
     """Every plot into ``folder``, or those that belong to ``only`` these tables; the files."""
-    pyplot = require_matplotlib()
+    figure_of = require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     plots: list[tuple[str, Callable[[Any], None], tuple[float, float]]] = [
@@ -61,11 +48,10 @@ def draw_all(
         if only is not None and TABLES.get(name, name) not in only:
             continue
         progress(f"plot: {name}")
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        draw(axes)
+        figure = figure_of(figsize=size, layout="constrained")
+        draw(figure.subplots())
         path = folder / f"model-{name}.png"
         figure.savefig(path, dpi=110, metadata={"Software": None})
-        pyplot.close(figure)
         drawn.append(path)
     return drawn
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -37,27 +38,21 @@ class Simulated:
     """An algorithm as one process per rank, and what its host needs to issue it."""
 
     process: Callable[[Cluster, int, Shape], Process]
-    host_us: Callable[[Cluster], float] = lambda cluster: 0.0
+    host: peers.HostOps = peers.NO_HOST_OPS
     equal_rows: bool = True
 
 
 def _pulled(variant: peers.Variant) -> Simulated:
-    return Simulated(
-        lambda cluster, rank, shape: peers.pulled_gather(cluster, rank, shape, variant),
-        peers.gather_host_us,
-    )
+    return Simulated(partial(peers.pulled_gather, variant=variant), peers.PULLED_GATHER_OPS)
 
 
 def _pushed(variant: peers.Variant) -> Simulated:
-    return Simulated(
-        lambda cluster, rank, shape: peers.pushed_scatter(cluster, rank, shape, variant),
-        peers.scatter_host_us,
-    )
+    return Simulated(partial(peers.pushed_scatter, variant=variant), peers.PUSHED_SCATTER_OPS)
 
 
 PEERS: dict[str, dict[str, Simulated]] = {
     "all_gather_matmul": {
-        "symm_mem": Simulated(peers.symm_mem_gather, peers.symm_mem_gather_host_us),
+        "symm_mem": Simulated(peers.symm_mem_gather, peers.SYMM_MEM_GATHER_OPS),
         "symm_mem multimem": Simulated(peers.multimem_gather),
         "symm_mem native": _pulled(peers.NATIVE),
         "SMR 128 x 128": _pulled(replace(peers.SMR, block_n=128)),
@@ -69,7 +64,7 @@ PEERS: dict[str, dict[str, Simulated]] = {
         "Triton-distributed nodes": Simulated(peers.node_gather),
     },
     "matmul_reduce_scatter": {
-        "symm_mem": Simulated(peers.symm_mem_scatter, peers.symm_mem_scatter_host_us),
+        "symm_mem": Simulated(peers.symm_mem_scatter, peers.SYMM_MEM_SCATTER_OPS),
         "Kraken": _pushed(peers.KRAKEN_SCATTER),
         "Triton-distributed": _pushed(peers.TRITON_DISTRIBUTED_SCATTER),
         "Triton-distributed nodes": Simulated(peers.node_scatter),
@@ -117,36 +112,34 @@ def _process(
     shape: Shape,
     algorithm: str,
     configuration: Configuration,
-    log: list[Span] | None,
     order: str | None,
 ) -> Simulated:
     if algorithm in PEERS[shape.op]:
         return PEERS[shape.op][algorithm]
     if algorithm == "fused by SMs" and not configuration.copiers:
         configuration = replace(configuration, copiers=32)
-    rows = shape.rows
 
     def one(cluster: Cluster, rank: int, shape: Shape) -> Process:
         if shape.op == "matmul_all_reduce":
-            return reduce.all_reduce(cluster, rank, shape, configuration, log)
+            return reduce.all_reduce(cluster, rank, shape, configuration)
         gathers = shape.op == "all_gather_matmul"
         if algorithm == "pipelined":
             if gathers:
-                return gather.pipelined(cluster, rank, shape, rows, configuration)
-            return reduce.pipelined(cluster, rank, shape, rows)
+                return gather.pipelined(cluster, rank, shape, configuration)
+            return reduce.pipelined(cluster, rank, shape)
         if algorithm == "interlace unfused":
             unfused = gather.unfused if gathers else reduce.unfused
-            return unfused(cluster, rank, shape, rows)
+            return unfused(cluster, rank, shape)
         if shape.nodes > 1:
             if gathers:
                 taken = order or "node_order"
-                return nodes.gather(cluster, rank, shape, rows, configuration, order=taken)
-            return nodes.scatter(cluster, rank, shape, rows, configuration, summers=_SUMMERS[order])
+                return nodes.gather(cluster, rank, shape, configuration, order=taken)
+            return nodes.scatter(cluster, rank, shape, configuration, summers=_SUMMERS[order])
         if gathers:
             taken = order or "interleaved"
-            return gather.fused(cluster, rank, shape, rows, configuration, log, taken)
+            return gather.fused(cluster, rank, shape, configuration, taken)
         owners = None if order is None else OWNER_ORDERS[order](rank, shape.world_size)
-        return reduce.fused(cluster, rank, shape, rows, configuration, log, owners)
+        return reduce.fused(cluster, rank, shape, configuration, owners)
 
     return Simulated(one, equal_rows=False)
 
@@ -184,14 +177,14 @@ def predict(
         prediction.microseconds = unfused_us(machine, shape)
         return prediction
     configuration = configuration or default_configuration(shape)
-    simulated = _process(shape, algorithm, configuration, log, order)
+    simulated = _process(shape, algorithm, configuration, order)
     unequal = everyone_of(shape.rows)
     if unequal and simulated.equal_rows:
         raise ValueError(f"{algorithm} is modelled for equal shards only, not {shape.rows}")
     each = everyone or unequal or order == "rank 0 first"
-    cluster = Cluster(machine, shape.world_size, shape.nodes, everyone=each)
+    cluster = Cluster(machine, shape.world_size, shape.nodes, everyone=each, log=log)
     for rank in cluster.ranks:
         cluster.spawn(simulated.process(cluster, rank, shape), f"rank {rank}")
-    prediction.microseconds = max(cluster.run(), simulated.host_us(cluster))
+    prediction.microseconds = max(cluster.run(), simulated.host.microseconds(cluster))
     prediction.usage = cluster.usage()
     return prediction

@@ -37,13 +37,8 @@ List Tuple Starred ListComp GeneratorExp comprehension Subscript Slice Call keyw
 Compare IfExp Add Sub Mult FloorDiv Mod USub Not And Or Eq NotEq Lt LtE Gt GtE
 """
 _ALLOWED = frozenset(_NODES.split())
-_RANGES = {
-    f"{sign}{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1)
-    if sign == "i"
-    else (0, (1 << bits) - 1)
-    for sign in "iu"
-    for bits in (8, 16, 32, 64)
-}
+_RANGES = {f"i{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
+_RANGES |= {f"u{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 _ELEMENTS = {
     "bf16": ("bfloat16", "uint16"),  # CuPy has no bfloat16: 16 bits that are one
     "fp16": ("float16",),
@@ -52,8 +47,6 @@ _ELEMENTS = {
     **{name: (("u" if name[0] == "u" else "") + f"int{name[1:]}",) for name in _RANGES},
 }
 _DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
-
-
 MOST_RANKS = 64
 
 
@@ -180,14 +173,11 @@ class Kernel:
     ) -> None:
         self.name, self.facts, self._formulas = name, facts, formulas
         self._parameters: list[dict[str, Any]] = facts["arguments"]
+        self._integers = [p for p in self._parameters if p["type"] in _RANGES]
         self.arguments = tuple(p["name"] for p in self._parameters if p["from"] == "caller")
         self.cubin = _verified(path, facts["cubin"])
         self._functions: dict[int, Any] = {}  # by device
         self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
-
-    def grid(self, values: Mapping[str, Any]) -> int:
-        """Programs to launch at ``values``."""
-        return int(self._formulas.value(self.facts["grid"], values))
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError if a condition of the kernel does not hold at ``values``."""
@@ -213,17 +203,16 @@ class Kernel:
 
         Raises TypeError or ValueError naming the argument.
         """
-        given = self._numbers(arguments)
+        given, cupy = self._numbers(arguments), _cupy()
         if isinstance(grid, Mapping):
-            cupy = _cupy()
-            known = {"resident": _multiprocessors(cupy), **self._merged(grid, given)}
+            resident = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+            known = {"resident": resident, **self._merged(grid, given)}
             self.check(known)
-            extents = (self.grid(known), 1, 1)
+            extents = (int(self._formulas.value(self.facts["grid"], known)), 1, 1)
             given = {**self._derived(known, given), **given}
         else:
             extents = _extents(grid)
         packed = self._packed(given)
-        cupy = _cupy()
         with _entered(cupy, stream):
             scratch = self._scratch_pointer(cupy, extents)
             self._function(cupy)(
@@ -257,11 +246,7 @@ class Kernel:
 
     def _merged(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
         """Launch values and integer arguments, which formulas may both name."""
-        integers = {
-            p["name"]: given[p["name"]]
-            for p in self._parameters
-            if p["type"] in _RANGES and p["name"] in given
-        }
+        integers = {p["name"]: given[p["name"]] for p in self._integers if p["name"] in given}
         for name, value in integers.items():
             if name in values and values[name] != value:
                 raise ValueError(f"{name} is {value} as an argument, {values[name]} as a value")
@@ -271,10 +256,8 @@ class Kernel:
         """Integer arguments that are not given and that the launch values determine."""
         return {
             p["name"]: _number(p["name"], p["type"], self._formulas.value(p["name"], values))
-            for p in self._parameters
-            if p["type"] in _RANGES
-            and p["name"] not in given
-            and self._formulas.knows(p["name"], values)
+            for p in self._integers
+            if p["name"] not in given and self._formulas.knows(p["name"], values)
         }
 
     def _packed(self, given: Mapping[str, int]) -> list[tuple[str, int | None]]:
@@ -464,10 +447,6 @@ def _cupy() -> Any:
     return cupy
 
 
-def _multiprocessors(cupy: Any) -> int:
-    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-
-
 def _entered(cupy: Any, stream: Any) -> Any:
     """``stream`` as a context in which CuPy launches on it."""
     if stream is None:
@@ -483,10 +462,9 @@ def _scalars(packed: Iterable[tuple[str, int | None]], scratch: int) -> Iterable
     """What CuPy passes bit by bit: NumPy scalars. The first that the loader fills in is scratch."""
     import numpy as np
 
-    fill = [scratch]
     for kind, number in packed:
         if number is None:
-            number = fill.pop() if fill else 0
+            number, scratch = scratch, 0
         if kind.startswith("*"):
             yield np.uint64(number)
         else:

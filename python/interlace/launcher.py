@@ -72,11 +72,11 @@ def run(
         from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
         return run_virtual_ranks(host, world_size, timeout=timeout)
-    from interlace.runtime.start.pool import run_processes
+    from interlace.runtime.start.pool import default_pool
 
     install = _install_on_gpu if place == "cuda" else _install
     setup = functools.partial(install, configuration.current_override(), timeout)
-    return run_processes(fn, args, kwargs, world_size, timeout=timeout, setup=setup)
+    return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
 
 
 def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:

@@ -121,8 +121,8 @@ def _run(
     )
     with place.launching():
         communicator.compute.wait_event(place.record_current())
-        if place.watcher is not None:
-            place.watcher.begins_words(held.buffer, programs)
+        if place.recorder is not None:
+            place.recorder.begins_words(held.buffer, programs)
         communicator.compute.launch(launch)
         communicator.compute.counted(held.buffer, programs)
         return communicator.compute.record()

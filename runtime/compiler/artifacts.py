@@ -1,4 +1,4 @@
-"""What a compiled kernel leaves behind for launches without Triton: machine code, PTX, and how to call it.
+"""Artifacts of a compiled kernel for launches without Triton: cubin, PTX, and how to call it.
 
 A compiling process writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The facts in the last one
 are of this very compilation: Triton's signature and metadata, and what the PTX declares. A cubin takes

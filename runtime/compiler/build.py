@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from interlace.runtime.compiler.catalogue import Entry
-from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.sass import STRICT_ARCHES as STRICT_ARCHES
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
@@ -21,25 +20,11 @@ from interlace.runtime.compiler.request import Measurement, Request
 _DESCRIPTORS_OF_PEERS = ("all_gather_matmul_kernel", "grouped_matmul_kernel")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one entry compiled to. ``tensor_cores`` is None where the kernel has no use for them.
-
-    ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` counts instructions.
-    ``faults`` are broken rules; ``error`` is set, and nothing else, if it did not compile.
-    """
-
+@dataclass(frozen=True, kw_only=True)
+class Report(Measurement):
     name: str
     arch: int
     default: bool
-    registers: int = 0
-    stack: int = 0
-    spills: int = 0
-    shared: int = 0
-    tensor_cores: int | None = None
-    faults: tuple[Fault, ...] = ()
-    error: str | None = None
-    seconds: float = 0.0
 
     def problems(self) -> list[str]:
         """Why this fails a build; empty if it does not."""
@@ -93,16 +78,4 @@ def request(entry: Entry) -> Request:
 
 
 def _report(entry: Entry, measured: Measurement) -> Report:
-    return Report(
-        entry.name,
-        entry.arch,
-        entry.default,
-        registers=measured.registers,
-        stack=measured.stack,
-        spills=measured.spills,
-        shared=measured.shared,
-        tensor_cores=measured.tensor_cores,
-        faults=measured.faults,
-        error=measured.error,
-        seconds=measured.seconds,
-    )
+    return Report(name=entry.name, arch=entry.arch, default=entry.default, **vars(measured))

@@ -1,4 +1,4 @@
-"""Where NVSHMEM's device code is: the bitcode that kernels which put are linked with.
+"""The path of NVSHMEM's device code: the bitcode that kernels which put are linked with.
 
 It must be of the version whose host library the process loads, which is torch's: torch's wheels for CUDA
 bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, and that is looked for first. Releases up to 3.5

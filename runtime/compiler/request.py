@@ -1,4 +1,4 @@
-"""What is compiled, what came out, and how both travel to a worker process and back.
+"""A compilation and its result, as they travel to a worker process and back.
 
 A :class:`Request` names its kernel by module and file, because a function cannot be sent: here it may be an
 interpreted one. The checks of a user's arguments are here too, so that a mistake is said before
@@ -86,7 +86,6 @@ def _encode_constant(value: object) -> object:
 
 
 def decode_request(line: str) -> Request:
-    """The request of a line of JSON."""
     fields = json.loads(line, object_hook=_decode_constant)
     lists = {name: tuple(fields[name]) for name in ("divisible", "ignore")}
     return Request(**{**fields, **lists})
@@ -99,7 +98,6 @@ def _decode_constant(value: dict[str, Any]) -> Any:
 
 
 def decode_measurement(line: str) -> Measurement:
-    """The measurement of a line of JSON."""
     fields = json.loads(line)
     return Measurement(**{**fields, "faults": tuple(Fault(**one) for one in fields["faults"])})
 

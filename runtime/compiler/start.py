@@ -1,4 +1,4 @@
-"""How a compiling process starts, as a program: without what only a process that communicates needs.
+"""The program of a compiling process, which starts without what only communication needs.
 
 Compiling needs Triton and some files of this package. ``import interlace`` brings torch along and takes ten
 times as long, so here the package is there at once and is filled when something asks for more of it than
@@ -22,7 +22,6 @@ class Unfilled(ModuleType):
 
 
 def fill(package: ModuleType) -> None:
-    """Run the package's own code."""
     package.__class__ = ModuleType
     spec = package.__spec__
     assert spec is not None and spec.loader is not None

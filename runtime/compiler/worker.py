@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from interlace.runtime.compiler import artifacts
-from interlace.runtime.compiler.lint import sass as machine_code
+from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Measurement, Request, decode_request, encode
@@ -139,7 +139,6 @@ def _specialised(names: list[str], request: Request) -> dict[str, Any]:
 
 
 def measure(request: Request) -> Measurement:
-    """Compile and look at what came out."""
     compiled = compile_kernel(request)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -148,19 +147,19 @@ def measure(request: Request) -> Measurement:
         sass = _disassembly(compiled.asm["cubin"], file.name)
     arch = request.arch
     ir = TritonIR(compiled.asm["source"])
-    counts = machine_code.instruction_counts(sass)
+    counts = sass_rules.instruction_counts(sass)
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
     if request.artifacts:
-        artifacts.write(compiled, request.artifacts, usage=used, spills=machine_code.spills(counts))
+        artifacts.write(compiled, request.artifacts, usage=used, spills=sass_rules.spills(counts))
     return Measurement(
         registers=used["REG"],
         stack=used["STACK"],
-        spills=machine_code.spills(counts),
+        spills=sass_rules.spills(counts),
         shared=int(compiled.metadata.shared),
-        tensor_cores=machine_code.tensor_core_instructions(counts, arch, any_kind=True)
-        if machine_code.wants_tensor_cores(ir.dots())
+        tensor_cores=sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
+        if sass_rules.wants_tensor_cores(ir.dots())
         else None,
-        faults=machine_code.faults(
+        faults=sass_rules.faults(
             ir,
             compiled.asm["ptx"],
             sass,

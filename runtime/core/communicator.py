@@ -137,7 +137,7 @@ class Communicator:
         Otherwise they would wait for this rank, and take its next call for this one. They raise TypeError
         or ValueError; this rank is to raise ``error``, of any class.
         """
-        self.place.watcher = None  # what follows is another call
+        self.place.recorder = None  # what follows is another call
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
             self._number(error)
         over = self._closed or self._out_of_step
@@ -240,7 +240,7 @@ class Communicator:
         try:
             made = start()
         except BaseException as error:
-            self.place.watcher = None
+            self.place.recorder = None
             if isinstance(error, (TypeError, ValueError, InterlaceError)):
                 self._number(error)
             elif self.world_size > 1:
@@ -291,8 +291,8 @@ class Communicator:
                 # A kernel that pushes waits for its receiver's credit only; a third rank may still
                 # be reading what the receiver had staged for it.
                 self.compute.wait_credits(workspace)
-            if place.watcher is not None:
-                place.watcher.begins(workspace, layout)
+            if place.recorder is not None:
+                place.recorder.begins(workspace, layout)
             body(workspace)
             self.compute.wait_event(self.copying.record())
             self.compute.finish(workspace)

@@ -83,7 +83,7 @@ class Place(ABC):
     linger = 0.0
     virtual = False
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
-    watcher: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
+    recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
     nodes: Nodes | None = None
 
     @abstractmethod

@@ -87,9 +87,9 @@ class StreamEngine(Engine):
         """Every rank's ``mine``, once all agree on the call."""
         if self.world_size == 1:
             return [mine]
-        watcher = self._communicator.place.watcher
-        if watcher is not None:
-            watcher.spoil()  # it may differ the next time
+        recorder = self._communicator.place.recorder
+        if recorder is not None:
+            recorder.spoil()  # it may differ the next time
         payload = pickle.dumps(mine, protocol=5)
         return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
 

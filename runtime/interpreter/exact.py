@@ -31,6 +31,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.runtime.interpreter.attributes import Replacement, replaced
 from interlace.runtime.interpreter.exact_reductions import exact_reduction
 from interlace.runtime.numerics.float_formats import (
     HALF,
@@ -177,21 +178,15 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         no_atomics(val)
         return stock_cas(ptr, cmp, val, sem, scope)
 
+    functions = (
+        *(binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_fma, create_clampf),
+        *(create_descriptor_load, create_tensor_pointer_load, create_atomic_rmw, create_atomic_cas),
+    )
     return {
-        "binary_op": binary_op,
-        "unary_op": unary_op,
-        "cast_impl": cast_impl,
-        "create_fp_to_fp": create_fp_to_fp,
-        "create_dot": create_dot,
-        "create_fma": create_fma,
-        "create_clampf": create_clampf,
+        **{function.__name__: function for function in functions},
         "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmin),
         "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmax),
         "create_rsqrt": lambda arg: unary_op(arg, lambda x: 1 / np.sqrt(x)),
-        "create_descriptor_load": create_descriptor_load,
-        "create_tensor_pointer_load": create_tensor_pointer_load,
-        "create_atomic_rmw": create_atomic_rmw,
-        "create_atomic_cas": create_atomic_cas,
         "get_bf16": constant(tl.bfloat16),
         "get_fp8e4nv": constant(tl.float8e4nv),
         "get_fp8e5": constant(tl.float8e5),
@@ -215,22 +210,13 @@ def exact_arithmetic() -> Iterator[None]:
     global _depth
     _depth += 1
     try:
-        with contextlib.ExitStack() as restore:
-            if _depth == 1:
-                builder = interpreter.interpreter_builder
-                for name, function in exact_overrides(builder).items():
-                    _set(restore, builder, name, function)
-                for kind in (interpreter.ReduceOps, interpreter.ScanOps):
-                    _set(restore, kind, "apply_impl", exact_reduction(kind.apply_impl))
+        changes: list[Replacement] = []
+        if _depth == 1:
+            builder = interpreter.interpreter_builder
+            changes += [(builder, *override) for override in exact_overrides(builder).items()]
+            for kind in (interpreter.ReduceOps, interpreter.ScanOps):
+                changes.append((kind, "apply_impl", exact_reduction(kind.apply_impl)))
+        with replaced(*changes):
             yield
     finally:
         _depth -= 1
-
-
-def _set(restore: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, and put back or remove the owner's own one on exit."""
-    if name in vars(owner):
-        restore.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        restore.callback(delattr, owner, name)
-    setattr(owner, name, value)

@@ -28,6 +28,7 @@ from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants
 from interlace.runtime.interpreter import shortcut_arithmetic, shortcut_calls
+from interlace.runtime.interpreter.attributes import Replacement, replaced
 from interlace.runtime.interpreter.exact import exact_arithmetic
 from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly
 
@@ -89,26 +90,31 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                     scope = triton_interpreter._patch_lang(function)
                     if scope is not None:
                         stack.callback(scope.restore)
-                # the language is patched for good; kernels that user code launches in between must
-                # not patch and restore it in an order of their own
-                stack.enter_context(_attribute(triton_interpreter, "_patch_lang", _patched))
-                stack.enter_context(exact_arithmetic())
-                stack.enter_context(_plain_device_calls())
-                # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
-                stack.enter_context(_attribute(tl.tensor, "__index__", _as_index))
-                stack.enter_context(_attribute(triton_interpreter, "_get_np_dtype", _numpy_dtype))
+                kind = triton_interpreter.InterpretedFunction
+                changes: list[Replacement] = [
+                    # the language is patched for good; kernels that user code launches in between
+                    # must not patch and restore it in an order of their own
+                    (triton_interpreter, "_patch_lang", lambda function: _NothingToRestore()),
+                    # without the stock re-patching (206 us against 16 us per call)
+                    (kind, "__call__", lambda self, *a, **named: self.rewrite()(*a, **named)),
+                    # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
+                    (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
+                    (triton_interpreter, "_get_np_dtype", _numpy_dtype),
+                    (kind, "run", _launched(hooks)),
+                ]
+                shortcuts = shortcuts and not builder.options.debug
                 if not builder.options.debug:
                     # checks every integer operation for overflow, then drops what it found
                     unchecked = replace(builder.options, sanitize_overflow=False)
-                    stack.enter_context(_attribute(builder, "options", unchecked))
-                    if shortcuts:
-                        stack.enter_context(shortcut_arithmetic.shortcuts())
-                kind = triton_interpreter.InterpretedFunction
-                stack.enter_context(_attribute(kind, "run", _launched(hooks)))
-                for name, replacement in _hooked(builder, hooks).items():
-                    stack.enter_context(_attribute(builder, name, replacement))
-                if shortcuts and not builder.options.debug:
-                    stack.enter_context(shortcut_calls.shortcuts(builder))
+                    changes.append((builder, "options", unchecked))
+                stack.enter_context(exact_arithmetic())
+                stack.enter_context(replaced(*changes))
+                if shortcuts:
+                    stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
+                hooked = _hooked(builder, hooks).items()
+                stack.enter_context(replaced(*((builder, *each) for each in hooked)))
+                if shortcuts:
+                    stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
                 yield builder
         finally:
             _open_sessions -= 1
@@ -134,45 +140,6 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 class _NothingToRestore:
     def restore(self) -> None: ...
-
-
-def _patched(function: Any) -> _NothingToRestore:
-    return _NothingToRestore()
-
-
-def _as_index(tensor: Any) -> int:
-    return int(tensor.handle.data.squeeze())
-
-
-@contextmanager
-def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an own attribute, and put back exactly what was there."""
-    missing = object()
-    before = vars(target).get(name, missing)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(target, name)
-        else:
-            setattr(target, name, before)
-
-
-@contextmanager
-def _plain_device_calls() -> Iterator[None]:
-    """Calls of device functions without the stock re-patching (206 us against 16 us per call)."""
-    kind = triton_interpreter.InterpretedFunction
-    before = kind.__call__
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.rewrite()(*args, **kwargs)
-
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        kind.__call__ = before
 
 
 def _hooked(builder: Any, hooks: Hooks) -> dict[str, Callable[..., Any]]:
@@ -232,19 +199,8 @@ _SCOPES = {
     _ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
 }
 _KINDS = {
-    getattr(_ir.ATOMIC_OP, name): kind
-    for name, kind in {
-        "ADD": "add",
-        "FADD": "add",
-        "MIN": "min",
-        "UMIN": "min",
-        "MAX": "max",
-        "UMAX": "max",
-        "AND": "and",
-        "OR": "or",
-        "XOR": "xor",
-        "XCHG": "xchg",
-    }.items()
+    getattr(_ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
+    for name in ["ADD", "FADD", "MIN", "UMIN", "MAX", "UMAX", "AND", "OR", "XOR", "XCHG"]
 }
 
 

@@ -26,13 +26,15 @@ compares. Integers wrap around, without a check for overflow: the session leaves
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+
+from interlace.runtime.interpreter.attributes import Replacement
 
 Method = Callable[..., Any]
 
@@ -44,19 +46,13 @@ _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 def _divide(left: Any, right: Any) -> Any:
-    """Towards zero."""
     return (left - np.fmod(left, right)) // right
 
 
 _ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
 _COMPARISONS: dict[str, Any] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 _SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
 _LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
@@ -126,50 +122,29 @@ def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
     return None
 
 
-def _of_integers(stock: Method, op: Any, *, reverse: bool = False) -> Method:
+def _is_shift(by: Any) -> bool:
+    """A number that every type has the bits for: others bring a warning."""
+    return bool(by.ndim == 0 and 0 <= by < 32)
+
+
+def _of_integers(
+    stock: Method,
+    op: Any,
+    *,
+    reverse: bool = False,
+    result: Any = None,
+    if_right: Callable[[Any], Any] | None = None,
+) -> Method:
+    """``result``: its type, if not that of the integers. ``if_right``: what the right data must be."""
+
     def method(self: Any, other: Any) -> Any:
         case = _integers(self, other)
-        if case is None:
+        if case is None or (if_right is not None and not if_right(case[3])):
             return stock(self, other)
         model, dtype, mine, theirs = case
         data = op(theirs, mine) if reverse else op(mine, theirs)
+        dtype = result or dtype
         return _made(model, data, dtype, _shaped(dtype, model))
-
-    return method
-
-
-def _division(stock: Method, op: Any) -> Method:
-    def method(self: Any, other: Any) -> Any:
-        case = _integers(self, other)
-        if case is None or not np.all(case[3]):  # what a division by zero gives is not ours to say
-            return stock(self, other)
-        model, dtype, mine, theirs = case
-        return _made(model, op(mine, theirs), dtype, _shaped(dtype, model))
-
-    return method
-
-
-def _shift(stock: Method, op: Any) -> Method:
-    """By a number that every type has the bits for: others bring a warning."""
-
-    def method(self: Any, other: Any) -> Any:
-        number = other.value if other.__class__ is tl.constexpr else other
-        case = _integers(self, number) if number.__class__ is int and 0 <= number < 32 else None
-        if case is None:
-            return stock(self, other)
-        model, dtype, mine, theirs = case
-        return _made(model, op(mine, theirs), dtype, model.type)
-
-    return method
-
-
-def _comparison(stock: Method, op: Any) -> Method:
-    def method(self: Any, other: Any) -> Any:
-        case = _integers(self, other)
-        if case is None:
-            return stock(self, other)
-        model, _, mine, theirs = case
-        return _made(model, op(mine, theirs), tl.int1, _shaped(tl.int1, model))
 
     return method
 
@@ -191,7 +166,6 @@ def _logic(stock: Method, op: Any) -> Method:
 
 
 def _width(pointer: Any) -> Any:
-    """Bytes of an element."""
     element = pointer.dtype.element_ty
     if element.__class__ is not tl.dtype:
         element = pointer.handle.get_element_ty()
@@ -202,7 +176,7 @@ def _width(pointer: Any) -> Any:
 
 
 def _addition(stock: Method) -> Method:
-    """Of integers, or of a pointer on the left and elements."""
+    """The sum of integers, or of a pointer on the left and a number of elements."""
     integers = _of_integers(stock, np.add)
 
     def method(self: Any, other: Any) -> Any:
@@ -249,15 +223,16 @@ def _methods() -> dict[str, Method]:
     """The replacements, around what ``tl.tensor`` has now."""
     stock = vars(tl.tensor)
     found: dict[str, Method] = {}
+    for operators, options in (
+        (_ARITHMETIC, {}),
+        (_DIVISIONS, {"if_right": np.all}),  # what a division by zero gives is not ours to say
+        (_SHIFTS, {"if_right": _is_shift}),
+        (_COMPARISONS, {"result": tl.int1}),
+    ):
+        for name, op in operators.items():
+            found[f"__{name}__"] = _of_integers(stock[f"__{name}__"], op, **options)
     for name, op in _ARITHMETIC.items():
-        found[f"__{name}__"] = _of_integers(stock[f"__{name}__"], op)
         found[f"__r{name}__"] = _of_integers(stock[f"__r{name}__"], op, reverse=True)
-    for name, op in _DIVISIONS.items():
-        found[f"__{name}__"] = _division(stock[f"__{name}__"], op)
-    for name, op in _SHIFTS.items():
-        found[f"__{name}__"] = _shift(stock[f"__{name}__"], op)
-    for name, op in _COMPARISONS.items():
-        found[f"__{name}__"] = _comparison(stock[f"__{name}__"], op)
     for name, op in _LOGIC.items():
         found[f"__{name}__"] = _logic(stock[f"__{name}__"], op)
     found["__add__"] = _addition(stock["__add__"])
@@ -265,11 +240,6 @@ def _methods() -> dict[str, Method]:
     return found
 
 
-@contextlib.contextmanager
-def shortcuts() -> Iterator[None]:
-    """Inside a session of the interpreter, which has patched the language already."""
-    with contextlib.ExitStack() as restore:
-        for name, method in _methods().items():
-            restore.callback(setattr, tl.tensor, name, vars(tl.tensor)[name])
-            setattr(tl.tensor, name, method)
-        yield
+def shortcuts() -> list[Replacement]:
+    """The replacements inside a session of the interpreter, which has patched the language already."""
+    return [(tl.tensor, name, method) for name, method in _methods().items()]

@@ -17,14 +17,14 @@ a shared machine, Triton 3.7.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.interpreter.shortcut_arithmetic import lengths
 
 _CACHE = interpreter._ir.CACHE_MODIFIER.NONE
@@ -47,7 +47,7 @@ def _numbers(pointer: Any) -> Any:
 
 
 def _same_shape(left: Any, right: Any) -> bool:
-    """Of a tensor, and what may be none."""
+    """Whether ``right`` is a tensor of the shape of ``left``."""
     return (
         right.__class__ is tl.tensor
         and left.handle.data.shape == right.handle.data.shape
@@ -156,21 +156,12 @@ def _other_element(stock: Callable[..., Any]) -> Callable[..., Any]:
     return with_element_ty
 
 
-@contextmanager
-def shortcuts(builder: Any) -> Iterator[None]:
-    """Inside a session of the interpreter, which has patched the language and the builder already."""
-    changes = (
+def shortcuts(builder: Any) -> list[Replacement]:
+    """The replacements inside a session, which has patched the language and the builder already."""
+    return [
         (tl, "load", _load(tl.load, builder)),
         (tl, "store", _store(tl.store, builder)),
         (tl, "arange", _arange(tl.arange)),
         (tl.tensor, "__init__", _constructor(vars(tl.tensor)["__init__"])),
         (tl.block_type, "with_element_ty", _other_element(vars(tl.block_type)["with_element_ty"])),
-    )
-    before = [(target, name, vars(target)[name]) for target, name, _ in changes]
-    for target, name, replacement in changes:
-        setattr(target, name, replacement)
-    try:
-        yield
-    finally:
-        for target, name, value in before:
-            setattr(target, name, value)
+    ]

@@ -47,6 +47,7 @@ _FP8 = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
+NARROW_FLOATS = (*_HALVES, *_FP8)  # whose sums and products are in fp32
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -144,41 +145,31 @@ def _copy(scratch: torch.Tensor, part: torch.Tensor) -> None:
     scratch.copy_(part)
 
 
-def _wide(dtype: torch.dtype, binary: Binary, finish: Finish = _nothing) -> Fold:
-    """In a wider dtype, to which torch's operators bring the parts; the output may be of it."""
-
-    def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        scratch = None
-        for pieces, result in _pieces(parts, output):
-            if scratch is None or scratch.shape != result.shape:
-                scratch = torch.empty(result.shape, dtype=dtype, device=output.device)
-            scratch.copy_(pieces[0])
-            for piece in pieces[1:]:
-                binary(scratch, piece, out=scratch)
-            finish(scratch, len(parts))
-            result.copy_(scratch)
-
-    return fold
-
-
-def _loaded(
+def _wide(
     dtype: torch.dtype,
     binary: Binary,
     finish: Finish = _nothing,
-    load: Callable[[torch.Tensor, torch.Tensor], Any] = _copy,
+    load: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
 ) -> Fold:
-    """Of what ``load`` makes of the parts: torch's operators do not bring them to ``dtype``."""
+    """In a wider dtype; the output may be of it.
+
+    ``load`` brings the parts to ``dtype``; None where torch's operators do.
+    """
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         scratch = None
         for pieces, result in _pieces(parts, output):
             if scratch is None or scratch.shape[1:] != result.shape:
-                scratch = torch.empty((2, *result.shape), dtype=dtype, device=output.device)
-            total, other = scratch.unbind(0)
-            load(total, pieces[0])
+                shape = (1 if load is None else 2, *result.shape)
+                scratch = torch.empty(shape, dtype=dtype, device=output.device)
+            total, other = scratch[0], scratch[-1]
+            (load or _copy)(total, pieces[0])
             for piece in pieces[1:]:
-                load(other, piece)
-                binary(total, other, out=total)
+                if load is None:
+                    binary(total, piece, out=total)
+                else:
+                    load(other, piece)
+                    binary(total, other, out=total)
             finish(total, len(parts))
             result.copy_(total)
 
@@ -192,7 +183,7 @@ def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
     def load(scratch: torch.Tensor, part: torch.Tensor) -> None:
         torch.bitwise_xor(part, top, out=scratch)
 
-    return _loaded(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
+    return _wide(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
 
 
 def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
@@ -236,8 +227,8 @@ def _fill() -> None:
         _FOLDS["avg", dtype] = _direct(torch.add, _divide)
     for dtype in _FP8:
         for op, binary in {**_ARITHMETIC, **_ORDER}.items():
-            _FOLDS[op, dtype] = _loaded(torch.float32, binary)
-        _FOLDS["avg", dtype] = _loaded(torch.float32, torch.add, _divide)
+            _FOLDS[op, dtype] = _wide(torch.float32, binary, load=_copy)
+        _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide, _copy)
     for dtype in _HALVES:
         for op, binary in _ARITHMETIC.items():
             _FOLDS[op, dtype] = _wide(torch.float32, binary)
@@ -271,7 +262,7 @@ def _fill() -> None:
         if dtype == torch.uint64:
             _FOLDS["avg", dtype] = _viewed(view, _wide(torch.int64, torch.add, _divide_unsigned))
         else:
-            _FOLDS["avg", dtype] = _loaded(torch.int64, torch.add, _divide_whole)
+            _FOLDS["avg", dtype] = _wide(torch.int64, torch.add, _divide_whole, _copy)
     _in_dtype(torch.bool, _OF_BOOL)
 
 

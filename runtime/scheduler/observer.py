@@ -1,4 +1,4 @@
-"""What can be seen of a simulated run: every access, launch, event and allocation, as it happens.
+"""Observers of a simulated run: every access, launch, event and allocation, as it happens.
 
 The scheduler, streams and places report to one :class:`Observer`. The recorder of ``trace.py`` is one,
 the race detector of ``interlace.verify`` another. Observers look on: they never change what happens,

@@ -1,4 +1,4 @@
-"""What a scheduler does at every memory access of a program: the interpreter's hooks.
+"""The interpreter's hooks of a scheduler: what it does at every memory access of a program.
 
 Each access is a point where another task may go on; stores may be held back in buffers; observers are
 told. Programs that poll are found out, so that a deadlock is seen instead of waited for: a poll that
@@ -8,7 +8,6 @@ sees what the last one saw will see it again until memory changes, so its progra
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -37,42 +36,32 @@ class Read(NamedTuple):
     values: bytes
 
 
-class ProgramHooks(ABC):
+class ProgramHooks:
     """The half of a scheduler that is :class:`interlace.runtime.core.accesses.Hooks` of its session."""
 
     strategy: Strategy
-    observer: Observer | None
+    observer: Observer
     buffers: StoreBuffers | None
     block_polls: bool
     memory: MemoryNames
     points: int
     stalled: int
     long_step: bool
+    give_way: Callable[[], None]
+    block: Callable[[Callable[[], bool], Callable[[], BlockedWait]], None]
+    progress: Callable[[], None]
+    give_up_on_polls: Callable[[], None]
+    spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
+    _current: Task | None = None
 
     @property
-    @abstractmethod
-    def inside(self) -> bool: ...
+    def current(self) -> Task:
+        assert self._current is not None, "not inside a task"
+        return self._current
 
     @property
-    @abstractmethod
-    def current(self) -> Task: ...
-
-    @abstractmethod
-    def give_way(self) -> None: ...
-
-    @abstractmethod
-    def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None: ...
-
-    @abstractmethod
-    def progress(self) -> None: ...
-
-    @abstractmethod
-    def give_up_on_polls(self) -> None: ...
-
-    @abstractmethod
-    def spawn_programs(
-        self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
-    ) -> None: ...
+    def inside(self) -> bool:
+        return self._current is not None
 
     def load(
         self, pointers: Any, mask: Any, perform: Callable[[], Any], *, volatile: bool = False
@@ -93,8 +82,7 @@ class ProgramHooks(ABC):
             task.seen.clear()
         elif task.seen:
             task.seen.append(_read(pointers, mask, result))
-        if self.observer is not None:
-            self.observer.on_load(task, pointers, mask)
+        self.observer.on_load(task, pointers, mask)
         return result
 
     def store(self, pointers: Any, value: Any, mask: Any, perform: Callable[[], Any]) -> Any:
@@ -107,8 +95,7 @@ class ProgramHooks(ABC):
         else:
             self.buffers.store(task, pointers, value, mask)
         self.progress()
-        if self.observer is not None:
-            self.observer.on_store(task, pointers, mask)
+        self.observer.on_store(task, pointers, mask)
 
     def atomic(self, atomic: Atomic, perform: Callable[[], Any]) -> Any:
         if not self.inside:
@@ -129,8 +116,7 @@ class ProgramHooks(ABC):
             )
         else:
             self.progress()
-        if self.observer is not None:
-            self.observer.on_atomic(task, atomic, result)
+        self.observer.on_atomic(task, atomic, result)
         return result
 
     def barrier(self) -> None:
@@ -138,8 +124,7 @@ class ProgramHooks(ABC):
             return
         if self.buffers is not None:
             self.buffers.barrier(self.current)
-        if self.observer is not None:
-            self.observer.on_barrier(self.current)
+        self.observer.on_barrier(self.current)
 
     def fence(self, sem: str, scope: str) -> None:
         if not self.inside:
@@ -147,8 +132,7 @@ class ProgramHooks(ABC):
         if self.buffers is not None:
             self.buffers.release(self.current, scope)
             self.progress()
-        if self.observer is not None:
-            self.observer.on_fence(self.current, sem, scope)
+        self.observer.on_fence(self.current, sem, scope)
 
     def pause(self) -> None:
         if self.inside:
@@ -162,19 +146,14 @@ class ProgramHooks(ABC):
         name = kernel.__name__
         warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
         launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps, num_stages=stages)
-        ended = False
-
-        def finished() -> None:
-            nonlocal ended
-            ended = True
 
         def describe() -> BlockedWait:
             where = user_line(task)
             return BlockedWait(task.rank, task.who, f"the end of kernel {name}", where=where)
 
-        self.spawn_programs(launch, task.rank, finished)
-        if not ended:
-            self.block(lambda: ended, describe)
+        ended = self.spawn_programs(launch, task.rank)
+        if not ended():
+            self.block(ended, describe)
 
     def _maybe_give_way(self) -> None:
         if self.buffers is not None and self.buffers.sometimes():
@@ -224,14 +203,11 @@ class ProgramHooks(ABC):
                 return result
             task.seen.append(_read(pointers, mask, result))
         del task.seen[: -2 * LONGEST_CIRCLE]
-        self._count_stalled()
-        return result
-
-    def _count_stalled(self) -> None:
-        """Programs whose polls never repeat, of ever other places, are counted instead."""
+        # programs whose polls never repeat, of ever other places, are counted instead
         self.stalled += 1
         if self.stalled > STALLED_POLLS:
             self.give_up_on_polls()
+        return result
 
     def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> None:
         # What was seen, not what is there now: another process may have written in between.

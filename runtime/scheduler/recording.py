@@ -83,10 +83,8 @@ class Recording:
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
     def ended_by(self) -> dict[Span, Signal]:
-        """For every wait for a slot: the publish that ended it."""
-        by_slot: dict[Slot, list[Signal]] = {}
-        for signal in self.signals:
-            by_slot.setdefault(signal.slot, []).append(signal)
+        """The publish that ended each wait for a slot."""
+        by_slot = _by_slot(self.signals)
         found = {}
         for span in self.spans:
             if span.kind == "wait" and span.slot in by_slot:
@@ -98,9 +96,7 @@ def merge(parts: Sequence[Recording]) -> Recording:
     """One recording of what each process recorded; fills in who was waited for, and whose rows."""
     assert parts, "nothing was recorded"
     signals = sorted(signal for part in parts for signal in part.signals)
-    by_slot: dict[Slot, list[Signal]] = {}
-    for signal in signals:
-        by_slot.setdefault(signal.slot, []).append(signal)
+    by_slot = _by_slot(signals)
 
     def resolved(span: Span) -> Span:
         if span.peer is not None or span.kind not in ("tile", "wait"):
@@ -112,6 +108,13 @@ def merge(parts: Sequence[Recording]) -> Recording:
 
     spans = [resolved(span) for part in parts for span in part.spans]
     return Recording(parts[0].unit, sorted(spans, key=lambda s: (s.start, s.end)), signals)
+
+
+def _by_slot(signals: Sequence[Signal]) -> dict[Slot, list[Signal]]:
+    found: dict[Slot, list[Signal]] = {}
+    for signal in signals:
+        found.setdefault(signal.slot, []).append(signal)
+    return found
 
 
 def _latest(signals: Sequence[Signal], end: int) -> Signal:

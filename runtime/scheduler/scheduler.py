@@ -41,7 +41,7 @@ from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.scheduler.source_lines import MemoryNames, polling, program_line
 from interlace.runtime.scheduler.store_buffers import StoreBuffers
-from interlace.runtime.scheduler.strategies import Random, Segment, Strategy
+from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
 try:
@@ -86,17 +86,17 @@ class Scheduler(ProgramHooks):
         self.seed = seed
         self.steps = 0
         self.finished: list[str] = []
-        self.observer = observer
-        self.segments: list[Segment] = []
+        self.observer = Observer() if observer is None else observer
+        self.observed = observer is not None
+        self.segments: list[ScheduleSegment] = []
         self.memory = MemoryNames()
         self.strategy = Random(seed) if strategy is None else strategy
-        self.buffers = StoreBuffers(seed, observer) if store_buffers else None
+        self.buffers = StoreBuffers(seed, self.observer) if store_buffers else None
         self._idle = idle
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         self.block_polls = block_polls
         self._tasks: list[Task] = []
-        self._current: Task | None = None
         if greenlet is None:
             raise PlaceUnavailableError(
                 "kernels are interpreted by greenlets here, and greenlet is not installed: "
@@ -129,20 +129,14 @@ class Scheduler(ProgramHooks):
         self._spawned[rank, who] += 1
         name = f"rank {rank} {who}" + (f" #{number}" if number else "")
         task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
-
-        def body() -> None:
-            function()
-
         # a greenlet that ends continues in its parent, which must be the loop and not the spawner
-        task.greenlet = greenlet.greenlet(body, self._hub)
+        task.greenlet = greenlet.greenlet(function, self._hub)
         task.greenlet.gr_context = contextvars.copy_context()
         self._tasks.append(task)
         return task
 
-    def spawn_programs(
-        self, launch: KernelLaunch, rank: int, on_finish: Callable[[], None]
-    ) -> None:
-        """Add every program of ``launch``; ``on_finish`` is called once all have ended."""
+    def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
+        """Add every program of ``launch``; the result tells whether all have ended."""
         function = session.program_function(launch.kernel, launch.arguments)
 
         def body() -> None:
@@ -153,21 +147,15 @@ class Scheduler(ProgramHooks):
         grid = launch.extents
         count = left = grid[0] * grid[1] * grid[2]
         parent = self.current
-        if self.observer is not None:
-            self.observer.on_launch(parent, launch)
-        if not count:
-            on_finish()
-
+        self.observer.on_launch(parent, launch)
         tasks: list[Task] = []
 
         def one_ended() -> None:
             nonlocal left
             left -= 1
-            if not left:
-                if self.buffers is not None:
-                    self.buffers.end(tasks)
-                    self.progress()
-                on_finish()
+            if not left and self.buffers is not None:
+                self.buffers.end(tasks)
+                self.progress()
 
         for index in range(count):
             rest, x = divmod(index, grid[0])
@@ -181,19 +169,8 @@ class Scheduler(ProgramHooks):
                 on_finish=one_ended,
             )
             tasks.append(task)
-            if self.observer is not None:
-                self.observer.on_program(task, parent)
-
-    @property
-    def current(self) -> Task:
-        """The task that runs now."""
-        assert self._current is not None, "not inside a task"
-        return self._current
-
-    @property
-    def inside(self) -> bool:
-        """Whether a task is running."""
-        return self._current is not None
+            self.observer.on_program(task, parent)
+        return lambda: not left
 
     def give_way(self) -> None:
         """Let the scheduler choose who goes on. InterlaceError in a thread that is not the rank's."""
@@ -293,10 +270,10 @@ class Scheduler(ProgramHooks):
             raise
         except OverdueError:
             self._tasks.remove(task)
-            message = (
+            raise CollectiveTimeoutError(
                 f"not finished within {self._timeout} s (seed {self.seed}): {task.name} neither "
-            )
-            raise CollectiveTimeoutError(message + "ends nor touches memory") from None
+                "ends nor touches memory"
+            ) from None
         except BaseException as error:
             self._tasks.remove(task)
             raise TaskFailed(task) from error
@@ -307,7 +284,7 @@ class Scheduler(ProgramHooks):
             self._tasks.remove(task)
             self.stalled = self._woken = 0
             if task.program is not None:
-                self._program_ended(task)
+                self.observer.on_program_end(task)
             if task.on_finish is not None:
                 task.on_finish()
 
@@ -317,25 +294,21 @@ class Scheduler(ProgramHooks):
             task.ready = task.waiting = None
         return task
 
-    def recorded(self) -> tuple[Segment, ...]:
+    def recorded(self) -> tuple[ScheduleSegment, ...]:
         """What ran, in order, for ``strategies.Replay``."""
         if not self.segments:
             return ()
         *before, last = self.segments
-        return (*before, Segment(last.task, self.points))
+        return (*before, ScheduleSegment(last.task, self.points))
 
     def _record(self, task: Task) -> None:
         """Close the last segment if another task goes on now."""
         if self.segments and self.segments[-1].task == task.name:
             return
         if self.segments:
-            self.segments[-1] = Segment(self.segments[-1].task, self.points)
-        self.segments.append(Segment(task.name, 0))
+            self.segments[-1] = ScheduleSegment(self.segments[-1].task, self.points)
+        self.segments.append(ScheduleSegment(task.name, 0))
         self.points = 0
-
-    def _program_ended(self, task: Task) -> None:
-        if self.observer is not None:
-            self.observer.on_program_end(task)
 
     def blocked(self) -> list[BlockedWait]:
         """Every wait that is going on, in the order of ranks."""
@@ -360,8 +333,7 @@ class Scheduler(ProgramHooks):
         polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
         if not self._woken:
             self._stuck_after = len(self.segments)
-            if self.observer is not None:
-                self.observer.on_stuck()
+            self.observer.on_stuck()
         self._woken += 1
         if not polling_tasks or self._woken > LAST_TRIES:
             return False
@@ -409,6 +381,11 @@ class Scheduler(ProgramHooks):
                 task.waiting = polling(task, None, None, self.memory)
         self._nothing_ready()
 
+    def changed(self) -> None:
+        """Memory has changed, and the scheduler chooses who goes on."""
+        self.progress()
+        self.give_way()
+
     def progress(self) -> None:
         """Memory has changed, so a program that polls may see something new."""
         self.stalled = self._woken = 0
@@ -425,7 +402,7 @@ def run_interpreted(
 ) -> None:
     """Run a kernel to its end in this thread; ``idle`` is called while all programs wait for peers."""
     scheduler = Scheduler(idle=idle, observer=observer)
-    scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank, lambda: None))
+    scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank))
     try:
         scheduler.run()
     except TaskFailed as failure:

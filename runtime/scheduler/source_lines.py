@@ -1,4 +1,4 @@
-"""Where programs and host code stand in their source, from the frames they are suspended in."""
+"""Source lines of programs and of user code, from the frames they are suspended in."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MemoryNames:
         return name
 
     def put(self, base: int, nbytes: int, name: str) -> None:
-        """Memory that has a name already."""
+        """Add memory that has a name already."""
         self._ranges.append((base, base + nbytes, name))
 
     def find(self, address: int) -> str | None:

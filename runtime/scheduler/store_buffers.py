@@ -75,7 +75,7 @@ class _Pending:
 class StoreBuffers:
     """The stores of a run that are not visible yet."""
 
-    def __init__(self, seed: int, observer: Observer | None = None) -> None:
+    def __init__(self, seed: int, observer: Observer) -> None:
         self._observer = observer
         self._random = random.Random(~seed)
         self._chance = self._random.choice(DRAIN_CHANCES)
@@ -85,15 +85,13 @@ class StoreBuffers:
         return len(self._pending)
 
     def store(self, task: Task, pointers: Any, value: Any, mask: Any) -> None:
-        """Take a store in."""
         addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return
         values = np.broadcast_to(value.data, pointers.data.shape).ravel()
         if len(values) != len(addresses):
-            shape = pointers.data.shape
             chosen = mask if isinstance(mask, np.ndarray) else mask.data
-            values = values[np.broadcast_to(chosen, shape).ravel()]
+            values = values[np.broadcast_to(chosen, pointers.data.shape).ravel()]
         self._drain_overlapping(task, addresses, values.dtype.itemsize)
         scalar = pointers.data.size == 1
         pieces = 1 if scalar else min(PIECES, addresses.size)
@@ -134,11 +132,9 @@ class StoreBuffers:
         programs = set(map(id, tasks))
         ranks = {task.rank for task in tasks}
         self._drain(
-            [
-                p
-                for p in self._pending
-                if id(p.task) in programs or (p.rank_only and p.task.rank in ranks)
-            ]
+            p
+            for p in self._pending
+            if id(p.task) in programs or (p.rank_only and p.task.rank in ranks)
         )
 
     def sometimes(self) -> bool:
@@ -149,19 +145,17 @@ class StoreBuffers:
         return False
 
     def drain_all(self) -> None:
-        self._drain(list(self._pending))
+        self._drain(self._pending)
 
     def _drain_overlapping(self, task: Task, addresses: Any, size: int) -> None:
         if not self._pending or not addresses.size:
             return
         low, high = int(addresses.min()), int(addresses.max()) + size
         self._drain(
-            [
-                p
-                for p in self._pending
-                if (p.task is task or (p.rank_only and p.task.rank == task.rank))
-                and p.overlaps(low, high)
-            ]
+            p
+            for p in self._pending
+            if (p.task is task or (p.rank_only and p.task.rank == task.rank))
+            and p.overlaps(low, high)
         )
 
     def _drain(self, chosen: Iterable[_Pending]) -> None:
@@ -169,8 +163,7 @@ class StoreBuffers:
         for pending in chosen:
             pending.perform()
             gone.add(id(pending))
-            if self._observer is not None:
-                low, count = int(pending.addresses[0]), len(pending.addresses)
-                self._observer.on_visible(pending.task, low, count)
+            low, count = int(pending.addresses[0]), len(pending.addresses)
+            self._observer.on_visible(pending.task, low, count)
         if gone:
             self._pending = [p for p in self._pending if id(p) not in gone]

@@ -1,4 +1,4 @@
-"""Who goes on: the strategies by which the scheduler explores interleavings.
+"""The strategies by which the scheduler explores interleavings: which task goes on.
 
 A *point* is where a task may be interrupted: before every load, store and atomic of a program, between
 the pieces of a copy, at every call that waits. A strategy is asked twice. At a memory access, whether
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MEMORY_SWITCH = 0.2
 
 
-class Segment(NamedTuple):
+class ScheduleSegment(NamedTuple):
     """``task`` ran over ``points`` points before another task did."""
 
     task: str
@@ -34,8 +34,6 @@ class Segment(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Decides at points."""
-
     def interrupts(self) -> bool:
         """A task is about to touch memory: interrupt it?"""
 
@@ -50,8 +48,6 @@ class Strategy(Protocol):
 
 
 class Random:
-    """Every task that can run has the same chance."""
-
     def __init__(self, seed: int, *, memory_switch: float = MEMORY_SWITCH) -> None:
         self._random = random.Random(seed)
         self._memory_switch = memory_switch
@@ -145,7 +141,7 @@ class Replay:
     goes on for as long as it can.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[ScheduleSegment]) -> None:
         self._segments = list(segments)
         self._next = 0
         self._left = 0

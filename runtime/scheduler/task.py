@@ -1,4 +1,4 @@
-"""What the scheduler runs: a task, and where a program's task stands in its launch."""
+"""Tasks, which the scheduler runs, and the place of a program's task in its launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch keeps per thread, kept per task: ranks of a simulation share a thread, but not its modes.
+"""Torch's state of a thread, kept per task: ranks of a simulation share a thread, but not its modes.
 
 A rank that gives way inside ``torch.no_grad()`` or ``torch.inference_mode()``, or while an AsyncTensor
 waits within torch's dispatcher, would leave its modes and its excluded dispatch keys to the rank that

@@ -1,4 +1,4 @@
-"""What a run did, and when: tiles, copies, waits and signals of every rank, from its memory operations.
+"""The recorder of a run: tiles, copies, waits and signals of every rank, from its memory operations.
 
 Kernels say nothing about themselves. The interpreter's hooks show every store and atomic of every
 program with its addresses, and that is enough::
@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import contextvars
 import time
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
@@ -70,27 +70,20 @@ class _Lane:
     copied_to: int | None = None
 
 
-@dataclass
 class _Memory:
-    """Symmetric memory by address."""
-
-    bases: list[int] = field(default_factory=list)
-    ranges: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    buffers: dict[int, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, int, int]] = []  # begin, end, rank, number on the rank
+        self._counts: Counter[int] = Counter()
 
     def add(self, rank: int, base: int, nbytes: int) -> None:
-        number = self.buffers.get(rank, 0)
-        self.buffers[rank] = number + 1
-        self.ranges[base] = (rank, number, base + nbytes)
-        self.bases = sorted(self.ranges)
+        self._ranges.append((base, base + nbytes, rank, self._counts[rank]))
+        self._counts[rank] += 1
 
     def find(self, address: int) -> Slot | None:
-        index = bisect_right(self.bases, address) - 1
-        if index < 0:
-            return None
-        base = self.bases[index]
-        rank, number, end = self.ranges[base]
-        return Slot(rank, number, address - base) if address < end else None
+        for base, end, rank, number in reversed(self._ranges):
+            if base <= address < end:
+                return Slot(rank, number, address - base)
+        return None
 
 
 class Recorder(Observer):
@@ -123,7 +116,6 @@ class Recorder(Observer):
         self._steps = steps
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str = "") -> None:
-        """``memory`` is symmetric memory of ``rank``."""
         self._memory.add(rank, memory.data_ptr(), memory.nbytes)
 
     # -- hooks of streams ------------------------------------------------------------------------
@@ -142,7 +134,6 @@ class Recorder(Observer):
         self._spans.append(span)
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
-        """A stream has published ``slot``."""
         self._publish(task.rank, task.who, op, self._memory.find(slot.data_ptr()), self.now())
 
     # -- hooks of programs -----------------------------------------------------------------------
@@ -236,7 +227,6 @@ _current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
 
 
 def current() -> Recorder | None:
-    """The recorder of the block that the caller is in."""
     return _current.get()
 
 

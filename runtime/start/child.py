@@ -1,4 +1,4 @@
-"""What one process of a :class:`~interlace.runtime.start.pool.ProcessPool` does.
+"""The main loop of one process of a :class:`~interlace.runtime.start.pool.ProcessPool`.
 
 It takes tasks from its connection one after another: joins the group of the run, calls the
 function, leaves the group, reports. It ends with its parent, however that ends.

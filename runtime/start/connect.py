@@ -41,20 +41,21 @@ def connect_place(
     what the host is to be known as; ranks that give different ones share nothing. Raises
     CollectiveTimeoutError that names the ranks which did not come.
     """
-    if world_size == 1:
+
+    def on_one_host() -> Place:
         return ShmPlace.connect(
             store, rank, world_size, timeout=timeout, name=name, generation=generation
         )
+
+    if world_size == 1:
+        return on_one_host()
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
     prefix = f"interlace/{name}/{generation}"
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     cards, nonce = host_map.meet(store, rank, world_size, card, prefix=prefix, timeout=timeout)
-    place: Place
     if all(other.host == card.host for other in cards):
-        place = ShmPlace.connect(
-            store, rank, world_size, timeout=timeout, name=name, generation=generation
-        )
+        place = on_one_host()
     else:
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     host_map.forget(store, rank, prefix=prefix, nonce=nonce)  # joining has waited for everybody

@@ -48,8 +48,6 @@ GRACE_SECONDS = 5.0
 
 
 class _Child:
-    """One process and the connection to it."""
-
     def __init__(self, index: int) -> None:
         context = multiprocessing.get_context(START_METHOD)
         self.connection: Connection
@@ -232,19 +230,7 @@ class ProcessPool:
 
 
 default_pool = ProcessPool(MAX_WORLD_SIZE)
-
-
-def run_processes(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    world_size: int,
-    *,
-    timeout: float = 300.0,
-    setup: Setup | None = None,
-) -> list[Any]:
-    """:meth:`ProcessPool.run` in the pool that this process keeps until it ends."""
-    return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
+"""The pool that this process keeps until it ends."""
 
 
 def _pickled_call(

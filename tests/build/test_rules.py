@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from interlace.runtime.compiler.lint import ptx_rules
-from interlace.runtime.compiler.lint import sass as machine_code
+from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import RULES
 from interlace.runtime.compiler.lint.lines import Frame, later
 from interlace.runtime.compiler.lint.ptx import Program
@@ -255,8 +255,8 @@ def test_instruction_counts() -> None:
     )
     counts = instruction_counts(sass)
     assert counts == {"HGMMA": 1, "STL": 1, "LDL": 1, "UTCHMMA": 1, "IMMA": 1}
-    assert machine_code.spills(counts) == 2
-    kinds = machine_code.tensor_core_instructions
+    assert sass_rules.spills(counts) == 2
+    kinds = sass_rules.tensor_core_instructions
     assert [kinds(counts, a) for a in (80, 90, 100)] == [1, 1, 1]
     assert [kinds(counts, a, any_kind=True) for a in (80, 90, 100)] == [1, 2, 2]
 
@@ -264,15 +264,15 @@ def test_instruction_counts() -> None:
 def test_shared_memory_has_a_limit_on_every_chip() -> None:
     limits = {80: 166912, 90: 232448, 100: 232448}
     for arch, limit in limits.items():
-        assert machine_code.too_much_shared(arch, limit) == []
-        assert [fault.rule for fault in machine_code.too_much_shared(arch, limit + 1)] == [
+        assert sass_rules.too_much_shared(arch, limit) == []
+        assert [fault.rule for fault in sass_rules.too_much_shared(arch, limit + 1)] == [
             "shared memory"
         ]
 
 
 def test_spills_are_judged_where_registers_should_do() -> None:
-    assert machine_code.spilled(80, 8, 2) == machine_code.spilled(90, 0, 0) == []
-    assert [machine_code.spilled(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
+    assert sass_rules.spilled(80, 8, 2) == sass_rules.spilled(90, 0, 0) == []
+    assert [sass_rules.spilled(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
 
 
 @pytest.mark.parametrize(
@@ -326,5 +326,5 @@ SASS = (
 )
 def test_weakened_by_ptxas(sass: str, where: list[str]) -> None:
     program = Program('.file 1 "/src/k.py"\n' + at(3, RELEASE) + at(4, ACQUIRE))
-    found = machine_code.weakened(program, sass)
+    found = sass_rules.weakened(program, sass)
     assert [(f.rule, f.where) for f in found] == [("weakened by ptxas", place) for place in where]

@@ -268,8 +268,8 @@ def test_without_rich_and_matplotlib() -> None:
     assert "--plot needs matplotlib, which is not installed: pip install" in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("broadcast, float32, 2 ranks, place sim")
-    assert lines[1].split()[:3] == ["size", "candidate", "time"]
-    assert lines[3].split()[:3] == ["64", "B", "auto"] and lines[3].endswith("right")
+    assert lines[1].split()[0] == "time" and lines[2].split()[:3] == ["size", "candidate", "us"]
+    assert lines[4].split()[:3] == ["64", "B", "auto"] and lines[4].endswith("right")
 
 
 def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""The driver's functions by ctypes, where cuda-bindings is missing: on a library that does the same."""
+"""The driver's functions by ctypes, on a library that stands for the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.runtime.places.cuda.driver import RELAXED, Library, StreamWords
+from interlace.runtime.places.cuda.driver import AT_LEAST, CAN_USE_WORDS, FENCED, RELAXED, Driver
 
 SOURCE = """
 typedef unsigned long long word;
@@ -27,42 +27,44 @@ int cuStreamGetCaptureInfo_v2(void *stream, int *status, word *id, void **g, voi
   if (g || d || n) return 1;
   *status = 1; *id = 1ull << 33; return 0;
 }
-int cuThreadExchangeStreamCaptureMode(int *mode) {
-  if (*mode != 2) return 1;
-  *mode = 0; return 0;
-}
+static int relaxed;
+int cuThreadExchangeStreamCaptureMode(int *mode) { relaxed = *mode == 2; *mode = 0; return 0; }
+int exchanged(void) { return relaxed; }
 """
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_library_does_what_the_bindings_do(tmp_path: Path) -> None:
+def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     (tmp_path / "driver.c").write_text(SOURCE)
     made = tmp_path / "driver.so"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", str(made), str(tmp_path / "driver.c")], check=True
     )
-    driver = Library(ctypes.CDLL(str(made)))
-    words, cell = StreamWords(driver), ctypes.c_uint64(5)
+    driver = Driver(ctypes.CDLL(str(made)))
+    cell = ctypes.c_uint64(5)
     address, stream = ctypes.addressof(cell), 1 << 40
-    words.write(stream, address, 1 << 50)
+    driver.write(stream, address, 1 << 50)
     assert cell.value == 1 << 50
-    words.wait(stream, address, 1 << 50)
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue64: 2"):
-        words.wait(stream, address, (1 << 50) + 1)
-    with pytest.raises(RuntimeError, match="cuStreamWriteValue64: 1"):
-        words.write(7, address, 1)
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    assert driver.cuDeviceGetAttribute(attribute, 3) == (0, 1)
-    assert driver.cuStreamGetCaptureInfo(stream) == (0, 1, 1 << 33)
-    assert driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(RELAXED)) == (0, 0)
+    driver.wait(stream, address, 1 << 50)
+    with pytest.raises(RuntimeError, match="cuStreamWaitValue64: error 2"):
+        driver.wait(stream, address, (1 << 50) + 1)
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue64: error 1"):
+        driver.write(7, address, 1)
+    assert driver.has_words(3) and not driver.has_words(0)
+    assert driver.capture(stream) == 1 << 33
+    driver.leave_captures_alone()
+    assert ctypes.CDLL(str(made)).exchanged() == 1
 
 
-def test_numbers_are_those_of_the_bindings() -> None:
-    driver = pytest.importorskip("cuda.bindings.driver")
-    assert int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT) == 0
-    assert int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == 0
+def test_an_old_driver_is_none() -> None:
+    with pytest.raises(AttributeError):
+        Driver(ctypes.CDLL(None))
+
+
+def test_numbers_are_those_of_nvidias_bindings() -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    assert int(bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT) == FENCED
+    assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == AT_LEAST
     name = "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"
-    assert int(getattr(driver.CUdevice_attribute, name)) == getattr(
-        Library.CUdevice_attribute, name
-    )
-    assert int(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) == RELAXED
+    assert int(getattr(bindings.CUdevice_attribute, name)) == CAN_USE_WORDS
+    assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) == RELAXED

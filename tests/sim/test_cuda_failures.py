@@ -104,7 +104,7 @@ def test_a_kernel_that_gave_up_is_found_in_its_header(monkeypatch: pytest.Monkey
         if place.rank == 0:
             header = place.header(place.workspaces()[0], 0)
             header[CLAIMED_WORD : CLAIMED_WORD + 6] = torch.tensor([1, 1, 1064, 7, 6, 3])
-        place.host.exchange(b"", "a meeting")
+        place.processes.exchange(b"", "a meeting")
         look()
         look()
         place.check()
@@ -134,7 +134,7 @@ def test_a_dead_peer_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> 
     def on_rank() -> None:
         warm_up()
         place = own_place()
-        place.host.dead = PeerDiedError(1, 4711, "work on the GPU")
+        place.processes.dead = PeerDiedError(1, 4711, "work on the GPU")
         look()
         for buffer in place.workspaces():
             assert int(place.header(buffer, 0)[ABORT_WORD]) == 1
@@ -238,7 +238,7 @@ def _released_by(monkeypatch: pytest.MonkeyPatch, release: Any, seconds: float) 
                 watchdog.let_go(place, begin + later)
             gpu.run_until(lambda: bool(theirs[0] == 1))
             seen.append(bool(theirs[0] == 1))
-        place.host.exchange(b"", "a meeting")
+        place.processes.exchange(b"", "a meeting")
         place.failure = None
 
     with contextlib.suppress(interlace.InterlaceError):
@@ -303,7 +303,7 @@ def test_what_was_not_received_is_not_passed_on(
             place.wake_kernels()
             place._watched().let_go(place, time.monotonic())
             gpu.run_until(lambda: not any(gpu._queues.values()))
-        place.host.exchange(b"", "a meeting")
+        place.processes.exchange(b"", "a meeting")
         slot = int(workspace.slots(place.rank, 5, 1)[0])
         header = workspace.header(place.rank)
         return slot, int(header[CREDIT_WORDS]) - epoch, int(header[EPOCH_WORD]) - epoch

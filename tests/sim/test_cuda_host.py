@@ -16,8 +16,8 @@ from fake_cuda import FakeGpu
 from fake_driver import MULTIPROCESSORS, install
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.cuda import device_place
-from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
+from interlace.runtime.places.cuda import watchdog
+from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 
 Log = list[tuple[str, int, str]]
 
@@ -27,22 +27,24 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """Pretend that there is a GPU; what ranks prepare and launch, in order."""
     install(monkeypatch, FakeGpu())
     entries: Log = []
-    known: dict[Prepared, tuple[int, str]] = {}
-    prepare, run = LaunchCache.prepare, Prepared.run
+    known: dict[PreparedLaunch, tuple[int, str]] = {}
+    prepare, run = LaunchCache.prepare, PreparedLaunch.run
 
-    def preparing(self: LaunchCache, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+    def preparing(
+        self: LaunchCache, launch: KernelLaunch, stream: int, capture: int
+    ) -> PreparedLaunch:
         prepared = prepare(self, launch, stream, capture)
         known[prepared] = (outside(launch.arguments)["rank"], launch.name)
         if launch.op != "a signal":  # which is loaded ahead of its first use
             entries.append(("load", *known[prepared]))
         return prepared
 
-    def running(self: Prepared, stream: int) -> None:
+    def running(self: PreparedLaunch, stream: int) -> None:
         entries.append(("launch", *known[self]))
         run(self, stream)
 
     monkeypatch.setattr(LaunchCache, "prepare", preparing)
-    monkeypatch.setattr(Prepared, "run", running)
+    monkeypatch.setattr(PreparedLaunch, "run", running)
     return entries
 
 
@@ -107,10 +109,10 @@ def test_an_error_is_raised_and_names_the_rank(log: Log) -> None:
 
 def test_a_wait_that_gave_up_is_reported() -> None:
     header = [6, 1, 100, 1, 2, 1064, 7, 6, 3]
-    error = device_place.signal_report(0, header)
+    error = watchdog.signal_report(0, header)
     assert error is not None and error.waited_for == (2,)
     assert "waiting for rank 2: slot at byte 1064 was 6, expected 7" in str(error)
-    assert device_place.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
+    assert watchdog.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
 
 
 def test_virtual_ranks_ask_for_a_hardware_queue_per_stream(

@@ -58,7 +58,7 @@ def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits(
             reduce(length)
         torch.cuda.synchronize()
         reduce(5 if interlace.get_rank() else 4)
-        own_place().host.exchange(b"", "all have called")
+        own_place().processes.exchange(b"", "all have called")
         look()
         own_place().check()
 
@@ -85,21 +85,21 @@ def test_the_work_of_the_very_op_fails(known: bool, monkeypatch: pytest.MonkeyPa
         torch.cuda.synchronize()
         assert before.is_success()
         if rank:
-            place.host.exchange(b"", "rank 0 has called")
+            place.processes.exchange(b"", "rank 0 has called")
         work = interlace.all_reduce(torch.ones(5 if rank else 4), async_op=True)
         assert work is not None
         early = work.exception()
         if rank == 0:
             assert early is None and not work.is_completed()
-            place.host.exchange(b"", "rank 0 has called")
-        place.host.meet(None, "both have called")
+            place.processes.exchange(b"", "rank 0 has called")
+        place.processes.meet(None, "both have called")
         found = [early, work.exception(), work.is_completed(), work.is_success()]
         for wait in (work.wait, work.synchronize):
             with pytest.raises(ValueError, match="shape of tensor differs") as caught:
                 wait()
             found.append(str(caught.value))
         assert before.is_success() and before.exception() is None
-        place.host.meet(None, "both have looked")
+        place.processes.meet(None, "both have looked")
         raise ValueError(repr(found[1:4]))
 
     with pytest.raises(ValueError, match=r"shape of tensor differs.*, True, False\]"):

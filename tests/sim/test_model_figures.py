@@ -158,8 +158,8 @@ def test_plots(tmp_path: Path, compared: list[Any]) -> None:
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install 'interlace\[plot\]'"):
         module("predict").main(["--plot", "nowhere"])
 
 

@@ -22,7 +22,6 @@ from interlace.benchmark.runs import tune_candidates
 from interlace.benchmark.runs.tune import CandidateError, Outcome, Timed, TuneRequest, search
 from interlace.benchmark.runs.tune_candidates import Candidate, made, problem_of, untuned
 from interlace.cli import main
-from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache, configuration, cost_model, tuning
@@ -478,15 +477,5 @@ def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_cache_there_is_nothing_to_write() -> None:
     assert os.environ[cache.VARIABLE] == "off"
-    with pytest.raises(ValueError, match="there is no cache to write"):
+    with pytest.raises(ValueError, match="there is no file to write"):
         run_tune(place="sim")
-
-
-def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "shapes"
-    file.write_text("# Llama\n1K 3584 8192\n\n2048x1792x4096  # small\n")
-    given = TuneOptions(shapes=str(file), place="shm")
-    assert tune_options.shapes_of(given) == [(1024, 3584, 8192), (2048, 1792, 4096)]
-    file.write_text("1 2 3\n4 5\n")
-    with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
-        tune_options.shapes_of(TuneOptions(shapes=str(file), place="sim"))

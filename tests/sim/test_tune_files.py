@@ -16,6 +16,7 @@ from rich.console import Console
 
 from interlace.cli import main
 from interlace.cli.tune import command
+from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache, files
 from interlace.runtime.tuning.cache import FILE, Row, TunedMachine
@@ -165,3 +166,13 @@ def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
         assert list(cache.rows_for(HERE, target)) == [ROW]
     assert sorted(path.name for path in target.parent.iterdir()) == ["real.json", "real.json.lock"]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tune.json"]
+
+
+def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "shapes"
+    file.write_text("# Llama\n1K 3584 8192\n\n2048x1792x4096  # small\n")
+    given = TuneOptions(shapes=str(file), place="shm")
+    assert tune_options.shapes_of(given) == [(1024, 3584, 8192), (2048, 1792, 4096)]
+    file.write_text("1 2 3\n4 5\n")
+    with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
+        tune_options.shapes_of(TuneOptions(shapes=str(file), place="sim"))

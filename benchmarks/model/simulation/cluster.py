@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.engine import Cores, Link, Process, Signal, Simulation, transfer
@@ -56,12 +57,14 @@ class Cluster:
         nodes: int = 1,
         *,
         everyone: bool = False,
+        log: list[Any] | None = None,
     ) -> None:
         if world_size % nodes:
             raise ValueError(f"world_size {world_size} is no multiple of nodes {nodes}")
         self.machine, self.world_size, self.nodes = machine, world_size, nodes
         self.per_node = world_size // nodes
         self.everyone = everyone or machine.virtual_ranks
+        self.log = log  # of spans, see kernels.py; None: nobody wants it
         self.simulation = Simulation()
         self.ranks = range(world_size) if self.everyone else range(1)
         self._flags: dict[Hashable, Signal] = {}

@@ -21,7 +21,6 @@ from model.simulation.kernels import (
     Logged,
     Multiplier,
     Shape,
-    Span,
     library_matmul,
     persistent,
     tiling_of,
@@ -33,9 +32,7 @@ def fused(
     cluster: Cluster,
     rank: int,
     shape: Shape,
-    rows: Sequence[int],
     configuration: Configuration,
-    log: list[Span] | None = None,
     order: str = "interleaved",
 ) -> Process:
     """``all_gather_matmul_fused``; ``configuration.copiers`` 0 leaves the sending to the copy engine.
@@ -43,7 +40,7 @@ def fused(
     ``order`` "by source" sends and takes all chunks for or of a rank before the next rank's, which the
     kernel does not: what ``tiling``'s order is worth.
     """
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m
     tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
     size = formulas.chunk_rows(rows, block_m, configuration.chunks)
@@ -61,7 +58,7 @@ def fused(
     matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
 
     def copier(program: int) -> Process:
-        note = Logged(cluster, rank, program, log)
+        note = Logged(cluster, rank, program)
         for send in range(program, len(sends), copiers):
             peer, first_row, count = sends[send][:3]
             note.begin()
@@ -71,7 +68,7 @@ def fused(
             note.end("copy", peer, first_row // size)
 
     def consumer(program: int) -> Process:
-        note = Logged(cluster, rank, program + copiers, log)
+        note = Logged(cluster, rank, program + copiers)
         for source, first_row, count, _, _, start in lines:
             chunk, waited = first_row // size, source == rank
             for tile, tile_m, tile_n in matmul.tiles(count, start, program, consumers):
@@ -88,7 +85,7 @@ def fused(
         return copier(index) if index < copiers else consumer(index - copiers)
 
     if not copiers:
-        sending = copy_engine(cluster, rank, shape, sends, size, log)
+        sending = copy_engine(cluster, rank, shape, sends, size)
         cluster.spawn(sending, f"copy engine of rank {rank}")
     yield from persistent(cluster, rank, grid, program)
     yield machine.launch_us  # finish_kernel
@@ -111,10 +108,9 @@ def copy_engine(
     shape: Shape,
     sends: Sequence[Sequence[int]],
     size: int,
-    log: list[Span] | None = None,
 ) -> Process:
     """``_send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
-    note = Logged(cluster, rank, -1, log)
+    note = Logged(cluster, rank, -1)
     yield cluster.machine.launch_us  # wait_credits
     for peer, first_row, count, *_ in sends:
         yield cluster.machine.copy_issue_us
@@ -124,11 +120,9 @@ def copy_engine(
         note.end("copy", peer, first_row // size)
 
 
-def pipelined(
-    cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int], configuration: Configuration
-) -> Process:
+def pipelined(cluster: Cluster, rank: int, shape: Shape, configuration: Configuration) -> Process:
     """``all_gather_matmul_pipelined`` on a GPU: stage, pull chunk by chunk, one ``torch.mm`` per chunk."""
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     size = max(1, -(-max(rows) // configuration.chunks))
     chunks = [chunks_of(count, size) for count in rows]
     row_bytes = shape.k * BYTES
@@ -155,9 +149,9 @@ def pipelined(
     yield machine.launch_us
 
 
-def unfused(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+def unfused(cluster: Cluster, rank: int, shape: Shape) -> Process:
     """``all_gather_matmul_unfused``: stage, pull every shard by copies on one stream, one ``torch.mm``."""
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     row_bytes = shape.k * BYTES
     yield machine.launch_us
     yield machine.copy_issue_us + rows[rank] * row_bytes / (machine.local_copy_gbs * 1e3)

@@ -95,10 +95,10 @@ class Span:
 
 
 class Logged:
-    """Adds spans to a list, or does nothing without one."""
+    """Adds spans to the cluster's log, or does nothing without one."""
 
-    def __init__(self, cluster: Cluster, rank: int, program: int, log: list[Span] | None) -> None:
-        self._simulation, self._log = cluster.simulation, log
+    def __init__(self, cluster: Cluster, rank: int, program: int) -> None:
+        self._simulation, self._log = cluster.simulation, cluster.log
         self._rank, self._program = rank, program
         self._begin = 0.0
 
@@ -109,18 +109,8 @@ class Logged:
     def end(self, kind: str, peer: int, index: int, count: int = 1) -> None:
         """It is over."""
         if self._log is not None:
-            self._log.append(
-                Span(
-                    self._begin,
-                    self._simulation.now,
-                    self._rank,
-                    self._program,
-                    kind,
-                    peer,
-                    index,
-                    count,
-                )
-            )
+            where = self._rank, self._program, kind, peer, index, count
+            self._log.append(Span(self._begin, self._simulation.now, *where))
 
 
 def tiling_of(machine: Machine, configuration: Configuration) -> Tiling:

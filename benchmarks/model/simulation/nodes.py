@@ -79,14 +79,13 @@ def gather(
     cluster: Cluster,
     rank: int,
     shape: Shape,
-    rows: Sequence[int],
     configuration: Configuration,
     *,
     order: str = "node_order",
     tiling: Tiling | None = None,
 ) -> Process:
     """All-gather + matmul; ``order`` is one of :data:`GATHER_ORDERS`: what an order is worth."""
-    machine, nodes = cluster.machine, node_of_rank(cluster)
+    machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling = tiling or tiling_of(machine, configuration)
     block_m = tiling.block_m
     size = formulas.chunk_rows(rows, block_m, configuration.chunks)
@@ -167,13 +166,12 @@ def scatter(
     cluster: Cluster,
     rank: int,
     shape: Shape,
-    rows: Sequence[int],
     configuration: Configuration,
     *,
     summers: int = 0,
 ) -> Process:
     """Matmul + reduce-scatter."""
-    machine, nodes = cluster.machine, node_of_rank(cluster)
+    machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m
     tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
     tiles = formulas.tiles_of(rows, block_m, tiles_n)

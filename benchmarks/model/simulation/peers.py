@@ -51,16 +51,27 @@ KRAKEN_SCATTER = Variant(group_m=8, barriers=1, whole=True)
 TRITON_DISTRIBUTED_SCATTER = Variant(group_m=8, barriers=0, nvshmem_barriers=2)
 
 
-def gather_host_us(cluster: Cluster) -> float:
-    """To issue ``pulled_gather`` from Python: a copy and a memory operation per peer, about 7 operators."""
-    machine = cluster.machine
-    return 2 * cluster.world_size * machine.driver_op_us + 7 * machine.torch_op_us
+@dataclass(frozen=True)
+class HostOps:
+    """What the host issues: driver calls per rank, and torch operators per peer and besides."""
+
+    operators: int
+    driver_per_rank: int = 0
+    operators_per_peer: int = 0
+
+    def microseconds(self, cluster: Cluster) -> float:
+        """To issue all of it."""
+        machine, world_size = cluster.machine, cluster.world_size
+        operators = self.operators_per_peer * (world_size - 1) + self.operators
+        driver = self.driver_per_rank * world_size * machine.driver_op_us
+        return driver + operators * machine.torch_op_us
 
 
-def scatter_host_us(cluster: Cluster) -> float:
-    """To issue ``pushed_scatter``: per peer a memory operation, a view and a copy; about 10 operators."""
-    machine, world_size = cluster.machine, cluster.world_size
-    return 2 * world_size * machine.driver_op_us + 10 * machine.torch_op_us
+NO_HOST_OPS = HostOps(0)
+PULLED_GATHER_OPS = HostOps(7, driver_per_rank=2)  # per rank a copy and a memory operation
+PUSHED_SCATTER_OPS = HostOps(10, driver_per_rank=2)  # a view more
+SYMM_MEM_GATHER_OPS = HostOps(8, operators_per_peer=3)  # a view, a copy, a matmul
+SYMM_MEM_SCATTER_OPS = HostOps(8, operators_per_peer=5)  # two barriers more
 
 
 def _barriers(cluster: Cluster, count: int, nvshmem: int) -> float:
@@ -136,11 +147,6 @@ def symm_mem_gather(cluster: Cluster, rank: int, shape: Shape) -> Process:
     yield machine.barrier_us
 
 
-def symm_mem_gather_host_us(cluster: Cluster) -> float:
-    """Per peer a view, a copy, a matmul and a change of streams; about 8 more operators."""
-    return (3 * (cluster.world_size - 1) + 8) * cluster.machine.torch_op_us
-
-
 def symm_mem_scatter(cluster: Cluster, rank: int, shape: Shape) -> Process:
     """torch's decomposition: matmul, barrier, pull, barrier, in two streams with a buffer each; a sum."""
     machine, world_size = cluster.machine, cluster.world_size
@@ -167,11 +173,6 @@ def symm_mem_scatter(cluster: Cluster, rank: int, shape: Shape) -> Process:
     yield from streams
     yield machine.barrier_us + machine.launch_us
     yield (world_size + 1) * nbytes / (machine.hbm_gbs * 1e3)
-
-
-def symm_mem_scatter_host_us(cluster: Cluster) -> float:
-    """Per peer a view, a matmul, two barriers, a copy and a change of streams; about 8 more operators."""
-    return (5 * (cluster.world_size - 1) + 8) * cluster.machine.torch_op_us
 
 
 def multimem_gather(cluster: Cluster, rank: int, shape: Shape) -> Process:
@@ -257,7 +258,7 @@ def node_gather(cluster: Cluster, rank: int, shape: Shape) -> Process:
     yield 2 * machine.nvshmem_barrier_us
     yield machine.launch_us + rows[0] * shape.k * BYTES / (machine.local_copy_gbs * 1e3)
     whole = replace(Configuration(), chunks=1, copiers=0, block_m=variant.block_m)
-    yield from interlace_node_gather(cluster, rank, shape, rows, whole, tiling=tiling)
+    yield from interlace_node_gather(cluster, rank, shape, whole, tiling=tiling)
 
 
 def node_scatter(cluster: Cluster, rank: int, shape: Shape) -> Process:

@@ -20,7 +20,6 @@ from model.simulation.kernels import (
     Logged,
     Multiplier,
     Shape,
-    Span,
     library_matmul,
     persistent,
     tiling_of,
@@ -45,13 +44,11 @@ def fused(
     cluster: Cluster,
     rank: int,
     shape: Shape,
-    rows: Sequence[int],
     configuration: Configuration,
-    log: list[Span] | None = None,
     order: Sequence[int] | None = None,
 ) -> Process:
     """``matmul_reduce_scatter_fused``; ``order`` of owners instead of ``tiling.owner_order``."""
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m
     tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
     segments = formulas.segments_of(rows)
@@ -65,7 +62,7 @@ def fused(
     matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
 
     def program(index: int) -> Process:
-        note = Logged(cluster, rank, index, log)
+        note = Logged(cluster, rank, index)
         for owner, first_row, count, start in lines:
             here = formulas.ceil_div(count, block_m) * tiles_n
             for tile, tile_m, tile_n in matmul.tiles(count, start, index, grid):
@@ -120,7 +117,6 @@ def all_reduce(
     rank: int,
     shape: Shape,
     configuration: Configuration,
-    log: list[Span] | None = None,
 ) -> Process:
     """``matmul_all_reduce_fused``, one-shot: every tile to every rank, everyone sums all."""
     machine, world_size = cluster.machine, cluster.world_size
@@ -132,7 +128,7 @@ def all_reduce(
     matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
 
     def program(index: int) -> Process:
-        note = Logged(cluster, rank, index, log)
+        note = Logged(cluster, rank, index)
         for tile, tile_m, tile_n in matmul.tiles(shape.m, 0, index, grid):
             note.begin()
             yield from matmul.tile("all", tile_m, tile_n)
@@ -150,9 +146,9 @@ def all_reduce(
     yield machine.launch_us
 
 
-def pipelined(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+def pipelined(cluster: Cluster, rank: int, shape: Shape) -> Process:
     """``matmul_reduce_scatter_pipelined``: a ``torch.mm`` per owner into its workspace, then the sum."""
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     yield machine.launch_us
     for owner in owner_order(rank, world_size):
         nbytes = rows[owner] * shape.n * BYTES
@@ -177,9 +173,9 @@ def _fold_us(cluster: Cluster, nbytes: float) -> float:
     return moved / (cluster.machine.hbm_gbs * 1e3) + cluster.world_size * cluster.machine.launch_us
 
 
-def unfused(cluster: Cluster, rank: int, shape: Shape, rows: Sequence[int]) -> Process:
+def unfused(cluster: Cluster, rank: int, shape: Shape) -> Process:
     """``matmul_reduce_scatter_unfused``: one ``torch.mm``; then every owner reads all and sums."""
-    machine, world_size = cluster.machine, cluster.world_size
+    machine, world_size, rows = cluster.machine, cluster.world_size, shape.rows
     yield machine.launch_us
     yield from library_matmul(cluster, rank, shape.m, shape.n, shape.k)
     for step in range(1, world_size):

@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
         first, *rest = str(error).splitlines() or [""]
-        new_console(stderr=True).print(f"[red]error:[/red] {first}", highlight=False)
+        new_console(stderr=True).print(f"[red]error:[/red] {first}")
         for line in rest[:20]:
             print(line, file=sys.stderr)
         return 2

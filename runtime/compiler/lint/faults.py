@@ -1,4 +1,4 @@
-"""What can be wrong with a compiled kernel: the rules by name, and a fault as data.
+"""The rules for compiled kernels by name, and a fault as data.
 
 Rules read text that the compiler leaves behind, Triton's IR, PTX and SASS, so they need no GPU. They
 are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``; this table is what users see and name in
@@ -78,7 +78,7 @@ class Fault:
         return f"{self.where}: {self.rule}: {self.message}" if self.where else self.short()
 
     def short(self) -> str:
-        """Without the place."""
+        """The rule and the message, without the place."""
         return f"{self.rule}: {self.message}"
 
 

@@ -99,20 +99,27 @@ def _waits(program: Program) -> list[int]:
     )
 
 
+def _reached(
+    program: Program,
+    starts: list[int],
+    stop: Callable[[Instruction], bool],
+    wrong: Callable[[Instruction], bool],
+    fault: Callable[[Instruction], Fault],
+) -> list[Fault]:
+    """Faults of the ``wrong`` instructions that one of ``starts`` reaches without a ``stop``."""
+    code = program.instructions
+    reached = program.flow.reach(starts, lambda i: stop(code[i]))
+    return [fault(code[i]) for i in sorted(reached) if wrong(code[i])]
+
+
 def release_without_barrier(program: Program) -> list[Fault]:
     """Releases that a data store reaches without a barrier."""
-    code = program.instructions
-    stores = program.where(_is_data_store)
-    reached = program.flow.reach(stores, lambda i: _is_barrier(code[i]))
-    return [
-        Fault(
-            "release without barrier",
-            f"no bar.sync between the data stores and {code[i].operation}",
-            describe(code[i].chain),
-        )
-        for i in sorted(reached)
-        if is_release(code[i])
-    ]
+
+    def fault(one: Instruction) -> Fault:
+        message = f"no bar.sync between the data stores and {one.operation}"
+        return Fault("release without barrier", message, describe(one.chain))
+
+    return _reached(program, program.where(_is_data_store), _is_barrier, is_release, fault)
 
 
 def narrow_scope(program: Program) -> list[Fault]:
@@ -132,34 +139,28 @@ def narrow_scope(program: Program) -> list[Fault]:
 
 def published_descriptor_store(program: Program) -> list[Fault]:
     """Releases that a descriptor store reaches without ``cp.async.bulk.wait_group 0``."""
-    code = program.instructions
-    stores = program.where(is_descriptor_store)
-    reached = program.flow.reach(stores, lambda i: str(code[i]) == "cp.async.bulk.wait_group 0")
-    return [
-        Fault(
-            "published descriptor store",
-            f"{code[i].operation} publishes a descriptor store that may not be complete",
-            describe(code[i].chain),
-        )
-        for i in sorted(reached)
-        if is_release(code[i])
-    ]
+
+    def complete(one: Instruction) -> bool:
+        return str(one) == "cp.async.bulk.wait_group 0"
+
+    def fault(one: Instruction) -> Fault:
+        message = f"{one.operation} publishes a descriptor store that may not be complete"
+        return Fault("published descriptor store", message, describe(one.chain))
+
+    return _reached(program, program.where(is_descriptor_store), complete, is_release, fault)
 
 
 def unfenced_descriptor_load(program: Program) -> list[Fault]:
     """Descriptor loads that a wait reaches without ``fence.proxy.async``."""
-    code = program.instructions
-    fences = ("fence.proxy.async", "fence.proxy.async.global")
-    reached = program.flow.reach(_waits(program), lambda i: code[i].operation in fences)
-    return [
-        Fault(
-            "unfenced descriptor load",
-            "no fence.proxy.async between a wait and this load",
-            describe(code[i].chain),
-        )
-        for i in sorted(reached)
-        if is_descriptor_load(code[i])
-    ]
+
+    def fenced(one: Instruction) -> bool:
+        return one.operation in ("fence.proxy.async", "fence.proxy.async.global")
+
+    def fault(one: Instruction) -> Fault:
+        message = "no fence.proxy.async between a wait and this load"
+        return Fault("unfenced descriptor load", message, describe(one.chain))
+
+    return _reached(program, _waits(program), fenced, is_descriptor_load, fault)
 
 
 def early_load(program: Program) -> list[Fault]:

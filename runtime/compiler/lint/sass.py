@@ -1,8 +1,7 @@
-"""What a kernel's IR, PTX and SASS say about it: faults, and instruction counts.
+"""Rules over SASS, instruction counts, and all faults of a kernel's IR, PTX and SASS.
 
 Pure functions over text, so that each rule is tested on text that it must flag. The rules of memory
-ordering are in ``ptx_rules.py`` and ``triton_ir.py``; here are those over SASS, and :func:`faults`, which
-asks all of them.
+ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` asks all of them.
 
 Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas keeps loads behind an
 acquire, and the control flow of SASS cannot be had from its text for every architecture (on sm_80 a

@@ -1,4 +1,4 @@
-"""What Triton's IR says of a kernel before the compiler has removed anything from it.
+"""Triton's IR of a kernel as text, before the compiler has removed anything from it.
 
 Two things are lost further down: which matmuls there were, and waits that the compiler thinks nobody
 needs. So the dots are read from the first IR, and every acquire in it must be found in the PTX.

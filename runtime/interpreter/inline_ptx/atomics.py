@@ -14,7 +14,13 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime.interpreter.inline_ptx.syntax import Address, Instruction, Operand
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.interpreter.inline_ptx.syntax import (
+    Address,
+    Instruction,
+    Operand,
+    Vector,
+)
 from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
 from interlace.runtime.interpreter.inline_ptx.values import (
     Action,
@@ -103,6 +109,27 @@ def take_global(instruction: Instruction) -> None:
         raise instruction.unknown(f"state space '.{space}'", ["global", "generic addresses"])
 
 
+def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str]:
+    """The ordering, None if there is none, and the scope; only those that order have one."""
+    sem = instruction.choose(*sems)
+    scope = instruction.choose(*SCOPES)
+    if (scope is not None) != (sem in _ORDERS):
+        raise instruction.error(
+            "a scope belongs to .relaxed, .acquire and .release, and they need one"
+        )
+    return sem, SCOPES[scope or "cta"]
+
+
+def take_parts(
+    instruction: Instruction, operand: Operand, vector: str | None
+) -> tuple[Operand, ...]:
+    """The registers of ``operand``, as many as ``vector``, "v2" or "v4", says."""
+    parts = operand.parts if isinstance(operand, Vector) else (operand,)
+    if len(parts) != int((vector or "v1")[1:]) or isinstance(operand, Vector) != bool(vector):
+        raise instruction.error("'.v2', '.v4' and '.v8' go with as many registers in braces")
+    return parts
+
+
 def _tell(
     thread: Thread,
     pointers: Any,
@@ -115,11 +142,10 @@ def _tell(
 ) -> int:
     """Let the hooks do an atomic; returns the bits that were there before."""
     thread.idle_steps, thread.polls_plainly = 0, False
-    machine = thread.machine
-    atomic = machine.atomic(
+    atomic = Atomic(
         pointers, ALL, kind, sem, scope, reads_only, compare, each_thread=not thread.alone
     )
-    return bits_of(machine.hooks.atomic(atomic, perform))
+    return bits_of(thread.session.hooks.atomic(atomic, perform))
 
 
 def ordered_load(kind: ScalarType, sem: str, scope: str) -> Callable[[Thread, int], int]:

@@ -15,7 +15,6 @@ from triton.runtime.interpreter import TensorHandle
 
 from interlace.runtime.interpreter.inline_ptx.atomics import (
     ALL,
-    SCOPES,
     address_of,
     bits_of,
     handle,
@@ -23,8 +22,10 @@ from interlace.runtime.interpreter.inline_ptx.atomics import (
     ordered_store,
     pointer,
     take_global,
+    take_ordering,
+    take_parts,
 )
-from interlace.runtime.interpreter.inline_ptx.syntax import Instruction, Vector
+from interlace.runtime.interpreter.inline_ptx.syntax import Instruction
 from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
 from interlace.runtime.interpreter.inline_ptx.values import (
     Action,
@@ -45,13 +46,9 @@ _CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|L1::\w+|L2::(evict_\w+|\d+B)"
 @builds("ld", "st")
 def build_access(instruction: Instruction) -> Action:
     loads = instruction.mnemonic == "ld"
-    sem = instruction.choose("weak", "volatile", "relaxed", "acquire" if loads else "release")
-    scope = instruction.choose(*SCOPES)
-    atomic = sem in ("relaxed", "acquire", "release")
-    if (scope is not None) != atomic:
-        raise instruction.error(
-            "a scope belongs to .relaxed, .acquire and .release, and they need one"
-        )
+    strongest = "acquire" if loads else "release"
+    sem, scope = take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
+    atomic = sem in ("relaxed", strongest)
     if atomic:
         instruction.flag("mmio")
     take_global(instruction)
@@ -61,13 +58,11 @@ def build_access(instruction: Instruction) -> Action:
     kind = instruction.take_type(_ACCESS_TYPES)
     instruction.finish(2)
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
-    parts = outer.parts if isinstance(outer, Vector) else (outer,)
-    if len(parts) != int((vector or "v1")[1]) or isinstance(outer, Vector) != bool(vector):
-        raise instruction.error("'.v2' and '.v4' go with as many registers in braces")
+    parts = take_parts(instruction, outer, vector)
     at = address_of(instruction, inner, kind, len(parts))
     places = [(index * kind.bits // 8, part) for index, part in enumerate(parts)]
     if loads:
-        get = ordered_load(kind, str(sem), SCOPES[str(scope)]) if atomic else plain_load(kind, sem)
+        get = ordered_load(kind, str(sem), scope) if atomic else plain_load(kind, sem)
         writes = [(by, writer(instruction, part, kind, wider=True)) for by, part in places]
 
         def load(thread: Thread) -> None:
@@ -76,7 +71,7 @@ def build_access(instruction: Instruction) -> Action:
                 write(thread, get(thread, address + by))
 
         return load
-    put = ordered_store(kind, str(sem), SCOPES[str(scope)]) if atomic else plain_store(kind)
+    put = ordered_store(kind, str(sem), scope) if atomic else plain_store(kind)
     reads = [(by, reader(instruction, part, kind, wider=True)) for by, part in places]
 
     def store(thread: Thread) -> None:
@@ -98,7 +93,7 @@ def plain_load(kind: ScalarType, sem: str | None) -> Callable[[Thread, int], int
             found = interpreter.load(pointers.data, ALL.data, zero.data, zero.data.dtype)
             return TensorHandle(found, kind.memory)
 
-        return bits_of(thread.machine.hooks.load(pointers, ALL, perform, volatile=volatile))
+        return bits_of(thread.session.hooks.load(pointers, ALL, perform, volatile=volatile))
 
     return load
 
@@ -111,6 +106,6 @@ def plain_store(kind: ScalarType) -> Callable[[Thread, int, int], None]:
         def perform() -> None:
             interpreter.store(pointers.data, value.data, ALL.data)
 
-        thread.machine.hooks.store(pointers, value, ALL, perform)
+        thread.session.hooks.store(pointers, value, ALL, perform)
 
     return store

@@ -153,15 +153,10 @@ def _to_double(value: int) -> float:
 # -- predicates and branches -----------------------------------------------------------------------
 
 _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _OF_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-_UNORDERED = {"equ": "eq", "neu": "ne", "ltu": "lt", "leu": "le", "gtu": "gt", "geu": "ge"}
+_UNORDERED = {f"{name}u": name for name in _ORDERED}
 _COMBINED: dict[str, Callable[[bool, bool], bool]] = {
     "and": operator.and_,
     "or": operator.or_,

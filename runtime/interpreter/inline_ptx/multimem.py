@@ -13,15 +13,16 @@ from collections.abc import Callable
 
 from interlace.runtime.interpreter.inline_ptx import multicast
 from interlace.runtime.interpreter.inline_ptx.atomics import (
-    SCOPES,
     address_of,
     ordered_load,
     ordered_store,
     read_modify_write,
     take_global,
+    take_ordering,
+    take_parts,
 )
 from interlace.runtime.interpreter.inline_ptx.memory import plain_load, plain_store
-from interlace.runtime.interpreter.inline_ptx.syntax import Instruction, Operand, Vector
+from interlace.runtime.interpreter.inline_ptx.syntax import Instruction
 from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
 from interlace.runtime.interpreter.inline_ptx.values import (
     Action,
@@ -45,13 +46,8 @@ class _Access:
     """What the three instructions share: ordering, types, operands and where they point."""
 
     def __init__(self, instruction: Instruction, form: str, orderings: tuple[str, ...]) -> None:
-        self.sem = instruction.choose(*orderings) or "weak"
-        scope = instruction.choose(*SCOPES)
-        if (scope is not None) == (self.sem == "weak"):
-            raise instruction.error(
-                "a scope belongs to .relaxed, .acquire and .release, and they need one"
-            )
-        self.scope = SCOPES[scope or "cta"]
+        sem, self.scope = take_ordering(instruction, *orderings)
+        self.sem = sem or "weak"
         take_global(instruction)
         if form != "st" and not instruction.flag("add"):
             raise instruction.unknown(f"the operation of '{instruction.opcode}'", ["add"])
@@ -63,10 +59,8 @@ class _Access:
         self.number = TYPES[_PAIRS[pair]] if pair else self.register
         instruction.finish(2)
         data, at = instruction.operands if form == "ld_reduce" else instruction.operands[::-1]
-        self.parts: tuple[Operand, ...] = data.parts if isinstance(data, Vector) else (data,)
-        count = int((vector or "v1")[1:])
-        if len(self.parts) != count or isinstance(data, Vector) != bool(vector):
-            raise instruction.error("'.v2', '.v4' and '.v8' go with as many registers in braces")
+        self.parts = take_parts(instruction, data, vector)
+        count = len(self.parts)
         if count * self.register.bits > _WIDEST or (vector and self.register.bits == 64):
             raise instruction.error(f"more than {_WIDEST} bits at once")
         self.is_data = pair is not None or count > 1 or self.sem == "weak"
@@ -75,7 +69,7 @@ class _Access:
         self._nbytes = count * self.register.bits // 8
 
     def addresses(self, thread: Thread) -> list[int]:
-        """By rank."""
+        """The address of the access in every rank's memory, by rank."""
         address = self._at(thread)
         try:
             return multicast.addresses(address, self._nbytes)

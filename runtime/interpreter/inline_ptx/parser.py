@@ -30,8 +30,6 @@ from interlace.runtime.interpreter.inline_ptx.types import TYPES
 
 @dataclass
 class Code:
-    """Parsed asm text."""
-
     instructions: list[Instruction]
     slots: int
 

@@ -13,14 +13,8 @@ Several threads take turns: each runs until it branches back, meets a barrier or
 for each other and for whatever their program's other threads have caused, in any order, and a barrier
 is one barrier of the program.
 
-From text to execution::
-
-    inline_ptx_parser      text -> instructions            inline_ptx_syntax: what they are made of
-    inline_ptx_values      operands -> functions           inline_ptx_types:  bits and numbers
-    _arithmetic _moves _memory _atomics _multimem _waits   instruction -> action, by mnemonic
-    inline_ptx_operands    tensors <-> $0, $1, ...         inline_ptx: the threads that run it
-
-A text is built once. An instruction, qualifier or type that is not known is an
+A text is built once: ``parser.py`` makes instructions of it, the files by kind of instruction make
+actions of those. An instruction, qualifier or type that is not known is an
 :class:`InlineAssemblyError` that names it, before anything of the text has run.
 """
 
@@ -31,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
 from interlace.runtime.interpreter.inline_ptx.atomics import ATOMICS
 from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
@@ -50,7 +43,7 @@ from interlace.runtime.interpreter.inline_ptx.values import (
     WARP,
     Action,
     Builder,
-    Machine,
+    PtxSession,
     Thread,
 )
 from interlace.runtime.interpreter.inline_ptx.waits import BLOCK_BARRIER, WAITS
@@ -105,7 +98,7 @@ def _step(instruction: Instruction) -> _Step:
 
 
 class _Results:
-    """What Triton asks for after the call."""
+    """The results of one call, as Triton asks for them."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
@@ -118,9 +111,8 @@ class InlineAssembly:
     """``tl.inline_asm_elementwise`` of one session."""
 
     def __init__(self, builder: Any, hooks: Any) -> None:
-
         self._hooks = hooks
-        self._machine = Machine(builder, hooks, Atomic)
+        self._session = PtxSession(builder, hooks)
 
     def create(
         self, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
@@ -132,21 +124,21 @@ class InlineAssembly:
         return _Results(results(types, shape, pack, statement.outputs, groups, constraints))
 
     def _run(self, statement: _Statement, groups: list[list[int]]) -> None:
-        machine = self._machine
+        session = self._session
         if len(groups) > 1:
-            threads = [Thread(machine, g, i % THREADS, False) for i, g in enumerate(groups)]
+            threads = [Thread(session, g, i % THREADS, False) for i, g in enumerate(groups)]
             self._take_turns(statement, threads)
         elif statement.tells_threads_apart:
             copies = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
-            threads = [Thread(machine, g, i, False) for i, g in enumerate(copies)]
+            threads = [Thread(session, g, i, False) for i, g in enumerate(copies)]
             self._take_turns(statement, threads)
         else:
-            thread = Thread(machine, groups[0], 0, True)
+            thread = Thread(session, groups[0], 0, True)
             for event in _execute(statement, thread):
                 self._pass(thread, event)
 
     def _pass(self, thread: Thread, event: int) -> None:
-        """What a thread has stopped for does not keep it from going on."""
+        """Handle a stop after which the thread goes on: a barrier of one thread, or a poll."""
         if event == BLOCK_BARRIER:
             self._hooks.barrier()
         elif event == _AGAIN and thread.polls_plainly:  # an atomic has given way itself

@@ -40,37 +40,27 @@ class ScalarType:
         return self.letter == "f"
 
     def decode(self, bits: int) -> Any:
-        if self.letter == "f":
-            return _number(self.name, bits & self.mask)
         bits &= self.mask
+        if self.letter == "f":
+            form, shift = _STRUCTS[self.name]
+            return struct.unpack(form, (bits << shift).to_bytes(struct.calcsize(form), "little"))[0]
         if self.letter == "s" and bits >> (self.bits - 1):
             return bits - (1 << self.bits)
         return bits
 
     def encode(self, value: Any) -> int:
-        if self.letter == "f":
-            return _bits(self.name, float(value))
-        return int(value) & self.mask
+        if self.letter != "f":
+            return int(value) & self.mask
+        if self.name == "f32":
+            single = bytes(ctypes.c_float(value))  # rounds where struct refuses
+            return _NAN if value != value else int.from_bytes(single, "little")
+        if self.name == "f64":
+            return int.from_bytes(struct.pack("<d", value), "little")
+        form = HALF if self.name == "f16" else STORED_AS_BITS[self.name]
+        return int(encode(np.array(float(value)), form))
 
 
-def _number(name: str, bits: int) -> float:
-    if name == "f32":
-        return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
-    if name == "f64":
-        return float(struct.unpack("<d", bits.to_bytes(8, "little"))[0])
-    if name == "f16":
-        return float(struct.unpack("<e", bits.to_bytes(2, "little"))[0])
-    return float(struct.unpack("<f", (bits << 16).to_bytes(4, "little"))[0])
-
-
-def _bits(name: str, value: float) -> int:
-    if name == "f32":
-        if value != value:
-            return _NAN
-        return int.from_bytes(bytes(ctypes.c_float(value)), "little")
-    if name == "f64":
-        return int.from_bytes(struct.pack("<d", value), "little")
-    return int(encode(np.array(value), HALF if name == "f16" else STORED_AS_BITS[name]))
+_STRUCTS = {"f16": ("<e", 0), "bf16": ("<f", 16), "f32": ("<f", 0), "f64": ("<d", 0)}
 
 
 def _types() -> dict[str, ScalarType]:

@@ -1,4 +1,4 @@
-"""What inline PTX computes with: the thread that runs, its special registers, operands as functions.
+"""Threads, special registers and operands of inline PTX, as functions.
 
 An instruction is built once into an *action*, a function of the thread; so its operands become
 functions, too: ``reader`` gives one that reads, ``writer`` one that writes.
@@ -29,12 +29,11 @@ CLOCK_STEP = 1000
 
 
 @dataclass(eq=False)
-class Machine:
-    """What all threads of a session share. ``atomic``: the class that describes an access to hooks."""
+class PtxSession:
+    """What all threads of a session share."""
 
     builder: Any
     hooks: Any
-    atomic: Any
     clock: int = 0
 
     def read_clock(self) -> int:
@@ -50,10 +49,10 @@ class Thread:
     it last touched memory or a clock.
     """
 
-    __slots__ = ("alone", "idle_steps", "machine", "number", "polls_plainly", "registers")
+    __slots__ = ("alone", "idle_steps", "number", "polls_plainly", "registers", "session")
 
-    def __init__(self, machine: Machine, registers: list[int], number: int, alone: bool) -> None:
-        self.machine = machine
+    def __init__(self, session: PtxSession, registers: list[int], number: int, alone: bool) -> None:
+        self.session = session
         self.registers = registers
         self.number = number
         self.alone = alone
@@ -83,20 +82,20 @@ def adds_to(table: dict[str, Builder]) -> Callable[..., Callable[[Builder], Buil
 
 
 def _grid(name: str, axis: int) -> Read:
-    return lambda thread: int(getattr(thread.machine.builder, name)[axis])
+    return lambda thread: int(getattr(thread.session.builder, name)[axis])
 
 
 def _clock(shift: int) -> Read:
     def read(thread: Thread) -> int:
         thread.idle_steps = 0
-        return thread.machine.read_clock() >> shift
+        return thread.session.read_clock() >> shift
 
     return read
 
 
 def _program_number(thread: Thread) -> int:
     """Stands for the multiprocessor: as if every program had one of its own."""
-    builder = thread.machine.builder
+    builder = thread.session.builder
     (x, y, z), (width, height, _) = builder.grid_idx, builder.grid_dim
     return int((z * height + y) * width + x)
 

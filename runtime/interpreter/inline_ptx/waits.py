@@ -44,7 +44,7 @@ def build_fence(instruction: Instruction) -> Action:
     within = scope
 
     def fence(thread: Thread) -> None:
-        thread.machine.hooks.fence(sem, within)
+        thread.session.hooks.fence(sem, within)
 
     return fence
 
@@ -106,7 +106,7 @@ def build_wait(instruction: Instruction) -> Action:
 def build_sleep(instruction: Instruction) -> Action:
     instruction.take_type(("u32",))
     instruction.finish(1)
-    return lambda thread: thread.machine.hooks.pause()
+    return lambda thread: thread.session.hooks.pause()
 
 
 @builds("trap")
@@ -116,7 +116,7 @@ def build_trap(instruction: Instruction) -> Action:
     def trap(thread: Thread) -> None:
         raise InterlaceError(
             f"inline PTX: the kernel gave up with 'trap'; line {instruction.line}, thread "
-            f"{thread.number} of program {tuple(thread.machine.builder.grid_idx)}"
+            f"{thread.number} of program {tuple(thread.session.builder.grid_idx)}"
         )
 
     return trap

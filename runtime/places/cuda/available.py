@@ -1,4 +1,4 @@
-"""Whether this process can run kernels on a GPU, and on which."""
+"""The GPU of this process, and why it cannot run kernels there, if it cannot."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""What places on GPUs have in common: streams, submission, workspaces, and how an op fails.
-
-==========================  ========================================================================
-``stream.py``          the group's streams on CUDA streams; points in them
-``launch.py``          launches that cost the host little
-``plans.py``           whole calls that do; ``plan_recorder.py``: what they enqueue
-``residency.py``            which kernels of several groups run side by side
-``driver.py``          stream memory operations, captures
-``watchdog.py``        waits of streams that are bounded; what kernels have given up on
-``virtual_place.py``   virtual ranks: several ranks of one process on one GPU
-``cuda_processes/process_place.py``     one process per rank: meeting, agreement, the end of peers
-``cuda_processes/place.py``           symmetric memory of processes on one node
-==========================  ========================================================================
+"""The base of all places on GPUs: streams, submission, workspaces, and how an op fails.
 
 A subclass says how memory comes to be (:meth:`DevicePlace._allocate`) and how ranks meet
 (:meth:`DevicePlace.exchange`).
@@ -27,7 +15,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.kernels import signal
-from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS
+from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
@@ -47,8 +35,14 @@ from interlace.runtime.engines.choice import on_streams
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda.launch import LaunchCache
 from interlace.runtime.places.cuda.residency import Residency, residency
-from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, Target, stream_of
-from interlace.runtime.places.cuda.watchdog import StreamWaits
+from interlace.runtime.places.cuda.stream import (
+    DeviceEvent,
+    DeviceStream,
+    Point,
+    StreamTarget,
+    stream_of,
+)
+from interlace.runtime.places.cuda.watchdog import StreamWaits, signal_report
 
 T = TypeVar("T")
 
@@ -60,7 +54,7 @@ class DevicePlace(Place):
 
     Attributes
     ----------
-    watcher : what writes down what the call under way enqueues, if anything does; see ``plans.py``.
+    recorder : what writes down what the call under way enqueues, if anything does; see ``plans.py``.
     asynchronous : whether the op under way is; its items then go to streams of the group's own.
     launches : the kernels that this rank has loaded.
     events : CUDA events that were used and are not needed just now.
@@ -76,13 +70,13 @@ class DevicePlace(Place):
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.asynchronous = False
-        self.watcher: Any = None
+        self.recorder: Any = None
         self.events: list[torch.cuda.Event] = []
         self.launches = LaunchCache(device, self._loaded)
         self.failure: Exception | None = None
         self._poll_seconds = poll_seconds
         self._index = device.index or 0
-        self._caller: Target | None = None
+        self._caller: StreamTarget | None = None
         self._start: Point | None = None
         self._start_event: torch.cuda.Event | None = None
         self._deferred: list[Callable[[], None]] | None = None
@@ -137,7 +131,7 @@ class DevicePlace(Place):
 
     # -- where the caller is -------------------------------------------------------------------
 
-    def caller(self) -> Target:
+    def caller(self) -> StreamTarget:
         """The caller's current CUDA stream, and the graph capture it is in."""
         if self._caller is not None:
             return self._caller
@@ -149,7 +143,6 @@ class DevicePlace(Place):
 
     @property
     def capturing(self) -> bool:
-        """Whether the caller is capturing a graph."""
         return bool(self.caller()[1])
 
     @contextmanager
@@ -161,13 +154,13 @@ class DevicePlace(Place):
             self.leave()
 
     def enter(self) -> None:
-        """Until :meth:`leave` the caller's stream stays the same."""
+        """Keep the caller's stream as it is now until :meth:`leave`."""
         self._caller = self.caller()
 
     def leave(self) -> None:
         self._caller = None
 
-    def about_to_use(self, target: Target) -> None:
+    def about_to_use(self, target: StreamTarget) -> None:
         """An item is about to go to ``target``: what has to come before it is recorded now."""
         start = self._start
         if start is not None and start.target == target:
@@ -277,7 +270,7 @@ class DevicePlace(Place):
                 return
 
     def _prune(self) -> None:
-        """Give up what ended without being waited for."""
+        """Drop the memory of ops that have ended without being waited for."""
         while self._in_flight:
             event = self._in_flight[0][0]
             if isinstance(event, DeviceEvent) and any(point.target[1] for point in event.points):
@@ -289,11 +282,11 @@ class DevicePlace(Place):
 
     # -- signals of streams --------------------------------------------------------------------
 
-    def _stream_words(self) -> driver.StreamWords | None:
+    def _stream_words(self) -> driver.Driver | None:
         """What streams of this rank write words with; None if they cannot, or must not."""
         return driver.stream_words(self._index)
 
-    def words_for(self, workspace: Workspace) -> tuple[driver.StreamWords | None, int]:
+    def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
         """For signals of the op in ``workspace``: what writes them, or None for kernels; its epoch."""
         self.caller()
         if self._captured:
@@ -352,7 +345,6 @@ class DevicePlace(Place):
                         word.copy_(self._one, non_blocking=True)
 
     def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor:
-        """The header words of ``rank``'s part of a workspace."""
         return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
 
     def workspaces(self) -> list[SymmetricBuffer]:
@@ -372,30 +364,19 @@ class DevicePlace(Place):
         """Why what is under way can never end, if that is known. From any thread."""
         return self.failure
 
-    def reported(self, header: Sequence[int]) -> InterlaceError | None:
-        """What a wait in a kernel of this rank has written down when it gave up."""
-        return signal_report(self.rank, header)
-
     def fail(self, error: Exception) -> None:
         """Remember the first ``error`` for the next call, and end every wait of every rank."""
         if self.failure is None:
             self.failure = error
             self.abort(str(error))
 
-    def give_up_report(self) -> CollectiveTimeoutError | None:
-        """What a wait on this rank has written down when it gave up. Synchronizes the device."""
-        for buffer in self._buffers:
-            error = signal_report(self.rank, self.header(buffer, self.rank).cpu().tolist())
-            if error is not None:
-                return error
-        return None
-
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         self.check()
-        error = self.give_up_report()
-        if error is not None:
-            raise error
+        for buffer in self._buffers:
+            header = self.header(buffer, self.rank).cpu().tolist()
+            if (error := signal_report(self.rank, header)) is not None:
+                raise error
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -405,15 +386,3 @@ class DevicePlace(Place):
         self.launches.clear()
         if "residency" in self.__dict__:
             self.residency.forget(id(self))
-
-
-def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:
-    """The error that the status record in a channel's header describes, if there is one."""
-    claimed, source, slot, expected, seen, program = header[CLAIMED_WORD : CLAIMED_WORD + 6]
-    if not claimed or not expected:
-        return None
-    return CollectiveTimeoutError(
-        f"rank {rank}: program {program} gave up waiting for rank {source}: slot at byte {slot} "
-        f"was {seen}, expected {expected}",
-        (source,),
-    )

@@ -31,8 +31,6 @@ from interlace.runtime.core.launch import KernelLaunch
 
 MOST_KERNELS = 4096
 
-Run = Callable[[int], None]
-
 
 class LaunchCache:
     """The compiled kernels of one rank, by what they are called with.
@@ -49,7 +47,7 @@ class LaunchCache:
         self._scratch: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
-    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> Prepared:
+    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> PreparedLaunch:
         """What is needed to run ``launch`` on ``stream``; nothing synchronizes the GPU afterwards.
 
         Raises InterlaceError in a graph capture if the kernel was not loaded before it.
@@ -80,10 +78,13 @@ class LaunchCache:
                     f"{launch.op}: {launch.name} is not loaded for these arguments, and cannot be during "
                     "a graph capture; call the op once with tensors like these before the capture"
                 )
-            compiled = self._load(tuple(key), launch)
+            if len(self._kernels) >= MOST_KERNELS:
+                self._kernels.clear()
+            compiled = self._kernels[tuple(key)] = _Compiled(launch)
+            self._loaded(compiled.kernel)
         extents = launch.extents
         scratch = self.scratch_for(compiled, extents, stream, capture)
-        return Prepared(self, compiled, extents, compiled.ordered(values), scratch)
+        return PreparedLaunch(self, compiled, extents, compiled.ordered(values), scratch)
 
     def scratch_for(
         self, compiled: _Compiled, extents: tuple[int, int, int], stream: int, capture: int
@@ -92,17 +93,7 @@ class LaunchCache:
         if not compiled.scratch_per_program:
             return None
         x, y, z = extents
-        return self._reserve(compiled.scratch_per_program * x * y * z, stream, capture)
-
-    def _load(self, key: Any, launch: KernelLaunch) -> _Compiled:
-        if len(self._kernels) >= MOST_KERNELS:
-            self._kernels.clear()
-        compiled = _Compiled(launch)
-        self._loaded(compiled.kernel)
-        self._kernels[key] = compiled
-        return compiled
-
-    def _reserve(self, size: int, stream: int, capture: int) -> torch.Tensor:
+        size = compiled.scratch_per_program * x * y * z
         if capture:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         scratch = self._scratch.get(stream)
@@ -177,10 +168,7 @@ class _Compiled:
             leave = None
         if self._direct is not None:
             address = None if scratch is None else scratch.data_ptr()
-            self._direct(
-                extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
-                address, values,
-            )  # fmt: skip
+            self._direct(extents, stream, (metadata, enter, leave), address, values)
             return
         token = None
         if scratch is not None:
@@ -196,47 +184,31 @@ class _Compiled:
 
 
 def _direct(kernel: Any, nested: Callable[[list[Any]], list[Any]]) -> Callable[..., None] | None:
-    """A way around the Python half of ``kernel``'s launcher, which only finds scratch memory.
+    """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
 
     None for a launcher of another kind than those of Triton 3.6 and 3.7, which takes the way through.
     That of 3.6 wants tuples; that of 3.7 is told of single values, and so need not take tuples apart.
     """
-    run = kernel.run
+    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     launch = getattr(run, "launch", None)
     if type(run) is not _launcher_class() or launch is None or run.profile_scratch_size:
         return None
-    cooperative, early = run.launch_cooperative_grid, run.launch_pdl
+    fixed = function, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "kernel_signature"):
         from triton.backends.nvidia.driver import annotate_arguments
 
-        types = leaves(kernel.src.signature).values()
-        kinds, signature = annotate_arguments(types), run.kernel_signature
-
-        def of_37(
-            grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
-            leave: Any, scratch: int | None, values: list[Any],
-        ) -> None:  # fmt: skip
-            launch(
-                *grid, stream, function, cooperative, early, packed, metadata, enter, leave,
-                scratch, None, kinds, signature, values,
-            )  # fmt: skip
-
-        return of_37
-
-    def of_36(
-        grid: Any, stream: int, function: Any, packed: Any, metadata: Any, enter: Any,
-        leave: Any, scratch: int | None, values: list[Any],
-    ) -> None:  # fmt: skip
-        launch(
-            *grid, stream, function, cooperative, early, scratch, None, packed, metadata, enter,
-            leave, *nested(values),
-        )  # fmt: skip
-
-    return of_36
+        kinds = annotate_arguments(leaves(kernel.src.signature).values())
+        signature = run.kernel_signature
+        return lambda grid, stream, hooks, scratch, values: launch(
+            *grid, stream, *fixed, packed, *hooks, scratch, None, kinds, signature, values
+        )
+    return lambda grid, stream, hooks, scratch, values: launch(
+        *grid, stream, *fixed, scratch, None, packed, *hooks, *nested(values)
+    )
 
 
 def _launcher_class() -> Any:
-    """Triton's for CUDA; None of a version that is not known here."""
+    """Triton's launcher for CUDA; None if this Triton is not a known version."""
     if tuple(triton.__version__.split(".")[:2]) not in (("3", "6"), ("3", "7")):
         return None
     from triton.backends.nvidia.driver import CudaLauncher
@@ -244,7 +216,7 @@ def _launcher_class() -> Any:
     return CudaLauncher
 
 
-class Prepared:
+class PreparedLaunch:
     """A launch of which the host's work is done. ``scratch`` must live until it has run."""
 
     __slots__ = ("__weakref__", "_cache", "_compiled", "_extents", "scratch", "values")
@@ -276,5 +248,4 @@ class Prepared:
         compiled.launch(self._extents, stream, values, scratch)
 
     def run(self, stream: int) -> None:
-        """Launch on ``stream``, a handle."""
         self._compiled.launch(self._extents, stream, self.values, self.scratch)

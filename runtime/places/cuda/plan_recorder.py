@@ -1,7 +1,7 @@
-"""What a call on a GPU enqueues, written down so that it can be enqueued again: see ``plans.py``.
+"""The record of what a call on a GPU enqueues, so that it can be enqueued again: see ``plans.py``.
 
-A :class:`Watcher` sees the call go the long way. What it makes of it, a :class:`Plan`, knows memory as "so
-many bytes into argument i" or "into result k", or by address if it lasts as long as the group.
+A :class:`PlanRecorder` sees the call go the long way. What it makes of it, a :class:`Plan`, knows memory
+as "so many bytes into argument i" or "into result k", or by address if it lasts as long as the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, SymmetricBuffer, Workspace, bytes_of
-from interlace.runtime.places.cuda.launch import Prepared
+from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda.stream import DeviceStream, programs_of
 
 WHOLE: Any = object()  # the tree of a call that returns its one result
@@ -30,7 +30,7 @@ View = tuple[int, int, torch.Size, tuple[int, ...], int]
 class Launched:
     """A kernel with its values, and which of them are addresses that differ from call to call."""
 
-    prepared: Prepared
+    prepared: PreparedLaunch
     addresses: list[tuple[int, int, int, int]]  # position, and an Address
 
 
@@ -43,13 +43,13 @@ class Bytes:
     offset: int
 
 
-Part = View | Bytes | torch.Tensor
+PlannedTensor = View | Bytes | torch.Tensor
 
 
 @dataclass
 class Copied:
-    destination: Part
-    source: Part
+    destination: PlannedTensor
+    source: PlannedTensor
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Signalled:
 
 
 @dataclass
-class Step:
+class PlanStep:
     """What one ``Communicator.enqueue`` has put on the stream, the finish last.
 
     Or a kernel that leases no workspace: ``words`` are then its buffer and its programs.
@@ -85,12 +85,12 @@ class Plan:
     """``results``: dtype and shape of each; ``tree``: what the call returns, in views of them."""
 
     agreed: tuple[Call, list[bytes]] | None
-    steps: list[Step]
+    steps: list[PlanStep]
     results: list[tuple[torch.dtype, Sequence[int]]]
     tree: Any
 
 
-class Watcher:
+class PlanRecorder:
     """What a call of a ``kind`` enqueues; ``arguments`` are its tensors.
 
     ``apart``: how they lie to each other is part of the kind.
@@ -99,7 +99,7 @@ class Watcher:
     def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
-        self._steps: list[Step] = []
+        self._steps: list[PlanStep] = []
         self._items: list[list[Any]] = []  # of each step, as they were seen
         self._open = self._spoilt = False
 
@@ -108,18 +108,20 @@ class Watcher:
 
     def begins(self, workspace: Workspace, layout: Layout) -> None:
         """An ``enqueue`` is about to put its items on the streams."""
-        self._begins(Step(workspace, layout.pulled))
+        self._begins(PlanStep(workspace, layout.pulled))
 
     def begins_words(self, buffer: SymmetricBuffer, programs: int) -> None:
         """The same for a kernel that leases no workspace."""
-        self._begins(Step(None, False, words=(buffer, programs)))
+        self._begins(PlanStep(None, False, words=(buffer, programs)))
 
-    def _begins(self, step: Step) -> None:
+    def _begins(self, step: PlanStep) -> None:
         self._steps.append(step)
         self._items.append([])
         self._open = True
 
-    def launched(self, stream: DeviceStream, launch: KernelLaunch, prepared: Prepared) -> None:
+    def launched(
+        self, stream: DeviceStream, launch: KernelLaunch, prepared: PreparedLaunch
+    ) -> None:
         self._note(stream, (launch, prepared))
 
     def copied(self, stream: DeviceStream, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -139,7 +141,7 @@ class Watcher:
         self._open = False
 
     def spoil(self) -> None:
-        """Something that cannot be repeated."""
+        """The call has done something that cannot be repeated: it gets no plan."""
         self._spoilt = True
 
     def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
@@ -240,7 +242,7 @@ class _Where:
         return near[0] if near else None
 
     def _owner(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """None for what lasts."""
+        """Argument or result and its index; None for memory that lives as long as the group."""
         index = self._argument(tensor)
         if index is not None:
             return 0, index
@@ -261,7 +263,7 @@ class _Where:
             base = self._arguments[index].data_ptr()
         return kind, index, tensor.data_ptr() - base
 
-    def _view(self, tensor: torch.Tensor) -> Part:
+    def _view(self, tensor: torch.Tensor) -> PlannedTensor:
         owner = self._owner(tensor)
         if owner is None:
             return tensor
@@ -294,7 +296,9 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
-def viewed(view: Part, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
+def viewed(
+    view: PlannedTensor, arguments: list[torch.Tensor], results: list[torch.Tensor]
+) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     if isinstance(view, Bytes):

@@ -38,13 +38,13 @@ from interlace.runtime.places.cuda.plan_recorder import (
     Copied,
     Launched,
     Plan,
+    PlanRecorder,
+    PlanStep,
     Signalled,
-    Step,
-    Watcher,
     built,
     viewed,
 )
-from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, Target
+from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, StreamTarget
 from interlace.runtime.tuning import configuration
 
 if TYPE_CHECKING:
@@ -67,8 +67,6 @@ class _Again:
 
 
 class Plans:
-    """The plans of one communicator on a GPU."""
-
     def __init__(self, communicator: Communicator, place: DevicePlace) -> None:
         self._communicator, self._place = communicator, place
         self._plans: dict[Any, Plan] = {}
@@ -98,7 +96,7 @@ class Plans:
             return None
         result = self._repeated(op, call, tensors[0] if into else (), async_op=async_op)
         if result is _MISSED:
-            self._place.watcher = Watcher(call.kind, call.arguments, apart=into)
+            self._place.recorder = PlanRecorder(call.kind, call.arguments, apart=into)
             return None
         self.hits += 1
         return (result,)
@@ -111,7 +109,7 @@ class Plans:
         ``into``: the op writes the first of ``tensors``.
         """
         place = self._place
-        place.watcher = self._answered = None  # of a call that failed
+        place.recorder = self._answered = None  # of a call that failed
         if modes_active() or self._communicator.closed:
             return None
         arguments: list[torch.Tensor] = []
@@ -152,7 +150,7 @@ class Plans:
             # no tensor, one without strides, an option that is a list
             return None
         if plan is None:
-            place.watcher = Watcher(kind, arguments, apart=into)
+            place.recorder = PlanRecorder(kind, arguments, apart=into)
             return None
         return _Again(kind, plan, arguments, addresses)
 
@@ -204,7 +202,7 @@ class Plans:
             self._repeat(step, bases, call.arguments, results)
         return results[0] if plan.tree is WHOLE else built(plan.tree, results)
 
-    def _will_lease(self, steps: Sequence[Step]) -> bool:
+    def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
         """Whether the next ops would get the workspace, or the words, of each step, one after another."""
         arena = self._communicator.arena
         turn = arena.turn
@@ -228,7 +226,7 @@ class Plans:
 
     def _repeat(
         self,
-        step: Step,
+        step: PlanStep,
         bases: tuple[list[int], list[int]],
         arguments: list[torch.Tensor],
         results: list[torch.Tensor],
@@ -265,7 +263,7 @@ class Plans:
         place.finished(workspace)
         communicator.ended(workspace, self._end_of(target), pulled=step.pulled)
 
-    def _end_of(self, target: Target) -> DeviceEvent:
+    def _end_of(self, target: StreamTarget) -> DeviceEvent:
         """The end of what is enqueued; one for all ops as long as nobody had to wait for it."""
         end = self._end
         if end is None or end.points[0].target != target or end.points[0].recorded:
@@ -282,8 +280,8 @@ class Plans:
             answers = answered[1]
         else:
             answers = self._place.agree(call)
-        if self._place.watcher is not None:
-            self._place.watcher.agreed(call, answers)
+        if self._place.recorder is not None:
+            self._place.recorder.agreed(call, answers)
         return answers
 
     def lasting_tensors(self) -> list[torch.Tensor]:
@@ -296,14 +294,14 @@ class Plans:
 
     def learn(self, op: str, result: Any) -> None:
         """The call of ``op`` that went the long way has returned ``result``."""
-        watcher, self._place.watcher = self._place.watcher, None
-        if watcher is None or watcher.kind[0] != op:
+        recorder, self._place.recorder = self._place.recorder, None
+        if recorder is None or recorder.kind[0] != op:
             return
-        plan = watcher.plan(result, self.lasting_tensors())
+        plan = recorder.plan(result, self.lasting_tensors())
         if plan is not None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[watcher.kind] = plan
+            self._plans[recorder.kind] = plan
 
 
 def _where_they_lie(

@@ -1,4 +1,4 @@
-"""Who may be on a GPU together: kernels that wait for peers, of several groups.
+"""Residency: which kernels that wait for peers, of several groups, run on a GPU together.
 
 A persistent kernel that waits for its peers keeps its multiprocessors until they have come. Where the
 kernels of two groups are each on one rank first, and do not fit together, neither can ever begin on the
@@ -55,12 +55,8 @@ class Residency:
         Kernels of one op, until :meth:`ended`, may run side by side and are added up.
         """
         chains = self._chains
-        own = chains.get(group)
-        if own is not None and len(chains) == 1:
-            own.in_op += programs
-            own.ends.append(Point(where))
-            return []
         with self._lock:
+            own = chains.get(group)
             if own is None:
                 own = chains[group] = _Chain(group)
             own.in_op += programs
@@ -88,17 +84,13 @@ class Residency:
             self._chains[group] = own  # the youngest
 
     def forget(self, group: int) -> None:
-        """``group`` was closed."""
         with self._lock:
             self._chains.pop(group, None)
 
 
 _of_devices: dict[Any, Residency] = {}
-_making = threading.RLock()
 
 
 def residency(key: Any, capacity: int, known: dict[Any, Residency] | None = None) -> Residency:
     """That of ``key``, the same for all groups: among ``known``, or of a GPU of this process."""
-    among = _of_devices if known is None else known
-    with _making:
-        return among.setdefault(key, Residency(capacity))
+    return (_of_devices if known is None else known).setdefault(key, Residency(capacity))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,11 +28,9 @@ from interlace.kernels import signal
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.stream import Event, Stream
-from interlace.runtime.places.cuda.driver import StreamWords
-from interlace.runtime.places.cuda.launch import LaunchCache, Prepared
-from interlace.runtime.places.cuda.watchdog import StreamWaits
+from interlace.runtime.places.cuda.launch import PreparedLaunch
 
-Target = tuple[int, int]
+StreamTarget = tuple[int, int]
 """A CUDA stream's handle, and the number of the graph capture that it is in or 0."""
 
 
@@ -50,7 +48,7 @@ class Point:
 
     def __init__(
         self,
-        target: Target,
+        target: StreamTarget,
         event: torch.cuda.Event | None = None,
         pool: list[torch.cuda.Event] | None = None,
     ) -> None:
@@ -122,53 +120,33 @@ def programs_of(launch: KernelLaunch) -> int:
     return x * y * z if launch.num_warps > 1 else 0
 
 
-class StreamPlace(Protocol):
-    """What a :class:`DeviceStream` needs of its place; see ``DevicePlace`` for what they are."""
-
-    asynchronous: bool
-    events: list[torch.cuda.Event]
-    launches: LaunchCache
-    watcher: Any
-
-    @property
-    def residency(self) -> Any: ...
-    def caller(self) -> Target: ...
-    def about_to_use(self, target: Target) -> None: ...
-    def submit_item(self, item: Callable[[], None]) -> None: ...
-    def keep(self, *used: Any) -> None: ...
-    def words_for(self, workspace: Workspace) -> tuple[StreamWords | None, int]: ...
-    def waits_for(self, workspace: Workspace) -> StreamWaits | None: ...
-    def finished(self, workspace: Workspace) -> None: ...
-    def counts(self, buffer: SymmetricBuffer, programs: int) -> None: ...
-
-
 class DeviceStream(Stream):
     """An ordered queue of one rank, on a CUDA stream of its own or, if it ``follows`` it, the caller's.
 
     Items go through ``place.submit_item``, which may hold them back until all ranks are ready.
     """
 
-    def __init__(self, place: StreamPlace, stream: torch.cuda.Stream, *, follows: bool) -> None:
-        self._place = place
+    def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
+        self._place = place  # a DevicePlace
         self._own = stream
         self._own_handle = int(stream.cuda_stream)
         self.follows = follows
-        self._last: dict[int, Target] = {}  # where the last item went, eager and in a capture
+        self._last: dict[int, StreamTarget] = {}  # where the last item went, eager and in a capture
         self._end: Point | None = None  # after the last item, if somebody has asked for it
-        self._waiting: dict[Target, Point] = {}
-        self._waited: dict[Target, Point] = {}  # what is enqueued next comes after these
+        self._waiting: dict[StreamTarget, Point] = {}
+        self._waited: dict[StreamTarget, Point] = {}  # what is enqueued next comes after these
         self._depends: Workspace | None = None  # of the op in which data was waited for
 
     # -- where items go ------------------------------------------------------------------------
 
-    def target(self) -> Target:
+    def target(self) -> StreamTarget:
         """The CUDA stream to which the next item would go."""
-        caller = self._place.caller()
+        caller: StreamTarget = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
         return self._own_handle, caller[1]
 
-    def enter(self) -> Target:
+    def enter(self) -> StreamTarget:
         """Where the next item goes, once all that it must come after was waited for."""
         target = self.target()
         capture = target[1]
@@ -191,19 +169,19 @@ class DeviceStream(Stream):
         self._end = None
         return target
 
-    def _order_after(self, point: Point, target: Target) -> None:
+    def _order_after(self, point: Point, target: StreamTarget) -> None:
         known = self._waited.get(point.target)
         if point.target[0] != target[0] and (known is None or known.number < point.number):
             self._stream(target).wait_event(point.record())
             self._waited[point.target] = point
 
     def follow(self, point: Point) -> None:
-        """The next item comes after ``point``."""
+        """Order the next item after ``point``."""
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
 
-    def _stream(self, target: Target) -> torch.cuda.Stream:
+    def _stream(self, target: StreamTarget) -> torch.cuda.Stream:
         return self._own if target[0] == self._own_handle else stream_of(target[0])
 
     def _do(self, function: Callable[[], Any]) -> None:
@@ -214,11 +192,11 @@ class DeviceStream(Stream):
 
     def launch(self, launch: KernelLaunch) -> None:
         prepared = self._launch(launch)
-        if self._place.watcher is not None:
-            self._place.watcher.launched(self, launch, prepared)
+        if self._place.recorder is not None:
+            self._place.recorder.launched(self, launch, prepared)
 
-    def _launch(self, launch: KernelLaunch) -> Prepared:
-        prepared = self._place.launches.prepare(launch, *self.target())
+    def _launch(self, launch: KernelLaunch) -> PreparedLaunch:
+        prepared: PreparedLaunch = self._place.launches.prepare(launch, *self.target())
         self._place.keep(launch.arguments, prepared)
         programs = programs_of(launch)
 
@@ -236,71 +214,71 @@ class DeviceStream(Stream):
             self.follow(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.copied(self, destination, source)
+        if self._place.recorder is not None:
+            self._place.recorder.copied(self, destination, source)
         self._place.keep(destination, source)
         self._place.submit_item(
             lambda: self._do(lambda: destination.copy_(source, non_blocking=True))
         )
 
     def call(self, function: Callable[[], Any], label: str) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.spoil()
+        if self._place.recorder is not None:
+            self._place.recorder.spoil()
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _signal(self, kernel: Any, workspace: Workspace, **rest: int) -> None:
+    def _signal(self, kernel: Any, workspace: Workspace, **rest: int) -> KernelLaunch:
         peers = peers_of(workspace.buffer, workspace.world_size)
-        arguments = {"peers": peers, **rest}
-        self._launch(KernelLaunch(kernel, 1, arguments, workspace.op, num_warps=1))
+        return KernelLaunch(kernel, 1, {"peers": peers, **rest}, workspace.op, num_warps=1)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
         """A stream signals by itself, unless it has waited for data: then that may have been given up.
 
         A kernel looks whether it was. A wait for credits holds the stream instead.
         """
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "publish", peer, slot)
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "publish", peer, slot)
         words, epoch = self._place.words_for(workspace)
+        slot_byte = workspace.slot_byte(slot)
         if words is None or self._depends is workspace:
-            slot_byte = workspace.slot_byte(slot)
-            self._signal(signal.publish_kernel, workspace, peer=peer, slot_byte=slot_byte)
+            kernel = signal.publish_kernel
+            self._launch(self._signal(kernel, workspace, peer=peer, slot_byte=slot_byte))
             return
-        address = workspace.buffer.addresses[peer] + workspace.slot_byte(slot)
+        address = workspace.buffer.addresses[peer] + slot_byte
         self._place.submit_item(lambda: words.write(self.enter()[0], address, epoch))
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "wait", source, slot)
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "wait", source, slot)
         self._depends = workspace
         slot_byte = workspace.slot_byte(slot)
         waits = self._place.waits_for(workspace)
         if waits is None:
-            self._signal(signal.wait_kernel, workspace, source=source, slot_byte=slot_byte)
+            arguments = {"source": source, "slot_byte": slot_byte}
+            self._launch(self._signal(signal.wait_kernel, workspace, **arguments))
             return
         self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
 
     def wait_credits(self, workspace: Workspace) -> None:
-        if self._place.watcher is not None:
-            self._place.watcher.signalled(self, "wait_credits")
+        if self._place.recorder is not None:
+            self._place.recorder.signalled(self, "wait_credits")
         waits = self._place.waits_for(workspace)
         if waits is None:
-            self._signal(signal.wait_credits_kernel, workspace)
+            self._launch(self._signal(signal.wait_credits_kernel, workspace))
             return
         self._place.submit_item(lambda: waits.credits(self.enter()[0]))
 
     def finish(self, workspace: Workspace) -> None:
-        peers = {"peers": peers_of(workspace.buffer, workspace.world_size)}
-        self.launch(KernelLaunch(signal.finish_kernel, 1, peers, workspace.op, num_warps=1))
+        self.launch(self._signal(signal.finish_kernel, workspace))
         self._place.submit_item(self.ended)
-        if self._place.watcher is not None:
-            self._place.watcher.finished()
+        if self._place.recorder is not None:
+            self._place.recorder.finished()
         self._place.finished(workspace)
 
     def counted(self, buffer: SymmetricBuffer, programs: int) -> None:
         self._place.submit_item(self.ended)
-        if self._place.watcher is not None:
-            self._place.watcher.finished()
+        if self._place.recorder is not None:
+            self._place.recorder.finished()
         self._place.counts(buffer, programs)
 
     def ended(self) -> None:
@@ -315,7 +293,7 @@ class DeviceStream(Stream):
         return event
 
     def mark(self, event: DeviceEvent) -> None:
-        """Let ``event`` be here."""
+        """Give ``event`` the points that this stream is at now."""
         last = self._last.get(self.target()[1])
         if last is not None and (self._end is None or self._end.target != last):
             self._end = Point(last, pool=self._place.events)

@@ -44,7 +44,6 @@ class Turns:
         self.residencies: dict[Any, Any] = {}  # by rank; see residency.py
 
     def take(self) -> None:
-        """Wait for the turn."""
         with self._condition:
             self._take()
 

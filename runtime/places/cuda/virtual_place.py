@@ -102,7 +102,7 @@ class VirtualRankPlace(DevicePlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        """A rank has its share of the GPU, for all its groups."""
+        """Of this rank's share of the GPU, the same for all its groups."""
         capacity, known = self.program_limit() + 1, self._turns.residencies
         return residency(self._members[self.rank], capacity, known)
 
@@ -148,22 +148,15 @@ def run_virtual_ranks(
             place.settle()
         return result
 
-    with _failing(places):
+    try:
         return run_threads(main, world_size, turns)
+    except BaseException:
+        for place in places:
+            place.abort("the run failed")  # wakes every kernel that still polls
+        torch.cuda.synchronize()
+        raise
 
 
 def current_device() -> torch.device:
     """The GPU that all virtual ranks share."""
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def _failing(places: list[VirtualRankPlace]) -> Iterator[None]:
-    """On an error, wake every kernel that still polls, and give the GPU back in order."""
-    try:
-        yield
-    except BaseException:
-        for place in places:
-            place.abort("the run failed")
-        torch.cuda.synchronize()
-        raise

@@ -31,12 +31,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from interlace.kernels.signal import (
     ABORT_WORD,
+    CLAIMED_WORD,
     CREDIT_WORDS,
     EPOCH_WORD,
     HEADER_WORDS,
@@ -44,7 +45,6 @@ from interlace.kernels.signal import (
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
-    InterlaceError,
     PeerDiedError,
 )
 from interlace.runtime.core.memory import WORD, SymmetricBuffer, Workspace
@@ -55,25 +55,6 @@ LINGER_SECONDS = 1.0  # in which a peer that lives gets through what it was abou
 IDLE_LOOK_SECONDS = 1.0  # where graphs are replayed of which the host does not know
 CELLS = 64
 _UNKNOWN = torch.empty(0)
-
-
-class Watched(Protocol):
-    """What a :class:`Watchdog` needs of its place; see ``DevicePlace`` for what they are."""
-
-    rank: int
-    device: torch.device
-    failure: Exception | None
-
-    @property
-    def replays(self) -> bool: ...
-    def fail(self, error: Exception) -> None: ...
-    def trouble(self, doing: str) -> Exception | None: ...
-    def workspaces(self) -> list[SymmetricBuffer]: ...
-    def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor: ...
-    def ops_finished(self, buffer: SymmetricBuffer) -> int: ...
-    def alarm_stream(self) -> torch.cuda.Stream: ...
-    def _stream_words(self) -> driver.StreamWords | None: ...
-    def reported(self, header: Sequence[int]) -> InterlaceError | None: ...
 
 
 @dataclass
@@ -97,7 +78,7 @@ class StreamWaits:
     """Waits of streams for signals of the op in ``workspace``, whose epoch is ``epoch``."""
 
     def __init__(
-        self, ledger: Ledger, words: driver.StreamWords, workspace: Workspace, epoch: int
+        self, ledger: Ledger, words: driver.Driver, workspace: Workspace, epoch: int
     ) -> None:
         self._ledger, self._words = ledger, words
         self._workspace, self._epoch = workspace, epoch
@@ -183,9 +164,9 @@ class Ledger:
 
 
 class Watchdog:
-    """Looks after ``place``; its thread starts with the first :meth:`look_after`."""
+    """Looks after ``place``, a DevicePlace; its thread starts with the first :meth:`look_after`."""
 
-    def __init__(self, place: Watched, timeout: float) -> None:
+    def __init__(self, place: Any, timeout: float) -> None:
         self.ledger = Ledger()
         self.timeout = timeout
         self._place = weakref.ref(place)
@@ -197,7 +178,7 @@ class Watchdog:
         self._letting_go: float | None = None  # since when
 
     def look_after(self) -> None:
-        """Something was enqueued."""
+        """Wake the watchdog: something was enqueued."""
         if self._wanted.is_set():
             return
         self._wanted.set()
@@ -240,13 +221,13 @@ class Watchdog:
             del place
             time.sleep(LOOK_SECONDS)
 
-    def look(self, place: Watched, now: float) -> None:
+    def look(self, place: Any, now: float) -> None:
         """One look; fails ``place`` if there is a reason to."""
         problem = self._problem(place, now)
         if problem is not None:
             place.fail(problem)
 
-    def _problem(self, place: Watched, now: float) -> Exception | None:
+    def _problem(self, place: Any, now: float) -> Exception | None:
         late = self.ledger.overdue(self.timeout, now)
         if late is not None:
             return CollectiveTimeoutError(
@@ -257,8 +238,13 @@ class Watchdog:
         problem: Exception | None = place.trouble("work on the GPU")
         if problem is not None:
             return problem
-        for buffer, mirror in self._headers:
-            problem = self._in_header(place, buffer, mirror.tolist())
+        for _, mirror in self._headers:
+            header = mirror.tolist()
+            problem = signal_report(place.rank, header)
+            if problem is None and header[ABORT_WORD]:
+                problem = AbortedError(
+                    f"rank {place.rank}: a kernel of another rank of the group has given up waiting"
+                )
             if problem is not None:
                 return problem
         self._wanted.clear()
@@ -267,7 +253,7 @@ class Watchdog:
         self._copy_headers(place)
         return None
 
-    def _busy(self, place: Watched) -> bool:
+    def _busy(self, place: Any) -> bool:
         """Whether something that was enqueued may not have ended."""
         return (
             len(self._headers) < len(place.workspaces())
@@ -278,34 +264,21 @@ class Watchdog:
             )
         )
 
-    def _in_header(
-        self, place: Watched, buffer: SymmetricBuffer, header: Sequence[int]
-    ) -> InterlaceError | None:
-        problem = place.reported(header)
-        if problem is None and header[ABORT_WORD]:
-            return AbortedError(
-                f"rank {place.rank}: a kernel of another rank of the group has given up waiting"
-            )
-        return problem
-
-    def _copy_headers(self, place: Watched) -> None:
+    def _copy_headers(self, place: Any) -> None:
         """Bring the headers of the own workspaces over, for the next look."""
         buffers = place.workspaces()
         known = {id(buffer): mirror for buffer, mirror in self._headers}
         self._headers = [(buffer, known.get(id(buffer), _UNKNOWN)) for buffer in buffers]
-        with torch.cuda.stream(self._side(place)):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(place.device, priority=-1)
+        with torch.cuda.stream(self._stream):
             for index, (buffer, mirror) in enumerate(self._headers):
                 if mirror is _UNKNOWN:
                     mirror = driver.pinned([0] * HEADER_WORDS)
                     self._headers[index] = (buffer, mirror)
                 mirror.copy_(place.header(buffer, place.rank), non_blocking=True)
 
-    def _side(self, place: Watched) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(place.device, priority=-1)
-        return self._stream
-
-    def let_go(self, place: Watched, now: float) -> bool:
+    def let_go(self, place: Any, now: float) -> bool:
         """After the kernels were woken: release the streams that harm nobody; whether some still wait.
 
         From any thread; to be called again as long as it returns True, which the own thread does.
@@ -333,3 +306,15 @@ class Watchdog:
             if buffer.addresses[buffer.rank] + wait.slot_byte == wait.address:
                 return int(mirror[CREDIT_WORDS + wait.source]) < 0
         return False
+
+
+def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:
+    """The error that the status record in a channel's header describes, if there is one."""
+    claimed, source, slot, expected, seen, program = header[CLAIMED_WORD : CLAIMED_WORD + 6]
+    if not claimed or not expected:
+        return None
+    return CollectiveTimeoutError(
+        f"rank {rank}: program {program} gave up waiting for rank {source}: slot at byte {slot} "
+        f"was {seen}, expected {expected}",
+        (source,),
+    )

@@ -45,6 +45,7 @@ import hashlib
 import struct
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from interlace.kernels.signal import HEADER_WORDS
@@ -52,18 +53,17 @@ from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.one_host.atomics import load_acquire, store_release
-from interlace.runtime.places.one_host.words import ORDERED
+from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
+from interlace.runtime.places.one_host.words import Words
 
 NOTES = 256
-LARGEST_TEXT = 64 << 10
 MOST_KEPT = 1024
 AREAS = 2
 STEP = NOTES // 4  # calls between two looks at how far the peers have compared
 GLANCES = 8  # at a row, before the host's place is asked to wait for it
 _CHECKED = HEADER_WORDS
 _TEXTS = HEADER_WORDS + 16
-_AREA_WORDS = 1 + LARGEST_TEXT // WORD
+_AREA_WORDS = 1 + LARGEST_MESSAGE // WORD
 _ROWS = _TEXTS + AREAS * _AREA_WORDS
 _FIELDS = 3  # of a note
 _word = struct.Struct("=q").pack
@@ -97,13 +97,12 @@ class Agreement:
         self._host: Any = host
         self._rank, self._world_size = host.rank, host.world_size
         self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
-        self._boards: list[memoryview] = []
+        self._boards: list[Words] = []
         if self._peers and host.direct_access:
             buffer = host.allocate(board_bytes(self._world_size))
-            self._bases = buffer.addresses
             self._memory = [part.numpy() for part in buffer.peer_bytes]
             self._bytes = [part.data.cast("B") for part in self._memory]
-            self._boards = [part.cast("q") for part in self._bytes]
+            self._boards = list(map(Words, buffer.addresses, self._bytes))
             self._shared, self._row_bytes = self._boards[0], self._bytes[0]
         self.number = self._texts = 0
         self._known: dict[bytes, _Known] = {}
@@ -114,9 +113,7 @@ class Agreement:
         self._open: list[tuple[_Known, Call] | None] = [None] * NOTES
         self._waited = 0  # number of the call whose answers are being waited for
         self._compared = 0
-        self._room = (
-            STEP  # up to which number no note is overwritten that somebody has not compared
-        )
+        self._room = STEP  # up to this number no note is overwritten that is not compared
         self._problem: Exception | None = None
         self.differs = 0
         self._lock = threading.Lock()
@@ -135,20 +132,21 @@ class Agreement:
             return answers
         if not known.settled:
             return self._asked_again(call, known)
-        number = self.number + 1
-        if number > self._room:
-            self._make_room(number, call.op)
-        self._open[number % NOTES] = known, call
+        number = self._next(call.op, (known, call))
         self._note(number, known.digest, 0)
         return known.answers
 
-    def _asked_again(self, call: Call, known: _Known) -> list[bytes]:
-        """The answers to ``call``, most likely those of last time, for which this waits."""
+    def _next(self, doing: str, compared: tuple[_Known, Call] | None) -> int:
+        """The number of the next call, and what it is to be compared with."""
         number = self.number + 1
         if number > self._room:
-            self._make_room(number, call.op)
-        self._open[number % NOTES] = None
-        self._waited = number
+            self._make_room(number, doing)
+        self._open[number % NOTES] = compared
+        return number
+
+    def _asked_again(self, call: Call, known: _Known) -> list[bytes]:
+        """The answers to ``call``, most likely those of last time, for which this waits."""
+        self._waited = number = self._next(call.op, None)
         self._note(number, known.digest, 0)
         row = self._expected(number, known)
         for _ in range(GLANCES):
@@ -184,15 +182,8 @@ class Agreement:
 
     def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
         """``keep``: the same is likely to be said again."""
-        if len(payload) > LARGEST_TEXT:
-            raise ValueError(
-                f"rank {self._rank}: payload of {doing} has {len(payload)} bytes, an exchange takes at "
-                f"most {LARGEST_TEXT}"
-            )
-        number = self.number + 1
-        if number > self._room:
-            self._make_room(number, doing)
-        self._open[number % NOTES] = None
+        check_size(payload, self._rank, doing)
+        number = self._next(doing, None)
         digest, area = self._digests.get(payload), 0
         if digest is None:
             digest, keep = _digest(payload), keep and len(self._digests) < MOST_KEPT
@@ -208,11 +199,7 @@ class Agreement:
         answers = [payload] * self._world_size
         for peer in self._peers:
             if not self._noted(number, peer):
-                self._host.wait_until(
-                    lambda peer=peer: self._noted(number, peer),
-                    doing,
-                    (peer,),
-                )
+                self._host.wait_until(partial(self._noted, number, peer), doing, (peer,))
             theirs, area = self._note_of(number, peer)
             if theirs != digest:
                 answers[peer] = self._text(peer, theirs, area, number)
@@ -229,33 +216,25 @@ class Agreement:
 
     def _note(self, number: int, digest: int, area: int) -> None:
         """Note the next call; what precedes this is seen by who sees the number."""
-        size, shared = self._world_size, self._shared
-        at = _ROWS + number % NOTES * _FIELDS * size + self._rank
-        shared[at + size] = digest
-        shared[at + 2 * size] = area
-        if ORDERED:
-            shared[at] = number
-        else:
-            store_release(self._bases[0] + at * WORD, number)
+        at, size, shared = self._at(number) + self._rank, self._world_size, self._shared
+        shared.view[at + size] = digest
+        shared.view[at + 2 * size] = area
+        shared.release(at, number)
         self.number = number
 
     def _noted(self, number: int, peer: int) -> bool:
-        at = self._at(number) + peer
-        if ORDERED:
-            return self._shared[at] >= number
-        return load_acquire(self._bases[0] + at * WORD) >= number
+        return self._shared.acquired(self._at(number) + peer) >= number
 
     def _note_of(self, number: int, peer: int) -> tuple[int, int]:
-        """Digest and area."""
         at, size = self._at(number) + peer, self._world_size
-        assert self._shared[at] == number, (peer, number, self._shared[at])
-        return self._shared[at + size], self._shared[at + 2 * size]
+        view = self._shared.view
+        assert view[at] == number, (peer, number, view[at])
+        return view[at + size], view[at + 2 * size]
 
     def _row(self, number: int) -> memoryview:
         """Numbers and digests of all ranks. What equals the expected ones was noted for this number."""
-        size = self._world_size
-        at = (_ROWS + number % NOTES * _FIELDS * size) * WORD
-        return self._row_bytes[at : at + 2 * WORD * size]
+        at = self._at(number) * WORD
+        return self._row_bytes[at : at + 2 * WORD * self._world_size]
 
     def _expected(self, number: int, known: _Known) -> bytes:
         return _word(number) * self._world_size + known.row
@@ -265,7 +244,7 @@ class Agreement:
         area = self._texts % AREAS
         self._texts += 1
         first = _TEXTS + area * _AREA_WORDS
-        self._boards[self._rank][first] = len(text)
+        self._boards[self._rank].view[first] = len(text)
         at = (first + 1) * WORD
         self._bytes[self._rank][at : at + len(text)] = text
         return 1 + area
@@ -274,26 +253,25 @@ class Agreement:
         self.mismatch()  # lets the peers go on
         oldest = number - NOTES
         for peer in self._peers:
-            if self._word(peer, _CHECKED) < oldest:
+            board = self._boards[peer]
+            if board.acquired(_CHECKED) < oldest:
                 self._host.wait_until(
-                    lambda peer=peer: self._word(peer, _CHECKED) >= oldest,
-                    doing,
-                    (peer,),
+                    lambda board=board: board.acquired(_CHECKED) >= oldest, doing, (peer,)
                 )
         if self.mismatch() is None and self._compared < oldest:
             self._host.wait_until(
                 lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
             )
-        compared = [self._word(peer, _CHECKED) for peer in self._peers]
+        compared = [self._boards[peer].acquired(_CHECKED) for peer in self._peers]
         if self._problem is None:
             compared.append(self._compared)
         self._room = min(NOTES + min(compared), number + STEP)
 
     def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
-        """What ``peer`` noted under ``number``."""
+        """The message that ``peer`` noted under ``number``, from its text or from earlier calls."""
         if area:
             first = _TEXTS + (area - 1) % AREAS * _AREA_WORDS
-            at, length = (first + 1) * WORD, self._boards[peer][first]
+            at, length = (first + 1) * WORD, self._boards[peer].view[first]
             text = self._bytes[peer][at : at + length].tobytes()
             if _digest(text) == digest:
                 return text
@@ -304,11 +282,6 @@ class Agreement:
             f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
             f"than that of rank {self._rank}"
         )
-
-    def _word(self, peer: int, index: int) -> int:
-        if ORDERED:
-            return self._boards[peer][index]
-        return load_acquire(self._bases[peer] + index * WORD)
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -330,7 +303,7 @@ class Agreement:
                 number += 1
             if number > before:
                 self._compared = number
-                self._release(_CHECKED, number)
+                self._boards[self._rank].release(_CHECKED, number)
         return self._problem
 
     def _equal(self, number: int, known: _Known, call: Call) -> bool:
@@ -343,12 +316,6 @@ class Agreement:
                 self.differs, self._problem = number, self._difference(peer, call, number)
                 return False
         return ready
-
-    def _release(self, index: int, value: int) -> None:
-        if ORDERED:
-            self._boards[self._rank][index] = value
-        else:
-            store_release(self._bases[self._rank] + index * WORD, value)
 
     def _difference(self, peer: int, call: Call, number: int) -> Exception:
         """The error that an exchange would have raised."""

@@ -21,7 +21,7 @@ AGAIN_SECONDS = 1.0
 
 
 class Bound:
-    """``passed`` says that the time is over."""
+    """The state of one bound; ``passed`` once its time is over."""
 
     passed = False
 

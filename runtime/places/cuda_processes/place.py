@@ -1,9 +1,7 @@
 """The place ``cuda`` for processes, one per rank, on the GPUs of one node; also several on one GPU.
 
-====================  ==============================================================================
-``memory.py``    symmetric memory from torch: peer mappings, and multicast where there is any
-``ipc.py``       from CUDA IPC, where torch's allocator refuses on some rank
-====================  ==============================================================================
+Symmetric memory is torch's (``memory.py``); where torch's allocator refuses on some rank, it is by CUDA
+IPC (``ipc.py``).
 
 Ranks on one GPU take turns on it, a time slice each, for each is a process: right, and slow.
 """
@@ -52,7 +50,7 @@ class CudaPlace(DeviceProcessPlace):
         self._overlapping = len(set(names)) < self.world_size
         reasons = []
         for make in (self._by_torch, self._by_ipc):
-            if make == self._by_ipc and not self.host.direct_access:
+            if make == self._by_ipc and not self.processes.direct_access:
                 break  # of several hosts
             memory = make()
             try:
@@ -73,7 +71,7 @@ class CudaPlace(DeviceProcessPlace):
         )
 
     def _by_ipc(self) -> IpcMemory:
-        return IpcMemory(self.rank, self.world_size, self.device, self.exchange, self.host)
+        return IpcMemory(self.rank, self.world_size, self.device, self.exchange, self.processes)
 
     def close(self) -> None:
         memory, self._memory = self._memory, None

@@ -42,7 +42,7 @@ class DeviceProcessPlace(DevicePlace):
 
     def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
         super().__init__(host.rank, host.world_size, device, poll_seconds=timeout)
-        self.host = host
+        self.processes = host
         self.timeout = timeout
         self._agreement = Agreement(host)
         self._watchdog: Watchdog | None = None
@@ -73,13 +73,15 @@ class DeviceProcessPlace(DevicePlace):
             raise problem
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
-        place = type(self)(self.host.subgroup(ranks, generation), self.device, timeout=self.timeout)
+        place = type(self)(
+            self.processes.subgroup(ranks, generation), self.device, timeout=self.timeout
+        )
         place.high_priority = self.high_priority
         return place
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout = self._poll_seconds = seconds
-        self.host.set_timeout(seconds)
+        self.processes.set_timeout(seconds)
         if self._watchdog is not None:
             self._watchdog.timeout = seconds
 
@@ -88,7 +90,7 @@ class DeviceProcessPlace(DevicePlace):
 
     @functools.cached_property
     def _messages(self) -> HostMessages:
-        return HostMessages(self.host.new_engine(None), self._bring)
+        return HostMessages(self.processes.new_engine(None), self._bring)
 
     def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy to the GPU, on a stream of the group's that waits for nothing; from any thread."""
@@ -135,7 +137,7 @@ class DeviceProcessPlace(DevicePlace):
         if self.failure is not None:
             raise self.failure
         self._check_calls()
-        self.host.check()
+        self.processes.check()
 
     def failure_of(self, number: int, *, completed: bool) -> Exception | None:
         problem = self._agreement.mismatch()
@@ -149,14 +151,14 @@ class DeviceProcessPlace(DevicePlace):
     def trouble(self, doing: str) -> Exception | None:
         if self.failure is not None:
             return self.failure
-        return self._agreement.mismatch() or self.host.trouble(doing)
+        return self._agreement.mismatch() or self.processes.trouble(doing)
 
     def abort(self, reason: str) -> None:
         """As ``Place.abort``; on this rank's GPU and its peers' every wait in a kernel ends, too.
 
         Waits of streams end when nobody can be harmed by what follows (``Watchdog.let_go``).
         """
-        self.host.abort(reason)
+        self.processes.abort(reason)
         self.wake_kernels()
         if self._watchdog is not None and self._stream_words() is not None:
             self._watchdog.let_go(self, time.monotonic())
@@ -172,8 +174,8 @@ class DeviceProcessPlace(DevicePlace):
         self._closed = True
         self._stop_watching()
         super().close()
-        self.host.linger = self.linger
-        self.host.close()
+        self.processes.linger = self.linger
+        self.processes.close()
 
 
 def _at_exit() -> None:

@@ -29,9 +29,9 @@ order of summation is its own. Gathering at one rank per host: the others' cores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.hosts.host_map import HostMap
-from interlace.runtime.places.hosts.links import HostLinks, Part
+from interlace.runtime.places.hosts.links import HostLinks, RankTensor
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.transfers import HostTransfers
 
@@ -77,11 +77,15 @@ class HostsEngine(Engine):
 
     # -- agreement -----------------------------------------------------------------------------
 
-    def _verify(self, call: Call) -> None:
+    @contextmanager
+    def _agreed(self, call: Call) -> Iterator[None]:
+        """Around what moves the bytes of ``call``, which is compared before."""
         call.verify(self._exchange(call.message, call.op))
+        with self._guarded(call.op):
+            yield
 
     def barrier(self, call: Call) -> Event | None:
-        self._verify(call)
+        call.verify(self._exchange(call.message, call.op))
         return None
 
     def parts(self, call: Call) -> list[Any]:
@@ -124,8 +128,7 @@ class HostsEngine(Engine):
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._gather(call.op, outputs, input)
         return None
 
@@ -148,21 +151,20 @@ class HostsEngine(Engine):
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
-            far = [rank for ranks in self._others for rank in ranks]
-            sends, receives = [(r, inputs[r]) for r in far], [(r, outputs[r]) for r in far]
-            self._links.swap(sends, receives, call.op)
+        with self._agreed(call):
+            self._links.swap(self._far(inputs), self._far(outputs), call.op)
             near_outputs, near_inputs = self._near(outputs), self._near(inputs)
             self._wait(self._local().all_to_all(self._within(call.op), near_outputs, near_inputs))
         return None
+
+    def _far(self, tensors: Sequence[torch.Tensor]) -> list[RankTensor]:
+        return [(rank, tensors[rank]) for ranks in self._others for rank in ranks]
 
     def _near(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensors[rank] for rank in self._mine]
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._broadcast(call.op, tensor, root)
         return None
 
@@ -182,15 +184,13 @@ class HostsEngine(Engine):
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([(root, input)], [], call.op)
                 return None
             near = None
             if outputs is not None:
-                receives = [(r, outputs[r]) for ranks in self._others for r in ranks]
-                self._links.swap([], receives, call.op)
+                self._links.swap([], self._far(outputs), call.op)
                 near = self._near(outputs)
             local_root = self._mine.index(root)
             self._wait(self._local().gather(self._within(call.op), near, input, local_root))
@@ -199,15 +199,13 @@ class HostsEngine(Engine):
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
     ) -> Event | None:
-        self._verify(call)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([], [(root, output)], call.op)
                 return None
             near = None
             if inputs is not None:
-                sends = [(r, inputs[r]) for ranks in self._others for r in ranks]
-                self._links.swap(sends, [], call.op)
+                self._links.swap(self._far(inputs), [], call.op)
                 near = self._near(inputs)
             local_root = self._mine.index(root)
             self._wait(self._local().scatter(self._within(call.op), output, near, local_root))
@@ -216,9 +214,8 @@ class HostsEngine(Engine):
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        self._verify(call)
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             if flat.nbytes <= SMALL_BYTES or flat.numel() < self.world_size:
                 self._reduce(call.op, flat, partial, self._hosts[0][0], everywhere=True)
             else:
@@ -229,9 +226,8 @@ class HostsEngine(Engine):
         return None
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        self._verify(call)
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             self._reduce(call.op, flat, partial, root, everywhere=False)
         return None
 
@@ -266,9 +262,8 @@ class HostsEngine(Engine):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
     ) -> Event | None:
-        self._verify(call)
         partial = Partial.of(op, output.dtype)
-        with self._guarded(call.op):
+        with self._agreed(call):
             wide = [partial.widened(part.view(-1)) for part in inputs]
             self._reduce_scatter(call.op, output.view(-1), wide, partial)
         return None
@@ -277,7 +272,8 @@ class HostsEngine(Engine):
         self, op: str, output: torch.Tensor, wide: Sequence[torch.Tensor], partial: Partial
     ) -> None:
         """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
-        sends: list[Part] = []
+        sends: list[RankTensor] = []
+        receives: list[RankTensor] = []
         own = wide[self.rank]
         for ranks in self._hosts:
             for owners in self._rounds(ranks):
@@ -287,14 +283,10 @@ class HostsEngine(Engine):
                     own = reduced
                 elif owner is not None:
                     sends.append((owner, reduced))
-        receives: list[Part] = []
-        parts: list[torch.Tensor] = []
-        for ranks in self._hosts:
-            if ranks is self._mine:
-                parts.append(own)
-                continue
-            parts.append(torch.empty_like(own))
-            receives.append((self._twin(self._index, ranks), parts[-1]))
+        parts = [own if ranks is self._mine else torch.empty_like(own) for ranks in self._hosts]
+        for ranks, part in zip(self._hosts, parts, strict=True):
+            if ranks is not self._mine:
+                receives.append((self._twin(self._index, ranks), part))
         self._links.swap(sends, receives, op)
         partial.finish(parts, output, self.world_size)
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and at which address others reach this one.
+"""The ranks of a group by host, and the address at which others reach this one.
 
 Two processes count as on one host if they can share memory the way ``one_host/rendezvous.py`` does it:
 through descriptors that go over abstract unix sockets. That takes
@@ -14,8 +14,7 @@ Process and mount namespaces do not matter: descriptors of memory and of process
 them. So two containers of one pod are one host, two containers with networks of their own are two, and
 those two are joined as two machines are, which is slower and right.
 
-Every rank puts a :class:`Card` into the store. Keys carry a nonce that rank 0 draws and takes back before
-any rank goes on, so a later group of the same name cannot read them.
+Every rank puts a :class:`Card` into the store, as ``one_host/rendezvous.py`` has it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ import contextlib
 import os
 import pickle
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.places.one_host import rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_POLL_SECONDS = 2e-3
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
@@ -134,54 +131,13 @@ def own_address(cards: Sequence[Card], rank: int) -> str | None:
 def meet(
     store: Store, rank: int, world_size: int, card: Card, *, prefix: str, timeout: float
 ) -> tuple[list[Card], str]:
-    """Every rank's card, by rank, and a nonce that only this group has. Collective.
-
-    Raises CollectiveTimeoutError that names the ranks which did not come within ``timeout`` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    nonce_key = f"{prefix}/hosts"
-    if rank == 0:
-        store.set(nonce_key, os.urandom(16).hex())
-    nonce, keys = "", {}
-
-    def missing() -> list[int]:
-        """Ranks without a card. A nonce of a run that crashed is replaced by rank 0's new one."""
-        nonlocal nonce, keys
-        if not store.check([nonce_key]) or not (current := store.get(nonce_key).decode()):
-            return [0]
-        if current != nonce:
-            nonce = current
-            keys = {peer: f"{nonce_key}/{nonce}/{peer}" for peer in range(world_size)}
-            store.set(keys[rank], pickle.dumps(card).hex())
-        return [peer for peer, key in keys.items() if not store.check([key])]
-
-    def opened() -> list[int]:
-        """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
-        if store.check([f"{nonce_key}/{nonce}/open"]):
-            return []
-        return missing() or [0]
-
-    if rank == 0:
-        _poll(missing, rank, prefix, deadline)
-        store.set(nonce_key, "")  # deleted, it would let a get that follows a check wait forever
-        store.set(f"{nonce_key}/{nonce}/open", "")
-    else:
-        _poll(opened, rank, prefix, deadline)
-    cards = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys.values()]
-    return cards, nonce
+    """Every rank's card, by rank, and a nonce that only this group has; as ``rendezvous.meet``."""
+    found, nonce = rendezvous.meet(
+        store, rank, world_size, pickle.dumps(card), prefix, f"{prefix}/hosts", timeout
+    )
+    return [pickle.loads(each) for each in found], nonce
 
 
 def forget(store: Store, rank: int, *, prefix: str, nonce: str) -> None:
     """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
-    store.delete_key(f"{prefix}/hosts/{nonce}/{rank}")
-    if rank == 0:
-        store.delete_key(f"{prefix}/hosts/{nonce}/open")
-
-
-def _poll(missing: Callable[[], list[int]], rank: int, prefix: str, deadline: float) -> None:
-    while ranks := missing():
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(
-                f"rank {rank}: ranks {ranks} have not joined group {prefix!r}", tuple(ranks)
-            )
-        time.sleep(_POLL_SECONDS)
+    rendezvous.forget(store, rank, f"{prefix}/hosts", nonce)

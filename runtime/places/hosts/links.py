@@ -25,10 +25,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import struct
+import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,43 +50,35 @@ CONTROL = 2
 _SEVER = 3
 PAYLOAD = 1 << 16
 
-_HEADER = struct.Struct("<IqqqI")  # kind, tag, number, bytes of payload, bytes of text
 PACKET_BYTES = 2048
-LONGEST_TEXT = PACKET_BYTES - _HEADER.size
+LONGEST_REASON = PACKET_BYTES - 256  # bytes
 ANNOUNCED, RECEIVED, LEFT, ABORT = range(1, 5)
 
 _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 
-Part = tuple[int, torch.Tensor]
+RankTensor = tuple[int, torch.Tensor]
 
 
+@dataclass
 class Packet:
     """One control packet: what it is, and the fields that its kind uses."""
 
-    __slots__ = ("kind", "nbytes", "number", "tag", "text")
-
-    def __init__(
-        self, kind: int, *, tag: int = 0, number: int = 0, nbytes: int = 0, text: bytes = b""
-    ) -> None:
-        self.kind, self.tag, self.number, self.nbytes, self.text = kind, tag, number, nbytes, text
+    kind: int
+    tag: int = 0
+    number: int = 0
+    content: Any = None
 
     def pack(self) -> torch.Tensor:
-        text = self.text[:LONGEST_TEXT]
-        header = _HEADER.pack(self.kind, self.tag, self.number, self.nbytes, len(text))
-        packet = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
-        packet[: _HEADER.size + len(text)] = torch.frombuffer(
-            bytearray(header + text), dtype=torch.uint8
-        )
-        return packet
+        raw = pickle.dumps(self)
+        assert len(raw) <= PACKET_BYTES, len(raw)
+        return torch.frombuffer(bytearray(raw.ljust(PACKET_BYTES, b"\0")), dtype=torch.uint8)
 
-    @classmethod
-    def unpack(cls, packet: torch.Tensor) -> Packet:
-        raw = packet.numpy().tobytes()
-        kind, tag, number, nbytes, length = _HEADER.unpack_from(raw)
-        text = raw[_HEADER.size : _HEADER.size + length]
-        return cls(kind, tag=tag, number=number, nbytes=nbytes, text=text)
+    @staticmethod
+    def unpack(packet: torch.Tensor) -> Packet:
+        found: Packet = pickle.loads(packet.numpy().data)  # what follows the pickle is ignored
+        return found
 
 
 def _connected(
@@ -162,38 +155,29 @@ class HostLinks:
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def swap(self, sends: Sequence[Part], receives: Sequence[Part], doing: str) -> None:
+    def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
         """Send and receive contiguous tensors, pairs (rank, tensor), all at once; until all is done.
 
         Empty tensors do not travel. Raises what the group has failed with.
         """
-        started = []
-        with self._bounded(doing, [peer for peer, _ in receives] or [peer for peer, _ in sends]):
-            try:
-                for peer, tensor in receives:
-                    if tensor.numel():
-                        started.append((peer, self._gloo.recv([as_bytes(tensor)], peer, OP_TAG)))
-                for peer, tensor in sends:
-                    if tensor.numel():
-                        started.append((peer, self._gloo.send([as_bytes(tensor)], peer, OP_TAG)))
-                while started:
-                    peer, work = started[-1]
-                    work.wait(_EVER)
-                    started.pop()
-            except RuntimeError as error:
-                raise self._broken(peer, error, doing) from None
-            finally:
-                started.clear()
-
-    @contextlib.contextmanager
-    def _bounded(self, doing: str, waited_for: Sequence[int]) -> Iterator[None]:
-        """Let the watching thread end this wait after the group's timeout."""
         self.check()
-        self._waiting = (time.monotonic() + self.timeout, doing, tuple(waited_for))
+        waited_for = tuple(peer for peer, _ in receives or sends)
+        self._waiting = (time.monotonic() + self.timeout, doing, waited_for)
+        started = []
         try:
-            yield
+            for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
+                for peer, tensor in parts:
+                    if tensor.numel():
+                        started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
+            while started:
+                peer, work = started[-1]
+                work.wait(_EVER)
+                started.pop()
+        except RuntimeError as error:
+            raise self._broken(peer, error, doing) from None
         finally:
             self._waiting = None
+            started.clear()
 
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
@@ -228,13 +212,13 @@ class HostLinks:
                 self._left.add(peer)
             elif received.kind == ABORT:
                 self._left.add(peer)  # it closes its connections next
-                text = received.text.decode(errors="replace")
+                text = received.content.decode(errors="replace")
                 self.fail(AbortedError(aborted_by(peer, text)), tell=False)
             else:
                 self.on_packet(peer, received)
 
     def _lost(self, peer: int, error: Exception) -> None:
-        """A connection has ended. Only a death is news."""
+        """A connection has ended: fail the group, unless the peer has left or the group has failed."""
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
@@ -292,11 +276,11 @@ class HostLinks:
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
-            self._tell(Packet(ABORT, text=str(reason).encode()))
+            self._tell(Packet(ABORT, content=str(reason).encode()[:LONGEST_REASON]))
         self._sever()
 
     def _tell(self, packet: Packet) -> None:
-        """A packet to everybody who is still there."""
+        """Send a packet to all peers that have not left."""
         message, works = packet.pack(), []
         for peer in self._peers:
             if peer not in self._left:

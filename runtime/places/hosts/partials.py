@@ -22,16 +22,6 @@ import torch
 
 from interlace.runtime.numerics import reductions
 
-_NARROW_FLOATS = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-
 
 @dataclass(frozen=True)
 class Partial:
@@ -47,7 +37,7 @@ class Partial:
             # the mean of bools, truncated, is whether all are true
             return cls("band", "band", dtype) if op == "avg" else cls(op, op, dtype)
         step = "sum" if op == "avg" else op
-        if dtype in _NARROW_FLOATS and op not in ("min", "max"):
+        if dtype in reductions.NARROW_FLOATS and op not in ("min", "max"):
             return cls(op, step, torch.float32)
         if dtype == torch.complex32:
             return cls(op, step, torch.complex64)

@@ -1,13 +1,5 @@
 """The place ``hosts``: one rank per process, on several hosts; no symmetric memory between them.
 
-======================  ============================================================================
-``host_map.py``            who is on which host
-``shm/place.py``        the ranks of one host: a group of their own
-``links.py``       between hosts: bytes by gloo, end of peers, abort, timeout
-``transfers.py``   messages between two ranks
-``engine.py``     the collectives
-======================  ============================================================================
-
 There are plain collectives here and nothing else: kernels of interlace read and write their peers'
 memory, which no other machine's memory is. Fused ops and symmetric memory take a group of ranks of one
 host, as ``interlace.new_group`` makes it.
@@ -16,6 +8,7 @@ host, as ``interlace.new_group`` makes it.
 from __future__ import annotations
 
 import atexit
+import pickle
 import struct
 import threading
 import weakref
@@ -42,9 +35,8 @@ from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
 from interlace.runtime.places.hosts.links import HostLinks, aborted_by
 from interlace.runtime.places.hosts.transfers import HostTransfers
-from interlace.runtime.places.one_host.control import LARGEST_MESSAGE
+from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.worker import OrderedWorker
 from interlace.runtime.places.shm.inline_stream import CompletedEvent
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -89,12 +81,11 @@ class HostsPlace(Place):
         """The ranks of this group on this rank's host, by local rank."""
         self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
         self._parent = parent
-        self._worker = OrderedWorker("interlace ops")
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
         self._transfers: HostTransfers | None = None
-        group: HostGroup = HostGroup(
+        self._group: HostGroup = HostGroup(
             store,
             self.local_ranks.index(rank),
             len(self.local_ranks),
@@ -102,8 +93,7 @@ class HostsPlace(Place):
             prefix=f"{prefix}/host {self.map.index(rank)}",
             parent=None if parent is None else parent._group,
         )
-        self._group: HostGroup = group
-        self.local = ShmPlace(group)
+        self.local = ShmPlace(self._group)
         try:
             self._links = HostLinks(
                 PrefixStore(f"{prefix}/links", store),
@@ -192,12 +182,10 @@ class HostsPlace(Place):
         text = str(error.args[0]) if error.args else type(error).__name__
         if isinstance(error, AbortedError):
             who, _, reason = text.partition(" aborted the group: ")
-            index = int(
-                who.removeprefix("rank ")
-            )  # of a group that this was split from it may be more
-            return AbortedError(
-                aborted_by(local[index] if index < len(local) else self.rank, reason)
-            )
+            index = int(who.removeprefix("rank "))
+            # of a group that this was split from it may be more
+            rank = local[index] if index < len(local) else self.rank
+            return AbortedError(aborted_by(rank, reason))
         error.args = (f"{text} (rank r stands for r-th of the host's ranks {list(local)}, from 0)",)
         return error
 
@@ -207,27 +195,18 @@ class HostsPlace(Place):
         Within each host; then the first rank of each host sends its host's messages to those of the
         other hosts, which hand them out.
         """
-        self._worker.drain()
-        return self.exchange_now(payload, doing)
-
-    def exchange_now(self, payload: bytes, doing: str) -> list[bytes]:
-        """:meth:`exchange` from within an op."""
-        if len(payload) > LARGEST_MESSAGE:
-            raise ValueError(
-                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
-                f"an exchange takes at most {LARGEST_MESSAGE}"
-            )
+        check_size(payload, self.rank, doing)
         with self._lock, self.guarded(doing):
             messages: list[bytes] = [b""] * self.world_size
             own = self._group.exchange(payload, doing)
             for rank, message in zip(self.local_ranks, own, strict=True):
                 messages[rank] = message
             others = [ranks for ranks in self.map.hosts if self.rank not in ranks]
-            blobs = self._swap_blobs(_pack(own), [ranks[0] for ranks in others], doing)
+            blobs = self._swap_blobs(pickle.dumps(own), [ranks[0] for ranks in others], doing)
             if len(self.local_ranks) > 1:
                 blobs = self._handed_out(blobs, doing)
             for ranks, blob in zip(others, blobs, strict=True):
-                for rank, message in zip(ranks, _unpack(blob), strict=True):
+                for rank, message in zip(ranks, pickle.loads(blob), strict=True):
                     messages[rank] = message
         return messages
 
@@ -261,13 +240,14 @@ class HostsPlace(Place):
 
     def _handed_out(self, blobs: list[bytes], doing: str) -> list[bytes]:
         """The first local rank's ``blobs``, in as many messages as they need."""
-        whole = _pack(blobs)
+        whole = pickle.dumps(blobs)
         stream = _LENGTH.pack(len(whole)) + whole if blobs else b""
         received = b""
         while not received or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
             mine = stream[len(received) : len(received) + LARGEST_MESSAGE]
             received += self._group.exchange(mine, doing)[0]
-        return _unpack(received[_LENGTH.size :])
+        handed_out: list[bytes] = pickle.loads(received[_LENGTH.size :])
+        return handed_out
 
     # -- execution -----------------------------------------------------------------------------
 
@@ -279,7 +259,7 @@ class HostsPlace(Place):
             self._local_engine,
             self._links,
             self._transfers,
-            self.exchange_now,
+            self.exchange,
             self.guarded,
         )
 
@@ -338,29 +318,12 @@ class HostsPlace(Place):
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        self._worker.close()
         self._links.close()
         if self._transfers is not None:
             self._transfers.close()
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()
-
-
-def _pack(messages: Sequence[bytes]) -> bytes:
-    """Several messages as one."""
-    lengths = [_LENGTH.pack(len(message)) for message in messages]
-    return b"".join([_LENGTH.pack(len(messages)), *lengths, *messages])
-
-
-def _unpack(blob: bytes) -> list[bytes]:
-    count = _LENGTH.unpack_from(blob)[0]
-    start, messages = _LENGTH.size * (1 + count), []
-    for index in range(count):
-        length = _LENGTH.unpack_from(blob, _LENGTH.size * (1 + index))[0]
-        messages.append(blob[start : start + length])
-        start += length
-    return messages
 
 
 def _at_exit() -> None:

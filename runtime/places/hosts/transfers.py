@@ -16,7 +16,6 @@ long: a packet's receiver always listens, and the bytes of an announced message 
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -93,7 +92,7 @@ class HostTransfers:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
         self._links.check()
-        text = pickle.dumps((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
+        content = tensor.dtype, tensor.numel()
         with self._lock:
             number = self._numbers[peer]
             self._numbers[peer] += 1
@@ -103,7 +102,7 @@ class HostTransfers:
             elif tensor.numel() and peer != self._rank:
                 work = self._local_engine().send(self._within, tensor, self._local[peer], number)
             sending = self._sending[peer, number] = _Sending(tensor, work, tag)
-            packet = Packet(ANNOUNCED, tag=tag, number=number, nbytes=tensor.nbytes, text=text)
+            packet = Packet(ANNOUNCED, tag, number, content)
             self._submit(lambda: self._post(peer, packet))
         self._fail_late()
         return sending.future
@@ -123,7 +122,7 @@ class HostTransfers:
         return posted.future
 
     def _fail_late(self) -> None:
-        """For a transfer that was added just after all had failed."""
+        """Fail a transfer that was added just after the group had failed."""
         failure = self._links.failure
         if failure is not None:
             self.fail(failure)
@@ -156,8 +155,7 @@ class HostTransfers:
             if sent is not None:
                 _settle(sent.future, Outcome(None, None))
         elif packet.kind == ANNOUNCED:
-            name, numel = pickle.loads(packet.text)
-            announced = _Announced(source, packet.tag, packet.number, getattr(torch, name), numel)
+            announced = _Announced(source, packet.tag, packet.number, *packet.content)
             with self._lock:
                 posted = next((each for each in self._posted if _fits(each, announced)), None)
                 if posted is None:

@@ -54,7 +54,7 @@ def problem() -> str:
 
 
 @dataclass
-class Part:
+class NodeMemory:
     """This rank's part of an allocation, and where it reaches those of the others.
 
     ``addresses`` are 0 of ranks over the network. ``owner`` keeps it all alive.
@@ -90,7 +90,7 @@ class NvshmemMemory:
                 f"and this group has {world_size}"
             )
 
-    def allocate(self, nbytes: int) -> Part:
+    def allocate(self, nbytes: int) -> NodeMemory:
         """Zeroed memory of every rank. MemoryRefused, on all ranks, if one fails."""
         symmetric = _c10d._SymmetricMemory
         with together(self._exchange):
@@ -99,7 +99,7 @@ class NvshmemMemory:
             torch.cuda.current_stream().synchronize()  # peers may write once they have met
             handle = symmetric.rendezvous(memory, self._names[0])
         addresses = [int(address or 0) for address in handle.buffer_ptrs]
-        return Part(memory, addresses, int(handle.multicast_ptr or 0), handle)
+        return NodeMemory(memory, addresses, int(handle.multicast_ptr or 0), handle)
 
     def close(self) -> None:
         """Forget the group. Memory stays until its last tensor has gone."""

@@ -108,7 +108,7 @@ class NvshmemPlace(DeviceProcessPlace):
 
     # -- signals -------------------------------------------------------------------------------
 
-    def _stream_words(self) -> driver.StreamWords | None:
+    def _stream_words(self) -> driver.Driver | None:
         return None
 
     def close(self) -> None:

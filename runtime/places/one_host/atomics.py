@@ -39,21 +39,17 @@ class Cells:
         self._mask = np.ones(len(addresses), dtype=np.bool_)
 
     def load_acquire(self) -> list[int]:
-        """The values, each loaded with acquire: later reads see what was released with them."""
         values: list[int] = _rmw(_ADD, self._addresses, self._zeros, self._mask, _ACQUIRE).tolist()
         return values
 
     def store_release(self, value: int) -> None:
-        """Store ``value`` everywhere with release: earlier writes of this thread come before it."""
         values = np.full(len(self._zeros), value, dtype=np.int64)
         _rmw(_EXCHANGE, self._addresses, values, self._mask, _RELEASE)
 
 
 def store_release(address: int, value: int) -> None:
-    """Store one int64 with release."""
     Cells((address,)).store_release(value)
 
 
 def load_acquire(address: int) -> int:
-    """Load one int64 with acquire."""
     return Cells((address,)).load_acquire()[0]

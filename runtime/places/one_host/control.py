@@ -36,7 +36,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.bell import Bell
 from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import Mapping
@@ -61,13 +60,27 @@ BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
 
 
+def _area(sequence: int) -> int:
+    """Where in a segment message ``sequence`` is."""
+    return _AREAS + (sequence & 1) * AREA
+
+
+def check_size(payload: bytes, rank: int, doing: str) -> None:
+    """Raise ValueError if ``payload`` is too long for one message."""
+    if len(payload) > LARGEST_MESSAGE:
+        raise ValueError(
+            f"rank {rank}: payload of {doing} has {len(payload)} bytes, "
+            f"an exchange takes at most {LARGEST_MESSAGE}"
+        )
+
+
 class Control:
     """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
 
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
-        self.words = [Words(mapping) for mapping in mappings]
+        self.words = [Words(each.data_address, each.array().data) for each in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
@@ -80,12 +93,10 @@ class Control:
         self._own = self.words[rank]
         self.own_view = self._own.view
         self._written: list[object] = [None, None]
-        self._own_aborted = Cells((self.bases[rank] + 8 * ABORTED,))
-        self._all_aborted = Cells([base + 8 * ABORTED for base in self.bases])
 
     @property
     def ways(self) -> memoryview:
-        """The WAYS of the last rank."""
+        """The WAYS bytes of the last rank's segment."""
         return self._bytes[-1][_WAYS:_AREAS]
 
     # -- messages ------------------------------------------------------------------------------
@@ -101,10 +112,8 @@ class Control:
 
         The same object twice in one area is written once.
         """
-        half = sequence & 1
-        own, area = self._bytes[self._rank], _AREAS + half * AREA
-        words = area >> 3
-        view = self.own_view
+        half, area = sequence & 1, _area(sequence)
+        own, view, words = self._bytes[self._rank], self.own_view, area >> 3
         view[words + 1] = extent
         view[words + 2], view[words + 3] = where
         if self._written[half] is not payload:
@@ -120,12 +129,10 @@ class Control:
 
     @property
     def sequences(self) -> list[int]:
-        """The addresses of the peers' SEQUENCE words."""
         return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
 
     @property
     def asleep(self) -> list[int]:
-        """The addresses of the peers' ASLEEP words."""
         return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
     def area(self, rank: int) -> int:
@@ -138,26 +145,24 @@ class Control:
 
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
-        area = _AREAS + (sequence & 1) * AREA
+        area = _area(sequence)
         length = self.views[peer][area >> 3]
         return bytes(self._bytes[peer][area + TEXT : area + TEXT + length])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
         """Whether message ``sequence`` of ``peer`` is ``payload``."""
-        area = _AREAS + (sequence & 1) * AREA
+        area = _area(sequence)
         return (
             self.views[peer][area >> 3] == len(payload)
             and self._bytes[peer][area + TEXT : area + TEXT + len(payload)] == payload
         )
 
     def extent(self, peer: int, sequence: int) -> int:
-        """The number that ``peer`` sent with message ``sequence``."""
-        extent: int = self.views[peer][((_AREAS + (sequence & 1) * AREA) >> 3) + 1]
-        return extent
+        return int(self.views[peer][(_area(sequence) >> 3) + 1])
 
     def where(self, peer: int, sequence: int) -> tuple[int, int]:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
-        first = ((_AREAS + (sequence & 1) * AREA) >> 3) + 2
+        first = (_area(sequence) >> 3) + 2
         return self.views[peer][first], self.views[peer][first + 1]
 
     def data(self, peer: int) -> int:
@@ -174,8 +179,9 @@ class Control:
         text = (reason or "no reason given").encode()[:LONGEST_REASON]
         own[_REASON + TEXT : _REASON + TEXT + len(text)] = text
         _INT64.pack_into(own, _REASON, len(text))
-        if not self._own_aborted.load_acquire()[0]:
-            self._all_aborted.store_release(self._rank + 1)
+        if not self._own.acquired(ABORTED):
+            for words in self.words:
+                words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
         """Which rank aborted the group, and why."""

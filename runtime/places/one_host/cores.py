@@ -51,7 +51,7 @@ class Spread:
         self._works = _core is not None and hasattr(os, "sched_setaffinity") and len(words) > 1
 
     def say(self) -> None:
-        """Tell the others on which core this thread runs."""
+        """Tell the other ranks on which core this thread runs."""
         if self._works:
             self._own[0] = 1 + _core()  # type: ignore[misc]  # memory begins with 0: not said yet
 

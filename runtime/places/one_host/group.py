@@ -30,9 +30,9 @@ from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.control import (
     ABORTED,
     CONTROL_BYTES,
-    LARGEST_MESSAGE,
     SEQUENCE,
     Control,
+    check_size,
 )
 from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import (
@@ -44,7 +44,6 @@ from interlace.runtime.places.one_host.segment import (
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
-from interlace.runtime.places.one_host.words import ORDERED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -129,7 +128,7 @@ class HostGroup:
             own.close()
             os.close(pidfd)
         self.exchange(b"", doing)  # everyone has read the keys
-        rendezvous.forget(self.store, self.rank, self.world_size, self.prefix, nonce)
+        rendezvous.forget_group(self.store, self.rank, self.world_size, self.prefix, nonce)
         self.exchange(b"", doing)  # they are gone: the next generation cannot find them
 
     def _map(
@@ -239,11 +238,7 @@ class HostGroup:
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
-        if len(payload) > LARGEST_MESSAGE:
-            raise ValueError(
-                f"rank {self.rank}: payload of {doing} has {len(payload)} bytes, "
-                f"an exchange takes at most {LARGEST_MESSAGE}"
-            )
+        check_size(payload, self.rank, doing)
         with self.collective_lock:
             if self.world_size == 1:
                 self.check_usable()
@@ -271,35 +266,26 @@ class HostGroup:
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:
-        """Return when every peer has sent message ``sequence``."""
         control = self._control
         assert control is not None
-        for peer in control.peers:
-            if control.views[peer][SEQUENCE] < sequence:
-                self._await(control, peer, SEQUENCE, sequence, doing)
+        self.await_word(control.peers, SEQUENCE, sequence, doing)
         if not sequence % LOOK:
             control.spread.look()
-        if not ORDERED:
-            control.missing(sequence)  # whose loads are acquires
 
     def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
         """Return when word ``index`` of these peers' control segments is at least ``value``."""
         control = self._control
         assert control is not None
         for peer in peers:
-            if control.views[peer][index] < value:
+            if control.words[peer].acquired(index) < value:
                 self._await(control, peer, index, value, doing)
-            if not ORDERED:
                 control.words[peer].acquired(index)
 
     def release(self, index: int, value: int) -> None:
         """Store a word of the own control segment; what was written before comes before it."""
         control = self._control
         assert control is not None
-        if ORDERED:
-            control.own_view[index] = value
-        else:
-            control.words[self.rank].release(index, value)
+        control.words[self.rank].release(index, value)
         control.bell.ring()
 
     @property
@@ -356,14 +342,12 @@ class HostGroup:
         control = self._control
         if control is None:
             return None  # still joining
-        pidfds = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
-        gone = [rank for rank in ended_processes(pidfds) if not control.reason(rank)]
-        for rank in gone:
-            if not control.has_left(rank):
-                return PeerDiedError(rank, self._pids[rank], doing)
+        awaited = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
+        death = self._death(control, awaited, doing)
         failure = self.failure()
-        if failure is not None:
-            return self._death(doing) or failure
+        if death is not None or failure is not None:
+            # of an abort by another survivor the death of any rank is the cause
+            return death or self._death(control, self._pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):
                 return InterlaceError(
@@ -371,11 +355,9 @@ class HostGroup:
                 )
         return None
 
-    def _death(self, doing: str) -> PeerDiedError | None:
-        """A rank that died, if there is one: of an abort by another survivor that is the cause."""
-        control = self._control
-        assert control is not None
-        for rank in ended_processes(self._pidfds):
+    def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
+        """The error that names a rank of ``pidfds`` that died; None if none did."""
+        for rank in ended_processes(pidfds):
             if not control.reason(rank) and not control.has_left(rank):
                 return PeerDiedError(rank, self._pids[rank], doing)
         return None

@@ -1,4 +1,4 @@
-"""How the processes of one host find each other and hand over file descriptors.
+"""The rendezvous of the processes of one host: addresses, and file descriptors handed over.
 
 Finding: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
 the store. Handing over: a rank connects to every peer's socket, sends one message with the
@@ -13,21 +13,19 @@ behind. For the same reason every process sends a pidfd of itself instead of its
 pid can deceive.
 
 The nonce: rank 0 draws 16 random bytes and every key, message and segment header carries them.
-Rank 0 deletes the nonce from the store before any rank can leave :func:`connect`, so the next
-generation under the same prefix waits for its own. Whatever an earlier, crashed generation left is
-found to be foreign.
+Rank 0 takes the nonce back before any rank can leave :func:`meet`, so the next generation under the
+same prefix waits for its own. Whatever an earlier, crashed generation left is found to be foreign.
 """
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
@@ -35,12 +33,22 @@ from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NON
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")
+_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
 _STORE_POLL_SECONDS = 2e-3
 
-Step = Callable[[Sequence[int]], None]
+
+class Label(NamedTuple):
+    """What a message says of itself."""
+
+    magic: bytes
+    layout_version: int
+    nonce: bytes
+    world_size: int
+    receiver: int
+    sequence_number: int
+    sender: int
 
 
 @dataclass
@@ -77,7 +85,9 @@ class Rendezvous:
     def set_addresses(self, addresses: dict[int, bytes]) -> None:
         self._addresses = addresses
 
-    def trade(self, descriptors: Sequence[int], step: Step) -> dict[int, Delivery]:
+    def trade(
+        self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
+    ) -> dict[int, Delivery]:
         """Send ``descriptors`` to every peer and take theirs. Collective.
 
         ``step(missing ranks)`` is called while a peer has not sent yet, and may raise.
@@ -96,15 +106,16 @@ class Rendezvous:
             raise
         return received
 
+    def _label(self, *, sender: int, receiver: int) -> Label:
+        size, sequence = self._world_size, self._sequence
+        return Label(MAGIC, LAYOUT_VERSION, self.nonce, size, receiver, sequence, sender)
+
     def _send(self, peer: int, descriptors: Sequence[int]) -> None:
-        message = _MESSAGE.pack(
-            MAGIC, LAYOUT_VERSION, self.nonce, self._rank, self._world_size, self._sequence, peer
-        )
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             try:
                 connection.connect(self._addresses[peer])
-                connection.sendmsg([message], [rights])
+                socket.send_fds(connection, [message], descriptors)
             except OSError as error:
                 raise InterlaceError(
                     f"rank {self._rank} cannot reach rank {peer} through its unix socket "
@@ -130,41 +141,36 @@ class Rendezvous:
                 )
             except TimeoutError:
                 return True
-        if self._is_late(message):
-            close_all(descriptors)
-            return True
         try:
             rank = self._sender(message, flags, received)
         except BaseException:
             close_all(descriptors)
             raise
+        if rank is None:
+            close_all(descriptors)
+            return True
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         received[rank] = Delivery(pid, descriptors)
         return True
 
-    def _is_late(self, message: bytes) -> bool:
-        """Whether it is of an earlier trade, which this rank has given up."""
-        if len(message) != _MESSAGE.size:
-            return False
-        magic, version, nonce, _, world_size, sequence, to = _MESSAGE.unpack(message)
-        mine = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._rank)
-        return (magic, version, nonce, world_size, to) == mine and sequence < self._sequence
-
-    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int:
+    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int | None:
+        """Who sent it; None for one of an earlier trade, which this rank has given up."""
         what = f"rank {self._rank} got a message that is not of this group"
         if len(message) != _MESSAGE.size or flags & socket.MSG_CTRUNC:
             raise InterlaceError(f"{what}: {len(message)} bytes, flags {flags:#x}")
-        magic, version, nonce, rank, world_size, sequence, to = _MESSAGE.unpack(message)
-        expected = (MAGIC, LAYOUT_VERSION, self.nonce, self._world_size, self._sequence, self._rank)
-        found = (magic, version, nonce, world_size, sequence, to)
-        names = ("magic", "layout version", "nonce", "world size", "sequence number", "receiver")
-        for name, has, wants in zip(names, found, expected, strict=True):
+        found = Label(*_MESSAGE.unpack(message))
+        expected = self._label(sender=found.sender, receiver=self._rank)
+        late = found.sequence_number < self._sequence
+        if late and found._replace(sequence_number=self._sequence) == expected:
+            return None
+        for name, has, wants in zip(Label._fields, found, expected, strict=True):
             if has != wants:
+                name = name.replace("_", " ")
                 raise InterlaceError(f"{what}: {name} is {_show(has)}, expected {_show(wants)}")
-        if rank not in self._addresses or rank in received:
-            raise InterlaceError(f"{what}: sender rank {rank} is unexpected")
-        return int(rank)
+        if found.sender not in self._addresses or found.sender in received:
+            raise InterlaceError(f"{what}: sender rank {found.sender} is unexpected")
+        return found.sender
 
     def close(self) -> None:
         self._listener.close()
@@ -175,60 +181,84 @@ def connect(
 ) -> Rendezvous:
     """Agree on a nonce through ``store`` and learn the addresses of all ranks.
 
-    ``prefix`` names the group and its generation. The caller must call :func:`forget` on all ranks
-    once everyone has connected, and must not let any rank go on before rank 0 has. A group of one
+    ``prefix`` names the group and its generation. The caller must call :func:`forget_group` on all
+    ranks once everyone has connected, and must not let any rank go on before all have. A group of one
     rank needs no store.
     """
+    rendezvous = Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
     if world_size == 1:
-        return Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
+        return rendezvous
     assert store is not None
-    deadline = time.monotonic() + timeout
-    nonce_key = f"{prefix}/nonce"
-    if rank == 0:
-        nonce = os.urandom(NONCE_BYTES)
-        store.set(nonce_key, nonce.hex())
-    else:
-        _wait(store, {0: nonce_key}, rank, prefix, deadline)
-        nonce = bytes.fromhex(store.get(nonce_key).decode())
-    rendezvous = Rendezvous(rank, world_size, nonce)
     try:
-        keys = {peer: _address_key(prefix, nonce, peer) for peer in range(world_size)}
-        store.set(keys.pop(rank), rendezvous.address.hex())
-        _wait(store, keys, rank, prefix, deadline)
-        rendezvous.set_addresses(
-            {peer: bytes.fromhex(store.get(key).decode()) for peer, key in keys.items()}
+        addresses, nonce = meet(
+            store, rank, world_size, rendezvous.address, prefix, f"{prefix}/nonce", timeout
         )
     except BaseException:
         rendezvous.close()
         raise
+    rendezvous.nonce = bytes.fromhex(nonce)
+    rendezvous.set_addresses({peer: each for peer, each in enumerate(addresses) if peer != rank})
     return rendezvous
 
 
-def forget(store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes) -> None:
-    """Delete this rank's keys; all peers must have read them."""
+def forget_group(
+    store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes
+) -> None:
+    """Delete all that this rank has left in the store; all ranks must have connected."""
     if store is not None and world_size > 1:
+        forget(store, rank, f"{prefix}/nonce", nonce.hex())
         if rank == 0:
             store.delete_key(f"{prefix}/nonce")
-        store.delete_key(_address_key(prefix, nonce, rank))
 
 
-def _address_key(prefix: str, nonce: bytes, rank: int) -> str:
-    return f"{prefix}/{nonce.hex()}/{rank}"
+def meet(
+    store: Store, rank: int, world_size: int, value: bytes, group: str, key: str, timeout: float
+) -> tuple[list[bytes], str]:
+    """Every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
 
+    All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
+    ``group`` within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        store.set(key, os.urandom(NONCE_BYTES).hex())
+    nonce, keys = "", {}
 
-def _wait(store: Store, keys: dict[int, str], rank: int, prefix: str, deadline: float) -> None:
-    """Until all keys exist. Polls: ``Store.wait`` prints a warning on stderr when it times out."""
-    missing = dict(keys)
-    while True:
-        missing = {peer: key for peer, key in missing.items() if not store.check([key])}
-        if not missing:
-            return
+    def missing() -> list[int]:
+        """Ranks without a value. A nonce of a run that crashed is replaced by rank 0's new one."""
+        nonlocal nonce, keys
+        if not store.check([key]) or not (current := store.get(key).decode()):
+            return [0]
+        if current != nonce:
+            nonce = current
+            keys = {peer: f"{key}/{nonce}/{peer}" for peer in range(world_size)}
+            store.set(keys[rank], value.hex())
+        return [peer for peer, its_key in keys.items() if not store.check([its_key])]
+
+    def opened() -> list[int]:
+        """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
+        if store.check([f"{key}/{nonce}/open"]):
+            return []
+        return missing() or [0]
+
+    # polls: Store.wait prints a warning on stderr when it times out
+    while ranks := missing() if rank == 0 else opened():
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
-                f"rank {rank}: ranks {sorted(missing)} have not joined group {prefix!r}",
-                tuple(sorted(missing)),
+                f"rank {rank}: ranks {ranks} have not joined group {group!r}", tuple(ranks)
             )
         time.sleep(_STORE_POLL_SECONDS)
+    if rank == 0:
+        store.set(key, "")  # deleted, it would let a get that follows a check wait forever
+        store.set(f"{key}/{nonce}/open", "")
+    return [bytes.fromhex(store.get(each).decode()) for each in keys.values()], nonce
+
+
+def forget(store: Store, rank: int, key: str, nonce: str) -> None:
+    """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
+    store.delete_key(f"{key}/{nonce}/{rank}")
+    if rank == 0:
+        store.delete_key(f"{key}/{nonce}/open")
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -171,13 +171,13 @@ def create_segment(identity: Identity) -> int:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         os.pwrite(descriptor, identity.pack(), 0)
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL):
-            raise _no_memory(nbytes, error.strerror or "no space") from error
-        raise
-    except BaseException:
-        os.close(descriptor)
+        no_space = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL)
+        if isinstance(error, OSError) and error.errno in no_space:
+            raise InterlaceError(
+                f"cannot allocate {nbytes} bytes of shared memory: {error.strerror or 'no space'}"
+            ) from error
         raise
     return descriptor
 
@@ -200,10 +200,6 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
     return Mapping(descriptor, size)
 
 
-def _no_memory(nbytes: int, reason: str) -> InterlaceError:
-    return InterlaceError(f"cannot allocate {nbytes} bytes of shared memory: {reason}")
-
-
 def available_memory() -> int:
     """Bytes that can be allocated now, as the kernel and this container's cgroup see it."""
     amounts = [1 << 62]
@@ -211,14 +207,13 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             amounts.append(int(line.split()[1]) * 1024)
     for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            amounts.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+            files = (Path("/sys/fs/cgroup", name) for name in (limit, used))
+            allowed, taken = (int(file.read_text()) for file in files)
+            amounts.append(allowed - taken)
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
     return min(amounts)

@@ -1,4 +1,4 @@
-"""How host code waits for other processes: politely, bounded, and never for somebody who is gone.
+"""Waits of one process for others: polite, bounded, and never for somebody who is gone.
 
 A wait is a loop of the caller's own polls with one :meth:`Patience.step` after each that failed::
 
@@ -53,17 +53,6 @@ def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
 
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
-
-    __slots__ = (
-        "_bell",
-        "_interruption",
-        "_next_check",
-        "_rank",
-        "_started",
-        "_steps",
-        "_suspect",
-        "_timeout",
-    )
 
     def __init__(
         self,

@@ -12,20 +12,18 @@ from __future__ import annotations
 import platform
 
 from interlace.runtime.places.one_host.atomics import load_acquire, store_release
-from interlace.runtime.places.one_host.segment import Mapping
 
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 class Words:
-    """The bytes behind the header of one mapping, as words: ``view[i]`` is byte ``8 * i``."""
+    """``data``, bytes at ``address`` that stay mapped, as words: ``view[i]`` is byte ``8 * i``."""
 
     __slots__ = ("address", "view")
 
-    def __init__(self, mapping: Mapping) -> None:
-        self.address = mapping.data_address
-        data = mapping.array()
-        self.view = data[: data.nbytes // 8 * 8].data.cast("q")
+    def __init__(self, address: int, data: memoryview) -> None:
+        self.address = address
+        self.view = data[: data.nbytes // 8 * 8].cast("B").cast("q")
 
     def release(self, index: int, value: int) -> None:
         """Store ``value``; earlier writes of this thread come before it."""

@@ -40,7 +40,6 @@ class OrderedWorker:
 
     @property
     def inside(self) -> bool:
-        """Whether the calling thread is the worker."""
         return threading.current_thread() is self._thread
 
     def submit(self, function: Callable[[], T]) -> Future[T]:

@@ -37,34 +37,29 @@ class Message:
     sent: Event
 
 
+@dataclass(eq=False)
 class Receive(Future[Outcome]):
     """A receive of ``rank``; ``source`` is None for any. Its copy runs on ``stream`` after ``posted``."""
 
-    def __init__(
-        self,
-        rank: int,
-        source: int | None,
-        tag: int,
-        tensor: torch.Tensor,
-        *,
-        stream: Stream,
-        posted: Event,
-        scheduler: Scheduler,
-        waiting: Callable[[], BlockedWait],
-    ) -> None:
+    rank: int
+    source: int | None
+    tag: int
+    tensor: torch.Tensor
+    stream: Stream
+    posted: Event
+    scheduler: Scheduler
+    waiting: Callable[[], BlockedWait]
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._rank, self._source, self._tag, self._tensor = rank, source, tag, tensor
-        self._stream, self._posted = stream, posted
-        self._scheduler, self._waiting = scheduler, waiting
         self._context = contextvars.copy_context()  # callbacks are the receiver's, not the sender's
 
     def fits(self, message: Message) -> bool:
         """Whether ``message`` is for this receive, by its envelope."""
-        to = (message.destination, message.tag) == (self._rank, self._tag)
-        return to and self._source in (None, message.source)
+        to = (message.destination, message.tag) == (self.rank, self.tag)
+        return to and self.source in (None, message.source)
 
     def settle(self, message: Message) -> None:
-        """Take ``message``."""
         self._context.run(self._settle, message)
 
     def _settle(self, message: Message) -> None:
@@ -72,24 +67,24 @@ class Receive(Future[Outcome]):
         if problem is not None:
             self.set_exception(problem)
             return
-        self._stream.wait_event(self._posted)
-        self._stream.wait_event(message.sent)
-        self._stream.copy(bytes_of(self._tensor), message.data, f"from rank {message.source}")
-        self.set_result(Outcome(None, self._stream.record(), lambda: message.source))
+        self.stream.wait_event(self.posted)
+        self.stream.wait_event(message.sent)
+        self.stream.copy(bytes_of(self.tensor), message.data, f"from rank {message.source}")
+        self.set_result(Outcome(None, self.stream.record(), lambda: message.source))
 
     def _mismatch(self, message: Message) -> Exception | None:
-        about = f"from rank {message.source} to rank {self._rank} with tag {self._tag}"
-        if message.dtype != self._tensor.dtype:
+        about = f"from rank {message.source} to rank {self.rank} with tag {self.tag}"
+        if message.dtype != self.tensor.dtype:
             return TypeError(
-                f"recv: dtype of tensor is {self._tensor.dtype} on rank {self._rank}, but the message "
+                f"recv: dtype of tensor is {self.tensor.dtype} on rank {self.rank}, but the message "
                 f"{about} is of {message.dtype}"
             )
         expected, sent = (
-            n // message.dtype.itemsize for n in (self._tensor.nbytes, message.data.nbytes)
+            n // message.dtype.itemsize for n in (self.tensor.nbytes, message.data.nbytes)
         )
         if expected != sent:
             return ValueError(
-                f"recv: tensor has {expected} elements on rank {self._rank}, but the message {about} "
+                f"recv: tensor has {expected} elements on rank {self.rank}, but the message {about} "
                 f"has {sent}"
             )
         return None
@@ -97,7 +92,7 @@ class Receive(Future[Outcome]):
     def result(self, timeout: float | None = None) -> Outcome:
         """The outcome; blocks the host task. ``timeout`` is void: here is no clock but the run's."""
         if not self.done():
-            self._scheduler.block(self.done, self._waiting)
+            self.scheduler.block(self.done, self.waiting)
         return super().result(0)
 
 
@@ -110,18 +105,18 @@ class Mailbox:
 
     def post(self, message: Message) -> None:
         """Give ``message`` to the first receive that it fits, now or later."""
-        for receive in self.receives:
-            if receive.fits(message):
-                self.receives.remove(receive)
-                receive.settle(message)
-                return
-        self.messages.append(message)
+        receive = next((each for each in self.receives if each.fits(message)), None)
+        if receive is None:
+            self.messages.append(message)
+        else:
+            self.receives.remove(receive)
+            receive.settle(message)
 
     def take(self, receive: Receive) -> None:
         """Give ``receive`` the first message that fits, now or later."""
-        for message in self.messages:
-            if receive.fits(message):
-                self.messages.remove(message)
-                receive.settle(message)
-                return
-        self.receives.append(receive)
+        message = next((each for each in self.messages if receive.fits(each)), None)
+        if message is None:
+            self.receives.append(receive)
+        else:
+            self.messages.remove(message)
+            receive.settle(message)

@@ -62,7 +62,7 @@ class SimWorld:
 
 
 class SimEvent(Event):
-    """Set when the stream reaches it."""
+    """An event that completes when its stream reaches it."""
 
     def __init__(self, place: SimPlace, *, completed: bool = False) -> None:
         self._place = place
@@ -81,16 +81,15 @@ class SimStream(Stream):
     def __init__(self, place: SimPlace, name: str) -> None:
         self._place = place
         self._name = name
-        self._scheduler = place.world.scheduler
-        self._items: deque[tuple[str, Callable[[], None], torch.Tensor | None, str]] = deque()
+        self._scheduler, self._observer = place.world.scheduler, place.world.observer
+        self._items: deque[tuple[str, Callable[[], Any], torch.Tensor | None, str]] = deque()
         self._busy = False
         self.running = "", ""  # where the present item was enqueued, and its label
 
     def _enqueue(
-        self, label: str, item: Callable[[], None], copied_to: torch.Tensor | None = None
+        self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
     ) -> None:
-        observed = self._place.world.observer is not None
-        where = line_of(user_frame(sys._getframe(2))) if observed else ""
+        where = line_of(user_frame(sys._getframe(2))) if self._scheduler.observed else ""
         self._items.append((label, item, copied_to, where))
         if not self._busy:
             self._busy = True
@@ -102,14 +101,10 @@ class SimStream(Stream):
         while self._items:
             label, item, copied_to, where = self._items.popleft()
             self.running = where, label
-            observer = self._place.world.observer
-            start = 0 if observer is None else observer.now()
+            start = self._observer.now()
             item()
-            self._scheduler.progress()
-            if observer is not None:
-                task = self._scheduler.current
-                observer.on_item(task, self._name, label, start, copied_to)
-            self._scheduler.give_way()
+            self._observer.on_item(self._scheduler.current, self._name, label, start, copied_to)
+            self._scheduler.changed()
         self._busy = False
 
     def _block(
@@ -126,14 +121,8 @@ class SimStream(Stream):
 
     def launch(self, launch: KernelLaunch) -> None:
         def item() -> None:
-            done = False
-
-            def finished() -> None:
-                nonlocal done
-                done = True
-
-            self._scheduler.spawn_programs(launch, self._place.global_rank, finished)
-            self._block(lambda: done, f"{launch.name} of {launch.op}", None)
+            ended = self._scheduler.spawn_programs(launch, self._place.global_rank)
+            self._block(ended, f"{launch.name} of {launch.op}", None)
 
         self._enqueue(launch.name, item)
 
@@ -145,22 +134,18 @@ class SimStream(Stream):
             pieces = zip(destination.chunk(COPY_PIECES), source.chunk(COPY_PIECES), strict=True)
             for to_part, from_part in pieces:
                 to_part.copy_(from_part)
-                self._scheduler.progress()
-                self._scheduler.give_way()
+                self._scheduler.changed()
 
         self._enqueue(label, item, destination)
 
     def call(self, function: Callable[[], Any], label: str) -> None:
-        def item() -> None:
-            function()
-
-        self._enqueue(label, item)
+        self._enqueue(label, function)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
-        def item() -> None:
-            self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op)
-
-        self._enqueue(f"publish slot {slot} of rank {peer}", item)
+        self._enqueue(
+            f"publish slot {slot} of rank {peer}",
+            lambda: self._signal(workspace.slots(peer, slot, 1), _epoch(workspace), workspace.op),
+        )
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
         def item() -> None:
@@ -190,18 +175,14 @@ class SimStream(Stream):
                     continue  # the op has put its credits itself
                 credit = _credits(workspace, peer)[workspace.rank : workspace.rank + 1]
                 self._signal(credit, epoch, workspace.op)
-                self._scheduler.progress()
-                self._scheduler.give_way()
+                self._scheduler.changed()
             workspace.header(workspace.rank)[EPOCH_WORD] = epoch
 
         self._enqueue("finish", item)
 
     def _signal(self, slot: torch.Tensor, epoch: int, op: str) -> None:
-        """Publish ``slot``, as ``publish_kernel`` does."""
         slot.numpy()[0] = epoch
-        observer = self._place.world.observer
-        if observer is not None:
-            observer.on_signal(self._scheduler.current, slot, op)
+        self._observer.on_signal(self._scheduler.current, slot, op)
 
     def _wait_signals(self, slots: torch.Tensor, epoch: int, what: Callable[[Any], str]) -> None:
         """Hold this stream until all ``slots`` are at least ``epoch``, as ``wait_kernel`` does."""
@@ -210,16 +191,14 @@ class SimStream(Stream):
             self._block(
                 lambda: int(seen.min()) >= epoch, what(seen), lambda: (int(seen.min()), epoch)
             )
-        observer = self._place.world.observer
-        if observer is not None:
-            observer.on_signals_seen(self._scheduler.current, slots)
+        self._observer.on_signals_seen(self._scheduler.current, slots)
 
     def record(self) -> Event:
         event = SimEvent(self._place)
 
         def item() -> None:
             event.completed = True
-            self._place.note_record(event)
+            self._observer.on_record(self._scheduler.current, event)
 
         self._enqueue("event", item)
         return event
@@ -228,7 +207,7 @@ class SimStream(Stream):
         def item() -> None:
             if not event.is_completed():
                 self._block(event.is_completed, "an event", None)
-            self._place.note_wait(event)
+            self._observer.on_wait_event(self._scheduler.current, event)
 
         self._enqueue("wait for event", item)
 
@@ -251,7 +230,7 @@ class SimPlace(Place):
     direct_access = False
 
     def __init__(self, world: SimWorld, members: tuple[int, ...], rank: int, key: Any) -> None:
-        self.world = world
+        self.world, self._scheduler, self._observer = world, world.scheduler, world.observer
         self.rank = rank
         self.world_size = len(members)
         self.global_rank = members[rank]
@@ -263,58 +242,41 @@ class SimPlace(Place):
         self._barriers = 0
         self._mail_stream: Stream | None = None
 
+    def _waiting(self, what: Callable[[], str]) -> Callable[[], BlockedWait]:
+        """Describes a wait of the host task for ``what()``."""
+        task = self._scheduler.current
+        return lambda: BlockedWait(self.global_rank, "host code", what(), where=user_line(task))
+
     def _meet(self, box: dict[int, Any], doing: str) -> None:
         """Block the host task until every rank has put something into ``box``."""
 
-        def describe() -> BlockedWait:
-            missing = [self._members[r] for r in range(self.world_size) if r not in box]
-            return BlockedWait(
-                self.global_rank,
-                "host code",
-                f"ranks {missing} to call {doing}",
-                where=user_line(task),
-            )
+        def missing() -> str:
+            ranks = [self._members[r] for r in range(self.world_size) if r not in box]
+            return f"ranks {ranks} to call {doing}"
 
-        task = self.world.scheduler.current
         if len(box) < self.world_size:
-            self.world.scheduler.block(lambda: len(box) == self.world_size, describe)
+            self._scheduler.block(lambda: len(box) == self.world_size, self._waiting(missing))
 
     def _in_step(self, box: dict[int, Any], doing: str) -> None:
         """Meet, and order all work before it on any rank before all work after it."""
-        task, observer = self.world.scheduler.current, self.world.observer
-        if observer is not None:
-            observer.on_meeting(task, id(box), self.world_size)
+        task = self._scheduler.current
+        self._observer.on_meeting(task, id(box), self.world_size)
         self._meet(box, doing)
-        if observer is not None:
-            observer.on_met(task, id(box))
+        self._observer.on_met(task, id(box))
 
     def arrive(self) -> None:
-        observer = self.world.observer
-        if observer is not None:
-            meeting = ("barrier", self._key, self._barriers)
-            observer.on_meeting(self.world.scheduler.current, meeting, self.world_size)
+        meeting = ("barrier", self._key, self._barriers)
+        self._observer.on_meeting(self._scheduler.current, meeting, self.world_size)
 
     def depart(self) -> None:
-        observer = self.world.observer
-        if observer is not None:
-            meeting = ("barrier", self._key, self._barriers)
-            observer.on_met(self.world.scheduler.current, meeting)
+        self._observer.on_met(self._scheduler.current, ("barrier", self._key, self._barriers))
         self._barriers += 1
-
-    def note_record(self, event: Event) -> None:
-        if self.world.observer is not None:
-            self.world.observer.on_record(self.world.scheduler.current, event)
-
-    def note_wait(self, event: Event) -> None:
-        if self.world.observer is not None:
-            self.world.observer.on_wait_event(self.world.scheduler.current, event)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         number, self._exchanged = self._exchanged, self._exchanged + 1
         box = self._group.exchanges.setdefault(number, {})
         box[self.rank] = payload
-        self.world.scheduler.progress()
-        self.world.scheduler.give_way()
+        self._scheduler.changed()
         self._meet(box, doing)
         self._group.exchanges.pop(number - 2, None)  # everyone has left that one
         return [box[rank] for rank in range(self.world_size)]
@@ -323,19 +285,13 @@ class SimPlace(Place):
         data = bytes_of(tensor).clone()
         message = Message(self.rank, peer, tag, tensor.dtype, data, self.record_current())
         self._group.mail.post(message)
-        self.world.scheduler.progress()
-        self.world.scheduler.give_way()
+        self._scheduler.changed()
         future: Future[Outcome] = Future()
         future.set_result(Outcome(None, None))
         return future
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        def waiting() -> BlockedWait:
-            source = "any rank" if peer is None else f"rank {self._members[peer]}"
-            what = f"a message from {source} with tag {tag}"
-            return BlockedWait(self.global_rank, "host code", what, where=user_line(task))
-
-        task = self.world.scheduler.current
+        source = "any rank" if peer is None else f"rank {self._members[peer]}"
         if self._mail_stream is None:
             self._mail_stream = self.new_stream("mail")
         receive = Receive(
@@ -345,12 +301,11 @@ class SimPlace(Place):
             tensor,
             stream=self._mail_stream,
             posted=self.record_current(),
-            scheduler=self.world.scheduler,
-            waiting=waiting,
+            scheduler=self._scheduler,
+            waiting=self._waiting(lambda: f"a message from {source} with tag {tag}"),
         )
         self._group.mail.take(receive)
-        self.world.scheduler.progress()
-        self.world.scheduler.give_way()
+        self._scheduler.changed()
         return receive
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -363,15 +318,13 @@ class SimPlace(Place):
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))
-        observer = self.world.observer
-        if observer is not None:
+        if self._scheduler.observed:
             self._group.observed.append(memory)  # an address must not mean two things in one run
         for index, part in enumerate(memory.parts):
             what = "signal pad" if index else "symmetric buffer"
-            names = self.world.scheduler.memory
+            names = self._scheduler.memory
             label = names.add(self.global_rank, part.ctypes.data, part.nbytes, what)
-            if observer is not None:
-                observer.on_allocate(self.global_rank, torch.from_numpy(part), label)
+            self._observer.on_allocate(self.global_rank, torch.from_numpy(part), label)
         return memory
 
     def owns(self, memory: LocalMemory) -> bool:
@@ -391,7 +344,7 @@ class SimPlace(Place):
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:
-        if not self.world.scheduler.inside:
+        if not self._scheduler.inside:
             raise InterlaceError(
                 f"{launch.op}: this memory belongs to a simulated run that has ended"
             )
@@ -405,17 +358,13 @@ class SimPlace(Place):
 
     def record_current(self) -> Event:
         event = SimEvent(self, completed=True)
-        self.note_record(event)
+        self._observer.on_record(self._scheduler.current, event)
         return event
 
     def hold_current(self, event: Event, waiting_for: str) -> None:
-        def describe() -> BlockedWait:
-            return BlockedWait(self.global_rank, "host code", waiting_for, where=user_line(task))
-
-        task = self.world.scheduler.current
         if not event.is_completed():
-            self.world.scheduler.block(event.is_completed, describe)
-        self.note_wait(event)
+            self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
+        self._observer.on_wait_event(self._scheduler.current, event)
 
     def program_limit(self) -> int:
         return 8
@@ -429,7 +378,7 @@ class SimPlace(Place):
         """An exception of any task ends the whole run; there is nothing to tell the others."""
 
     def close(self) -> None:
-        """Memory goes with the run."""
+        """Nothing to do: memory ends with the run."""
 
 
 def run_sim(
@@ -450,8 +399,7 @@ def run_sim(
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))
-    if scheduler.observer is not None:
-        scheduler.observer.attach(lambda: scheduler.steps)
+    scheduler.observer.attach(lambda: scheduler.steps)
 
     def main(rank: int) -> None:
         results[rank] = host(SimPlace(world, members, rank, "world"))

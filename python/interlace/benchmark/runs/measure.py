@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from interlace.benchmark.subjects.baselines import Joined
 from interlace.benchmark.subjects.requests import Request, source
 from interlace.benchmark.timing import kernel, protocol
 from interlace.benchmark.timing.caches import cache_bytes, sets_needed
-from interlace.benchmark.timing.subject import Candidate, Subject
+from interlace.benchmark.timing.subject import Candidate, Facts, Subject
 from interlace.groups import groups
 from interlace.runtime.core.place import Place
 
@@ -34,21 +34,14 @@ class Measured:
     set_bytes: int
 
 
-@dataclass
-class Sizes:
+@dataclass(kw_only=True)
+class Sizes(Facts):
     """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
 
-    op: str
-    shape: dict[str, int]
     place: str
     device: str
     world_size: int
     dtype: str
-    nbytes: int
-    bus_factor: float | None
-    flops: float
-    matmul: str | None
-    communication: str | None
     cache_bytes: int
     left_out: list[str]
     candidates: list[Measured]
@@ -62,20 +55,14 @@ def measure(request: Request, tick: Tick) -> Sizes:
         subject = found.make()
         measured = _measure(subject, request, place, tick)
     return Sizes(
-        subject.op,
-        subject.shape,
-        place.name,
-        place.device.type,
-        place.world_size,
-        request.dtype,
-        subject.nbytes,
-        subject.bus_factor,
-        subject.flops,
-        subject.matmul,
-        subject.communication,
-        cache_bytes(place.device),
-        found.left_out,
-        measured,
+        **{each.name: getattr(subject, each.name) for each in fields(Facts)},
+        place=place.name,
+        device=place.device.type,
+        world_size=place.world_size,
+        dtype=request.dtype,
+        cache_bytes=cache_bytes(place.device),
+        left_out=found.left_out,
+        candidates=measured,
     )
 
 
@@ -131,18 +118,24 @@ def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> li
 def _rotation(
     each: Candidate, make: Callable[[int], tuple[Any, ...]], place: Place
 ) -> tuple[protocol.Rotation, int]:
-    """Enough sets of inputs to get past the cache, and the bytes of one. Collective.
-
-    One in the simulator, whose times do not depend on a cache.
-    """
+    """Sets of inputs to use in turn, and the bytes of one. Collective."""
     first = make(0)
-    # the largest, for it has to be the same number on every rank: making inputs may be collective
-    set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
-    count = min(sets_needed(set_bytes, cache_bytes(place.device)), each.most_sets)
-    count = 1 if place.name == "sim" else count
+    count, set_bytes = sets_of(first, place)
+    count = min(count, each.most_sets)
     if each.copied:
         return protocol.Rotation(protocol.copies_of(first, count)), set_bytes
     return protocol.Rotation([first, *map(make, range(1, count))]), set_bytes
+
+
+def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
+    """How many sets of inputs like ``first`` get past the cache, and the bytes of one. Collective.
+
+    One in the simulator, whose times do not depend on a cache.
+    """
+    # the largest, for it has to be the same number on every rank: making inputs may be collective
+    set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
+    count = 1 if place.name == "sim" else sets_needed(set_bytes, cache_bytes(place.device))
+    return count, set_bytes
 
 
 def _checked(each: Candidate, number: int, *, virtual: bool) -> tuple[float | None, str]:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 
+from interlace.benchmark.runs.measure import Tick, sets_of
 from interlace.benchmark.runs.tune_candidates import SENDING, Candidate, combined
 from interlace.benchmark.subjects import ops
 from interlace.benchmark.timing import protocol
-from interlace.benchmark.timing.caches import cache_bytes, sets_needed
 from interlace.benchmark.timing.subject import Setting
 from interlace.groups import groups
 from interlace.runtime.tuning import configuration
@@ -32,8 +32,6 @@ LEAST_BLOCKS = 3
 FINALISTS = 3
 EARLY = 0.6  # of the budget, for the first round
 WORTH_IT = 0.98  # of the default's time; what is nearer than that is noise
-
-Tick = Callable[[int, int], None]
 
 
 class CandidateError(Exception):
@@ -95,11 +93,9 @@ class _Search:
         self._op = ops.FUSED[request.op](setting, request.m, request.n, request.k)
         self._timed = [Timed(each) for each in request.candidates]
         self._start = time.perf_counter()
-        first = self._op.inputs(0)
-        size = int(protocol.slowest(protocol.total_bytes(first)))
-        count = 1 if place.name == "sim" else sets_needed(size, cache_bytes(place.device))
-        self._first = first
-        self._rotation = protocol.Rotation(protocol.copies_of(first, count))
+        self._first = self._op.inputs(0)
+        count, _ = sets_of(self._first, place)
+        self._rotation = protocol.Rotation(protocol.copies_of(self._first, count))
         self._calls = 1
 
     def _left(self) -> float:
@@ -127,7 +123,7 @@ class _Search:
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:300]
             raise CandidateError(index, f"{type(error).__name__}: {text}") from error
-        timed.error = protocol.slowest(_finite(self._op.check(result, 0)))
+        timed.error = protocol.slowest(self._op.check(result, 0))
 
     def run(self) -> list[Timed]:
         everything = self._timed
@@ -191,10 +187,6 @@ class _Search:
         return [timed] if timed.right else []
 
 
-def _finite(error: float) -> float:
-    return error if error == error else float("inf")
-
-
 @dataclass
 class Outcome:
     """What came of one shape. ``skipped``: candidates that could not be run, and why."""
@@ -237,7 +229,7 @@ def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> O
     skipped: list[tuple[Candidate, str]] = []
     left = list(request.candidates)
     while True:
-        tried = TuneRequest(**{**vars(request), "candidates": tuple(left)})
+        tried = replace(request, candidates=tuple(left))
         try:
             return Outcome(tried, run(tried), skipped)
         except CandidateError as error:

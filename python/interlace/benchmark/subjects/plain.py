@@ -8,6 +8,7 @@ own memory, without a rank waiting for another.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import interlace
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor
 from interlace.benchmark.timing.subject import Setting
@@ -42,6 +44,7 @@ class Plain(ABC):
         itemsize = torch.empty((), dtype=setting.dtype).element_size()
         self.part = max(1, nbytes // (itemsize * self.world_size))
         self.whole = self.part * self.world_size
+        self.own = self.rank * self.part  # the first element of this rank's part
         self.nbytes = self.whole * itemsize
         self.bus_factor: float | None = bus_factor(self.op, self.world_size)
 
@@ -79,26 +82,32 @@ class Plain(ABC):
     # -- three ways to do it, all returning what check() takes ------------------------------------------
 
     @abstractmethod
-    def ours(self, algorithm: str) -> Callable[..., Any]: ...
+    def call(self, library: Any, *tensors: Any, **how: Any) -> Any:
+        """The collective of ``library``, interlace or torch.distributed: their names are the same."""
 
-    @abstractmethod
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        how = {"algorithm": algorithm} if len(self.algorithms) > 1 else {}
+        return functools.partial(self.call, interlace, **how)
+
     def theirs(self, *tensors: Any) -> Any:
         """Through torch.distributed's default group."""
+        return self.call(dist, *tensors)
 
     @abstractmethod
     def alone_inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`alone`."""
 
-    @abstractmethod
-    def alone(self, *tensors: Any) -> Any: ...
+    def alone(self, output: Any, source: Any) -> Any:
+        return output.copy_(source)
 
     @abstractmethod
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float: ...
 
     # -- what several have in common ----------------------------------------------------------------------
 
-    def _copied(self, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        return output.copy_(source)
+    def _own_parts(self, call: int) -> list[torch.Tensor]:
+        """What every rank brings for this one."""
+        return [self.of(r, call, self.own, self.part) for r in range(self.world_size)]
 
     def _sum(self, result: torch.Tensor, first: int, call: int, rounds_often: bool) -> float:
         return payload.error_of_sum(result, first, self.world_size, call, rounds_often=rounds_often)

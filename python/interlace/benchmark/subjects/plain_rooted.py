@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import interlace
 from interlace.benchmark.subjects.plain import Plain, Tensors
 from interlace.benchmark.subjects.plain_all import AllGather, AllReduce
 from interlace.benchmark.timing import payload
@@ -22,21 +19,12 @@ class Broadcast(Plain):
     def inputs(self, call: int) -> Tensors:
         return (self.empty(self.whole) if self.rank else self.of(0, call),)
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            interlace.broadcast(x, 0, algorithm=algorithm)
-            return x
-
-        return run
-
-    def theirs(self, x: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(x, 0)
+    def call(self, library: Any, x: Any, **how: Any) -> Any:
+        library.broadcast(x, 0, **how)
         return x
 
     def alone_inputs(self, call: int) -> Tensors:
         return self.empty(self.whole), self.of(0, call)
-
-    alone = Plain._copied
 
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
         return payload.error_of_copy(result, 0, 0, call)
@@ -46,15 +34,8 @@ class Reduce(AllReduce):
     op = "reduce"
     algorithms: tuple[str, ...] = ("auto",)
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            interlace.reduce(x, 0)
-            return x
-
-        return run
-
-    def theirs(self, x: torch.Tensor) -> torch.Tensor:
-        dist.reduce(x, 0)
+    def call(self, library: Any, x: Any) -> Any:  # type: ignore[override]
+        library.reduce(x, 0)
         return x
 
     def alone_inputs(self, call: int) -> Tensors:
@@ -83,16 +64,11 @@ class Gather(AllGather):
         output = self.empty(self.whole)
         return mine, list(output.chunk(self.world_size)), output
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        def run(x: torch.Tensor, parts: Any, output: Any) -> Any:
-            interlace.gather(x, parts, 0)
-            return output
-
-        return run
-
-    def theirs(self, x: torch.Tensor, parts: Any, output: Any) -> Any:  # type: ignore[override]
-        dist.gather(x, parts, 0)
+    def call(self, library: Any, x: Any, parts: Any, output: Any) -> Any:  # type: ignore[override]
+        library.gather(x, parts, 0)
         return output
+
+    theirs = Plain.theirs  # type: ignore[assignment]
 
     def alone_inputs(self, call: int) -> Tensors:
         return (None, None) if self.rank else super().alone_inputs(call)
@@ -111,24 +87,15 @@ class Scatter(Plain):
         parts = None if self.rank else list(self.of(0, call).chunk(self.world_size))
         return self.empty(self.part), parts
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        def run(output: torch.Tensor, parts: Any) -> torch.Tensor:
-            interlace.scatter(output, parts, 0)
-            return output
-
-        return run
-
-    def theirs(self, output: torch.Tensor, parts: Any) -> torch.Tensor:
-        dist.scatter(output, parts, 0)
+    def call(self, library: Any, output: Any, parts: Any) -> Any:
+        library.scatter(output, parts, 0)
         return output
 
     def alone_inputs(self, call: int) -> Tensors:
-        return self.empty(self.part), self.of(0, call, self.rank * self.part, self.part)
-
-    alone = Plain._copied
+        return self.empty(self.part), self.of(0, call, self.own, self.part)
 
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
-        return payload.error_of_copy(result, self.rank * self.part, 0, call)
+        return payload.error_of_copy(result, self.own, 0, call)
 
 
 class SendRecv(Plain):
@@ -144,25 +111,17 @@ class SendRecv(Plain):
     def inputs(self, call: int) -> Tensors:
         return self.empty(self.whole), self.of(self.rank, call)
 
-    def _ring(self, module: Any, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def call(self, library: Any, output: Any, x: Any) -> Any:
         ops = [
-            module.P2POp(module.isend, x, (self.rank + 1) % self.world_size),
-            module.P2POp(module.irecv, output, self.before),
+            library.P2POp(library.isend, x, (self.rank + 1) % self.world_size),
+            library.P2POp(library.irecv, output, self.before),
         ]
-        for work in module.batch_isend_irecv(ops):
+        for work in library.batch_isend_irecv(ops):
             work.wait()
         return output
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        return lambda output, x: self._ring(interlace, output, x)
-
-    def theirs(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._ring(dist, output, x)
-
     def alone_inputs(self, call: int) -> Tensors:
         return self.empty(self.whole), self.of(self.before, call)
-
-    alone = Plain._copied
 
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
         return payload.error_of_copy(result, 0, self.before, call)

@@ -67,33 +67,23 @@ class Kernel:
     baselines: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
-def arguments_of(function: Callable[..., Any], target: str) -> dict[str, bool]:
-    """Which of ``ARGUMENTS`` the function takes, and whether it has to be given it.
+def arguments_for(
+    function: Callable[..., Any], target: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of ``given`` that the function takes.
 
-    Raises TypeError if it needs any other.
+    Raises ValueError if it needs one that is None, TypeError if it needs any that is not in ``ARGUMENTS``.
     """
-    taken = {}
+    arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         needed = parameter.default is parameter.empty
-        if name in ARGUMENTS:
-            taken[name] = needed
-        elif needed:
-            raise TypeError(
-                f"{target}: takes an argument {name!r}; bench gives {', '.join(ARGUMENTS)}"
-            )
-    return taken
-
-
-def arguments_for(
-    function: Callable[..., Any], target: str, given: dict[str, Any]
-) -> dict[str, Any]:
-    """Those of ``given`` that the function takes. Raises ValueError if it needs one that is None."""
-    arguments = {}
-    for name, needed in arguments_of(function, target).items():
-        if given.get(name) is not None:
+        if name in ARGUMENTS and given.get(name) is not None:
             arguments[name] = given[name]
+        elif needed and name not in ARGUMENTS:
+            known = ", ".join(ARGUMENTS)
+            raise TypeError(f"{target}: takes an argument {name!r}; bench gives {known}")
         elif needed:
             option = "--sizes" if name == "nbytes" else f"--{name}"
             raise ValueError(f"{target}: takes {name!r}, so give {option}")

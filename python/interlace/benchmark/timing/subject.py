@@ -31,7 +31,7 @@ class Candidate:
 
 
 @dataclass
-class Subject:
+class Facts:
     """``nbytes``, ``bus_factor``, ``flops`` as in :class:`interlace.benchmark.Kernel`.
 
     ``shape``: what tells sizes of one op apart, for tables. ``matmul`` and ``communication`` are names of
@@ -43,9 +43,15 @@ class Subject:
     nbytes: int
     bus_factor: float | None
     flops: float
-    candidates: list[Candidate] = field(default_factory=list)
     matmul: str | None = None
     communication: str | None = None
+
+
+@dataclass
+class Subject(Facts):
+    """What is measured, and the ways to do it."""
+
+    candidates: list[Candidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from interlace.cli.bench.options import (
     under_torchrun,
     world_size_of,
 )
+from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.plots import refuse_format
 from interlace.cli.output.progress import Progress, nothing
@@ -60,11 +61,11 @@ def bench(console: Any, options: BenchOptions) -> int:
     try:
         if options.json is not None:
             report.write_json(pathlib.Path(options.json), options, results)
-            console.print(f"JSON: {options.json}", highlight=False, markup=False)
+            write(console, f"JSON: {options.json}")
     finally:  # one may fail, and the other not
         if options.plot is not None:
             report.write_plot(pathlib.Path(options.plot), results)
-            console.print(f"Plot: {options.plot}", highlight=False, markup=False)
+            write(console, f"Plot: {options.plot}")
     return 0 if all(each.right for each in results) else 1
 
 

@@ -14,6 +14,7 @@ from interlace.benchmark.runs.results import Result, Row
 from interlace.benchmark.timing import protocol
 from interlace.benchmark.timing.subject import BASELINE, PART
 from interlace.cli.bench.options import BenchOptions
+from interlace.cli.output.consoles import write
 from interlace.cli.output.plots import require_matplotlib
 
 CACHED = "in cache"  # marks inputs that could not be rotated past the cache
@@ -24,25 +25,25 @@ CACHED = "in cache"  # marks inputs that could not be rotated past the cache
 
 def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> None:
     """Title, table, notes, verdict."""
-    console.print(_title(results), highlight=False)
+    console.print(_title(results))
     headers, lines = table(results)
     _print_table(console, headers, lines)
     for note in notes(results):
-        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
+        write(console, note, "dim")
     for result in results:
         for said in [result.failed] + [row.said for row in result.rows]:
             if said:
                 text = f"{result.label}: {said}"
-                console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+                write(console, text, "red")
     wrong = sorted({row.name for r in results for row in r.rows if row.right is False})
     failed = any(result.failed for result in results)
     if wrong or failed:
         what = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
-        console.print(f"[red]WRONG results: {what}.[/red]", highlight=False)
+        console.print(f"[red]WRONG results: {what}.[/red]")
     elif any(row.right is None and row.role != PART for r in results for row in r.rows):
-        console.print("Not checked: there is nothing to compare with.", highlight=False)
+        console.print("Not checked: there is nothing to compare with.")
     else:
-        console.print("[green]All results are right.[/green]", highlight=False)
+        console.print("[green]All results are right.[/green]")
 
 
 def _title(results: Sequence[Result]) -> str:
@@ -114,7 +115,7 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
     for line in [*heads, rule, *lines]:
         style = "bold red" if line[-1].startswith("WRONG") else ""
         text = _aligned(line, widths)
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        write(console, text, style)
     console.print()
 
 

@@ -65,7 +65,7 @@ def show(console: Console, reports: list[Report], as_json: bool) -> None:
     """A line per report, or all of them as JSON."""
     if as_json:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
-        console.out(json.dumps(facts, indent=2), highlight=False)
+        console.out(json.dumps(facts, indent=2))
     else:
         _render(console, reports)
 
@@ -112,7 +112,7 @@ def _render(console: Console, reports: list[Report]) -> None:
         )
     console.print(table)
     failed = sum(bool(report.problems()) for report in reports)
-    console.print(f"{len(reports)} built, {failed} not as they should be.", highlight=False)
+    console.print(f"{len(reports)} built, {failed} not as they should be.")
 
 
 def _good(report: Report) -> Text:

@@ -81,7 +81,7 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
     show(console, reports, as_json)
     failed = any(report.problems() for report in reports)
     if not as_json and not failed:
-        console.print(f"Written to {given.out}. Without Triton: {LOADER} there.", highlight=False)
+        console.print(f"Written to {given.out}. Without Triton: {LOADER} there.")
     return 1 if failed else 0
 
 

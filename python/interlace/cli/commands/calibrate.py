@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+from interlace.cli.output.consoles import write
+from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import option
 from interlace.cli.output.progress import Progress, nothing
 from interlace.runtime.tuning import calibration
@@ -173,22 +175,10 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any) -> int:
 
 
 def _file(options: CalibrateOptions, device_type: str) -> pathlib.Path:
-    if options.cache is not None:
-        return pathlib.Path(options.cache).absolute()
-    file = calibration.path(device_type)
-    if file is None:
-        raise ValueError(
-            f"{calibration.VARIABLE}={os.environ[calibration.VARIABLE]}: there is no file to write; "
-            "give --cache FILE"
-        )
-    return file
+    return file_to_write(options.cache, calibration.path(device_type), calibration.VARIABLE)
 
 
 # -- what is printed -------------------------------------------------------------------------------
-
-
-def _line(console: Any, text: str, **style: Any) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
 
 
 def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
@@ -199,12 +189,12 @@ def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
         plan = {"file": str(file), "backend": _backend(options), **asdict(request)}
         print(json.dumps({**plan, "cases": len(cases), "calls": calls}, indent=1))
         return
-    _line(console, f"mesh {'x'.join(map(str, request.mesh))}, backend {_backend(options)}")
-    _line(console, f"would measure {len(cases)} cases, {calls} calls:")
-    _line(console, f"  ops    {', '.join(calibration.OPS)}")
-    _line(console, f"  small  {', '.join(map(str, request.small))} bytes")
-    _line(console, f"  large  {', '.join(map(str, request.large))} bytes")
-    _line(console, f"would write {file}")
+    write(console, f"mesh {'x'.join(map(str, request.mesh))}, backend {_backend(options)}")
+    write(console, f"would measure {len(cases)} cases, {calls} calls:")
+    write(console, f"  ops    {', '.join(calibration.OPS)}")
+    write(console, f"  small  {', '.join(map(str, request.small))} bytes")
+    write(console, f"  large  {', '.join(map(str, request.large))} bytes")
+    write(console, f"would write {file}")
 
 
 def _backend(options: CalibrateOptions) -> str:
@@ -217,19 +207,17 @@ def _print(
     if options.json:
         print(json.dumps({"file": str(file), **asdict(found)}, indent=1))
         return
-    _line(console, f"mesh {'x'.join(map(str, found.mesh))}, backend {found.backend}, {found.date}")
-    _line(
+    write(console, f"mesh {'x'.join(map(str, found.mesh))}, backend {found.backend}, {found.date}")
+    write(
         console,
         f"{'dim':>3} {'op':<14} {'messages':<8} {'from bytes':>10} {'latency us':>11} {'GB/s':>8}",
     )
     for link in found.links:
         for name, each in zip(("small", "large"), link.protocols, strict=False):
-            _line(
+            write(
                 console,
                 f"{link.dim:>3} {link.op:<14} {name:<8} {each.from_bytes:>10} {each.latency_us:>11.1f} "
                 f"{each.gb_per_s:>8.3f}",
             )
-    _line(console, "GB/s are 10**9 bytes of the whole tensor per second", style="dim")
-    _line(console, f"written: {file}")
-    if calibration.path() != file:
-        _line(console, f"to use it: {calibration.VARIABLE}={file}")
+    write(console, "GB/s are 10**9 bytes of the whole tensor per second", "dim")
+    tell_written(console, file, calibration.path(), calibration.VARIABLE)

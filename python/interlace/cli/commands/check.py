@@ -233,7 +233,6 @@ def check(console: Any, device: str, *, seed: int = 0, as_json: bool = False) ->
                 f"{mark}  {case.op:<22} {case.variant:<21} W={case.world_size} {case.shape:<17} "
                 f"{case.dtype}  {verdict.ratio:5.2f} of bound  {verdict.seconds * 1e3:6.0f} ms"
                 + (f"  {verdict.error.splitlines()[0]}" if verdict.error else ""),
-                highlight=False,
                 soft_wrap=True,
             )
     failed = [verdict for verdict in verdicts if not verdict.passed]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from interlace.cli.output.consoles import write
 from interlace.cli.output.machine import DEVICE_LIBRARY, Facts, inspect_machine
 
 OLDEST_CAPABILITY = (8, 0)
@@ -85,7 +86,7 @@ def doctor(console: Any, as_json: bool = False) -> int:
     """Print what :func:`collect` finds; 0 if at least one place works here, else 1."""
     facts = collect()
     if as_json:
-        console.out(json.dumps(facts, indent=2), highlight=False)
+        console.out(json.dumps(facts, indent=2))
     else:
         _render(console, facts)
     return 0 if any(place["works"] for place in facts["places"].values()) else 1
@@ -93,11 +94,11 @@ def doctor(console: Any, as_json: bool = False) -> int:
 
 def _render(console: Any, facts: Facts) -> None:
     for name, value in _rows(facts):
-        console.print(f"{name:22} {value}", markup=False, highlight=False, soft_wrap=True)
+        write(console, f"{name:22} {value}")
     for name, verdict in facts["places"].items():
         works, style = ("yes", "green") if verdict["works"] else ("no", "red")
         text = f"{f'place {name}':22} {works}: {verdict['why']}"
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        write(console, text, style)
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:

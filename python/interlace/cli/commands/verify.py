@@ -70,7 +70,7 @@ def verify(console: Console, options: VerifyOptions) -> int:
             "clean": not any(result.findings for result in results),
             "results": [result.to_dict() for result in results],
         }
-        console.out(json.dumps(facts, indent=2), highlight=False)
+        console.out(json.dumps(facts, indent=2))
     else:
         render(console, results)
     return 1 if any(result.findings for result in results) else 0
@@ -118,7 +118,6 @@ def render(console: Console, results: list[Result]) -> None:
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
             f"protocol {result.variant}: {result.count}, all interleavings right",
-            highlight=False,
             style="dim",
         )
     told: set[str] = set()
@@ -128,10 +127,10 @@ def render(console: Console, results: list[Result]) -> None:
                 told.add(text)
                 title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
                 console.print(f"\n[bold red]{escape(title)}[/]")
-                console.print(escape(text), highlight=False, soft_wrap=True)
+                console.print(escape(text), soft_wrap=True)
     count = sum(len(result.findings) for result in results)
     if count:
-        console.print(f"\n[red]{count} findings.[/]", highlight=False)
+        console.print(f"\n[red]{count} findings.[/]")
     else:
         console.print(
             "[green]No findings.[/] The table says how much was looked at.", highlight=False

@@ -20,6 +20,7 @@ from interlace.cli.demo import chrome_trace, timeline, workload
 from interlace.cli.demo.cases import CASES, Case
 from interlace.cli.demo.options import DemoOptions
 from interlace.cli.demo.workload import Workload
+from interlace.cli.output.consoles import write
 from interlace.cli.output.plots import require_matplotlib
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
@@ -67,11 +68,10 @@ def demo(console: Console, options: DemoOptions) -> int:
             f"Correct: every error is within the bound that follows from {options.dtype} "
             f"(at most {worst:.0%} of it).",
             style="bold green",
-            highlight=False,
         )
         return 0
     wrong = ", ".join(outcome.case.title for outcome in outcomes if not outcome.correct)
-    console.print(f"WRONG: errors beyond the bound in {wrong}.", style="bold red", highlight=False)
+    console.print(f"WRONG: errors beyond the bound in {wrong}.", style="bold red")
     return 1
 
 
@@ -150,13 +150,10 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
         "shm": "one process each, kernels interpreted",
         "cuda": "sharing the current GPU",
     }[options.place]
-    console.print(f"[bold]interlace demo[/bold]: {ranks}, {where}", highlight=False)
-    console.print(f"  input   {work.origin}", highlight=False, markup=False)
-    console.print(
-        f"  shapes  x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}], {options.dtype}",
-        highlight=False,
-        markup=False,
-    )
+    console.print(f"[bold]interlace demo[/bold]: {ranks}, {where}")
+    write(console, f"  input   {work.origin}")
+    sizes = f"x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}]"
+    write(console, f"  shapes  {sizes}, {options.dtype}")
     if options.place != "cuda":
         console.print(timeline.legend(console.options.ascii_only))
 
@@ -168,7 +165,7 @@ def report(console: Console, outcome: Outcome, number: int) -> None:
     from rich.table import Table
 
     case, recording = outcome.case, outcome.recording
-    console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}", highlight=False)
+    console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}")
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for header in ("rank", "max error", "of bound", "bytes sent", "tiles", "before last chunk"):
@@ -191,7 +188,7 @@ def _write(console: Console, options: DemoOptions, outcomes: Sequence[Outcome]) 
     parts = [(o.case.title, o.recording) for o in outcomes if o.recording is not None]
     if options.trace is not None:
         chrome_trace.write_trace(pathlib.Path(options.trace), parts)
-        console.print(f"Trace for ui.perfetto.dev: {options.trace}", highlight=False, markup=False)
+        write(console, f"Trace for ui.perfetto.dev: {options.trace}")
     if options.plot is not None:
         timeline.write_plot(pathlib.Path(options.plot), parts, options.ranks)
-        console.print(f"Plot: {options.plot}", highlight=False, markup=False)
+        write(console, f"Plot: {options.plot}")

@@ -31,9 +31,14 @@ class PlainConsole:
 
 
 def new_console(*, stderr: bool = False) -> Any:
-    """rich's console, or a plain one."""
+    """rich's console, or a plain one; figures in a text are not coloured."""
     try:
         from rich.console import Console
     except ImportError:
         return PlainConsole(stderr=stderr)
-    return Console(stderr=stderr)
+    return Console(stderr=stderr, highlight=False)
+
+
+def write(console: Any, text: str, style: str = "") -> None:
+    """Print a line as it is: words in brackets are no markup, and it is not broken."""
+    console.print(text, style=style, markup=False, soft_wrap=True)

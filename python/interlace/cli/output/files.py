@@ -1,9 +1,12 @@
-"""Files that a command writes when it is done: that it can is found out before it begins."""
+"""Files that a command writes when it is done: which, and, before it begins, whether it can."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+from typing import Any
+
+from interlace.cli.output.consoles import write
 
 
 def refuse_unwritable(option: str, path: str) -> None:
@@ -26,3 +29,23 @@ def refuse_unwritable(option: str, path: str) -> None:
         raise ValueError(f"{where}: cannot be written: {error}") from None
     if new:
         target.unlink()
+
+
+def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
+    """The file of ``--cache``, else the usual one. Raises ValueError if ``variable`` turns that off."""
+    if given is not None:
+        return pathlib.Path(given).absolute()
+    if usual is None:
+        raise ValueError(
+            f"{variable}={os.environ[variable]}: there is no file to write; give --cache FILE"
+        )
+    return usual
+
+
+def tell_written(
+    console: Any, file: pathlib.Path, usual: pathlib.Path | None, variable: str
+) -> None:
+    """Print the name of the file, and if it is not the usual one, how to have it read."""
+    write(console, f"written: {file}")
+    if usual != file:
+        write(console, f"to use it: {variable}={file}")

@@ -7,7 +7,7 @@ comes after another, each written when it is done, so an interrupted run keeps w
 from __future__ import annotations
 
 import datetime
-import os
+import functools
 import pathlib
 import tempfile
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 import interlace
 from interlace.benchmark.runs.tune import Outcome, Timed, TuneRequest, on_rank, search
 from interlace.benchmark.runs.tune_candidates import Candidate, candidates, problem_of, untuned
+from interlace.cli.output.consoles import write
+from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.progress import Progress
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
@@ -36,15 +38,14 @@ def tune(console: Any, options: TuneOptions) -> int:
     if options.dry_run:
         _list(console, options, jobs)
         return 0
-    file = _file(options)
+    file = file_to_write(options.cache, cache.path(), cache.VARIABLE)
     cache.FILE.refuse_unwritable(file)
     place = place_of(options)
     device = torch.device("cuda" if place == "cuda" else "cpu")
     machine = cache.machine(place, device)
     console.print(
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
-        f"{_name(options)}, triton {machine.triton}",
-        highlight=False,
+        f"{_name(options)}, triton {machine.triton}"
     )
     outcomes: list[tuple[Job, Outcome]] = []
     unwritten: list[cache.Row] = []
@@ -67,26 +68,11 @@ def tune(console: Any, options: TuneOptions) -> int:
                 failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)
-    console.print(_meaning(place), style="dim", highlight=False, markup=False, soft_wrap=True)
+    write(console, _meaning(place), "dim")
     if unwritten and failed is not None:
         raise failed
-    console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
-    if cache.path() != file:
-        said = f"to use it: {cache.VARIABLE}={file}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    tell_written(console, file, cache.path(), cache.VARIABLE)
     return 0 if all(outcome.default.right for _, outcome in outcomes) else 1
-
-
-def _file(options: TuneOptions) -> pathlib.Path:
-    if options.cache is not None:
-        return pathlib.Path(options.cache).absolute()
-    file = cache.path()
-    if file is None:
-        raise ValueError(
-            f"{cache.VARIABLE}={os.environ[cache.VARIABLE]}: there is no cache to write; "
-            "give --cache FILE"
-        )
-    return file
 
 
 def _capability(options: TuneOptions) -> int | None:
@@ -161,27 +147,25 @@ def _row(options: TuneOptions, job: Job, outcome: Outcome) -> cache.Row:
 
 
 def _print(console: Any, job: Job, outcome: Outcome) -> None:
-    def line(text: str, **style: Any) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
-
+    line = functools.partial(write, console)
     default, best = outcome.default, outcome.best
-    console.print(f"[bold]{_text(job)}[/bold]", highlight=False)
+    console.print(f"[bold]{_text(job)}[/bold]")
     line(f"  default  {default.median:12.1f} us   {default.candidate.describe()}")
     if best is default:
         line("  no candidate is faster by more than noise: the default stays")
     else:
         line(f"  best     {best.median:12.1f} us   {best.candidate.describe()}")
-        line(f"  {outcome.factor:.2f} times as fast as the default", style="green")
+        line(f"  {outcome.factor:.2f} times as fast as the default", "green")
     wrong = [each for each in outcome.timed if not each.right]
     for each in wrong:
         text = f"  WRONG: {each.candidate.describe()}: error {each.error:.3g} times what is allowed"
-        line(text, style="red")
+        line(text, "red")
     for candidate, reason in outcome.skipped:
-        line(f"  skipped: {candidate.describe()}: {reason}", style="yellow")
+        line(f"  skipped: {candidate.describe()}: {reason}", "yellow")
     untried = [each for each in outcome.timed if not each.microseconds and each.right]
     tried = len(outcome.timed) - len(untried)
     more = f", {len(untried)} more did not fit into the budget" if untried else ""
-    line(f"  {tried} candidates tried{more}", style="dim")
+    line(f"  {tried} candidates tried{more}", "dim")
 
 
 def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
@@ -199,13 +183,13 @@ def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
         if cached is not None:
             choice = tuning.decide(capability, problem, cached)
             algorithm = choice.algorithm if place != "sim" and choice.algorithm else algorithm
-        console.print(f"[bold]{_text(job)}[/bold], {_name(options)}", highlight=False)
+        console.print(f"[bold]{_text(job)}[/bold], {_name(options)}")
         lines = [f"now: {algorithm}, by {choice.source}"]
         lines += [f"  {choice.configuration}"] if algorithm != "unfused" else []
         tried = _tried(options, job)
         lines += [f"would try {len(tried)}:", *(f"  {each.describe()}" for each in tried)]
         for text in lines:
-            console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+            write(console, f"  {text}")
 
 
 def _meaning(place: str) -> str:

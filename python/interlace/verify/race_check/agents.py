@@ -50,7 +50,9 @@ class Agent:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """The componentwise maximum; clocks grow as agents appear."""
+    """The componentwise maximum; clocks grow as agents appear. ``one`` None: there is no clock yet."""
+    if one is None:
+        return other
     if len(one) < len(other):
         one, other = other, one
     result = one.copy()

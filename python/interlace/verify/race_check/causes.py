@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.findings import Finding
 from interlace.verify.race_check.happens_before import Detector
@@ -18,20 +15,12 @@ from interlace.verify.race_check.happens_before import Detector
 class Several(Observer):
     """Detectors that look at the same run by different rules."""
 
+    know: Callable[..., None]
+    new: Callable[..., None]
+    touch: Callable[..., None]
+
     def __init__(self, detectors: list[Detector]) -> None:
         self.detectors = detectors
-
-    def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
-        for detector in self.detectors:
-            detector.know(tensor, rank, fresh=fresh)
-
-    def new(self, task: Task, tensor: torch.Tensor, op: str) -> None:
-        for detector in self.detectors:
-            detector.new(task, tensor, op)
-
-    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
-        for detector in self.detectors:
-            detector.touch(task, tensor, op, stores=stores)
 
 
 def _to_all(name: str) -> Callable[..., None]:
@@ -42,7 +31,8 @@ def _to_all(name: str) -> Callable[..., None]:
     return forward
 
 
-for _name in [name for name in vars(Observer) if name.startswith("on_") or name == "attach"]:
+_OBSERVED = [name for name in vars(Observer) if name.startswith("on_") or name == "attach"]
+for _name in (*_OBSERVED, "know", "new", "touch"):
     setattr(Several, _name, _to_all(_name))
 
 

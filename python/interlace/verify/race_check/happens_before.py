@@ -28,7 +28,6 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,14 +47,6 @@ WORD = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
 
-@dataclass(frozen=True)
-class _Site:
-    who: str
-    rank: int
-    what: str
-    lines: tuple[str, ...]
-
-
 class Detector(Observer):
     """Collects findings of one run."""
 
@@ -73,8 +64,7 @@ class Detector(Observer):
         self._events: dict[Any, Any] = {}
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
-        self._sites: list[_Site] = []
-        self._site_numbers: dict[_Site, int] = {}
+        self._sites: dict[Access, int] = {}
         self.found: dict[tuple[Any, ...], Finding] = {}
 
     @property
@@ -153,8 +143,7 @@ class Detector(Observer):
 
     def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
         agent = self._agent(task)
-        before = self._meetings.get(meeting)
-        self._meetings[meeting] = agent.clock if before is None else joined(before, agent.clock)
+        self._meetings[meeting] = joined(self._meetings.get(meeting), agent.clock)
         agent.clock = agent.clock.copy()
         agent.tick()
 
@@ -311,25 +300,21 @@ class Detector(Observer):
             if not (reaches(scope, agent, other) and reaches(sent_scope, other, agent)):
                 continue
             if not atomic.acquires and self.rules.orders:
-                agent.pending = clock if agent.pending is None else joined(agent.pending, clock)
+                agent.pending = joined(agent.pending, clock)
             elif atomic.each_thread and self.rules.barriers:
-                late = agent.for_lanes
-                agent.for_lanes = clock if late is None else joined(late, clock)
+                agent.for_lanes = joined(agent.for_lanes, clock)
             else:
                 agent.learn(clock)
 
     def _send(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
         if atomic.releases or not self.rules.orders:
             lanes = atomic.pointers is not None and atomic.by_lanes
-            clock = self._released(agent, each_thread=lanes)
-            self._put(messages, agent, scope, clock)
-            return
-        for fence_scope, clock in agent.fenced.items():
-            self._put(messages, agent, min(scope, fence_scope), clock)
-
-    def _put(self, messages: dict[Any, Any], agent: Agent, scope: int, clock: Any) -> None:
-        key = (agent.number, scope)
-        messages[key] = joined(messages[key], clock) if key in messages else clock
+            sent = {scope: self._released(agent, each_thread=lanes)}
+        else:
+            sent = agent.fenced
+        for sent_scope, clock in sent.items():
+            key = (agent.number, min(scope, sent_scope))
+            messages[key] = joined(messages.get(key), clock)
 
     def _released(self, agent: Agent, *, each_thread: bool) -> Any:
         clock = agent.clock.copy()
@@ -363,24 +348,17 @@ class Detector(Observer):
     # -- reports -------------------------------------------------------------------------------------
 
     def _site(self, agent: Agent, what: str, lines: tuple[str, ...]) -> int:
-        site = _Site(agent.who, agent.rank, what, lines)
-        number = self._site_numbers.get(site)
-        if number is None:
-            number = self._site_numbers[site] = len(self._sites)
-            self._sites.append(site)
-        return number
+        """The number of an access, which stands for it in the shadow memory."""
+        return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
 
     def _report(
         self, kind: str, conflict: Conflict, site: int, segment: Segment, size: int
     ) -> None:
-        first, second = (
-            Access(s.rank, s.who, s.what, s.lines)
-            for s in (self._sites[conflict.site], self._sites[site])
-        )
+        accesses = list(self._sites)
         finding = Finding(
             kind,
-            first,
-            second,
+            accesses[conflict.site],
+            accesses[site],
             segment.label,
             conflict.cell * segment.cell,
             max(1, conflict.cells * segment.cell // size),

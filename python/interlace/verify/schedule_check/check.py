@@ -18,7 +18,7 @@ from typing import Any
 from interlace import launcher
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.scheduler import Scheduler
-from interlace.runtime.scheduler.strategies import Replay, Segment, for_seed
+from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Storyteller
@@ -41,7 +41,7 @@ class Failure:
     seed: int
     kind: str
     text: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ScheduleSegment, ...]
     found_switches: int
     story: tuple[str, ...] = ()
 
@@ -159,8 +159,7 @@ def schedules(
     seconds = time.monotonic() - begin
     failure = None
     if failing:
-        order = {seed: position for position, seed in enumerate(chosen)}
-        first = min(failing, key=order.__getitem__)
+        first = next(seed for seed in chosen if seed in failing)
         failure = shrunk(trial, first, expected, search=shrink)
     return ScheduleReport(world_size, len(chosen), store_buffers, seconds, tuple(failing), failure)
 
@@ -171,7 +170,7 @@ class Outcome:
 
     error: BaseException | None
     digest: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ScheduleSegment, ...]
     story: tuple[str, ...] = ()
 
 
@@ -186,7 +185,7 @@ class Trial:
     timeout: float
 
     def run(
-        self, seed: int, segments: Sequence[Segment] | None = None, *, tell: bool = False
+        self, seed: int, segments: Sequence[ScheduleSegment] | None = None, *, tell: bool = False
     ) -> Outcome:
         """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
         strategy = for_seed(seed) if segments is None else Replay(segments)
@@ -231,7 +230,7 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
 
-    def still_fails(candidate: Sequence[Segment]) -> tuple[Segment, ...] | None:
+    def still_fails(candidate: Sequence[ScheduleSegment]) -> tuple[ScheduleSegment, ...] | None:
         nonlocal runs
         if runs >= SHRINK_RUNS or time.monotonic() > deadline:
             return None
@@ -243,20 +242,14 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     if replayed is not None:
         best = min(best, replayed, key=len)
         part = max(1, len(best) // 2)
-        while True:
-            smaller = None
-            for candidate in _without(best, part):
-                taken = still_fails(candidate)
-                if taken is not None and len(taken) < len(best):
-                    smaller = taken
-                    break
-            if smaller is not None:
-                best = smaller
-                part = min(part, max(1, len(best) // 2))
-            elif part > 1:
+        while part:
+            tried = map(still_fails, _without(best, part))
+            smaller = next((each for each in tried if each and len(each) < len(best)), None)
+            if smaller is None:
                 part //= 2
             else:
-                break
+                best = smaller
+                part = min(part, max(1, len(best) // 2))
     told = trial.run(seed, best, tell=True)
     text = "results differ from the first schedule's"
     if told.error is not None:
@@ -267,7 +260,7 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     return Failure(seed, kind, text, best, max(0, len(found.segments) - 1), told.story)
 
 
-def _without(segments: Sequence[Segment], part: int) -> Iterator[list[Segment]]:
+def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:
     """``segments`` with ``part`` neighbours left out, the last ones first."""
     for begin in range(len(segments) - part, -1, -part):
         yield [*segments[:begin], *segments[begin + part :]]
@@ -278,7 +271,7 @@ def _without(segments: Sequence[Segment], part: int) -> Iterator[list[Segment]]:
 def replay(
     fn: Callable[..., Any],
     world_size: int,
-    segments: Sequence[Segment],
+    segments: Sequence[ScheduleSegment],
     *args: Any,
     store_buffers: bool = False,
     seed: int = 0,

@@ -11,15 +11,14 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import Entry, entries
 from interlace.verify.lint_check.check import lint_many
 from interlace.verify.lint_check.launches import lint_request, specialisation
-from interlace.verify.protocols.explorer import explore
-from interlace.verify.protocols.patterns import PATTERNS
+from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import schedules
@@ -67,14 +66,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "subject": self.subject,
-            "check": self.check,
-            "variant": self.variant,
-            "count": self.count,
-            "findings": list(self.findings),
-            "seconds": round(self.seconds, 3),
-        }
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
 @dataclass(frozen=True)
@@ -117,8 +109,7 @@ def protocol_jobs(plan: Plan) -> list[Job]:
 
     def job(name: str) -> Job:
         def run() -> tuple[str, Sequence[str]]:
-            protocol = PATTERNS[name](ranks, rounds)
-            found = explore(protocol, reduced=len(protocol.processes) > ranks)
+            found = explored(name, ranks, rounds)
             wrong = [str(each) for each in (*found.deadlocks, *found.violations)]
             reduced = ", reduced" if found.reduced else ""
             return f"{found.states} states{reduced}", wrong

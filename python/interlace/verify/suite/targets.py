@@ -65,33 +65,62 @@ def _all(world_size: int, call: int, *shape: int) -> list[torch.Tensor]:
     return [_numbers(rank, call, *shape) for rank in range(world_size)]
 
 
-def _one_sided() -> Any:
-    """An op in which only rank 0 waits for data: nobody else learns how far the others are."""
-    one = torch.ones(1, 4), torch.ones(4, 1)
-    return interlace.matmul_reduce_scatter(*one, algorithm="fused", async_op=True)
-
-
 Started = tuple[Any, Callable[[Any], torch.Tensor], torch.Tensor]
+Start = Callable[..., Started]
 
 
-def _calls(start: Callable[[int, int, int], Started]) -> Callable[[], Any]:
-    """``CALLS`` ops in flight, begun by ``start(rank, world_size, call)``.
+def _in_flight(group: Communicator, start: Start, calls: int, algorithm: str) -> None:
+    """``calls`` ops of ``group``, begun by ``start(rank, world_size, call, **how)``, and their results.
 
     It returns a Work, what to take from its result, and what is right.
     """
+    how = {"group": group, "algorithm": algorithm, "async_op": True}
+    started = []
+    for call in range(calls):
+        started.append(start(group.rank, group.world_size, call, **how))
+        # An op in which only rank 0 waits for data: nobody else learns how far the others are.
+        one = torch.ones(1, 4), torch.ones(4, 1)
+        interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
+    for call, (work, taken, expected) in enumerate(started):
+        if not torch.equal(taken(work.wait()), expected):
+            raise AssertionError(f"wrong result on rank {group.rank} in call {call}")
 
-    def on_rank() -> None:
-        rank, world_size = interlace.get_rank(), interlace.get_world_size()
-        with configuration.override(**SMALL_TILES):
-            started = []
-            for call in range(CALLS):
-                started.append(start(rank, world_size, call))
-                _one_sided()
-            for call, (work, taken, expected) in enumerate(started):
-                if not torch.equal(taken(work.wait()), expected):
-                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
 
-    return on_rank
+def _algorithms(start: Start, *names: str) -> dict[str, Callable[[], Any]]:
+    """Variants of a target, one for each of these algorithms."""
+
+    def variant(algorithm: str) -> Callable[[], Any]:
+        def on_rank() -> None:
+            with configuration.override(**SMALL_TILES):
+                _in_flight(default_group(), start, CALLS, algorithm)
+
+        return on_rank
+
+    return {name: variant(name) for name in names}
+
+
+def _over_nodes(start: Start, algorithm: str = "auto") -> dict[str, Callable[[], Any]]:
+    """Variants of a target as if every two ranks were a node; at least two nodes.
+
+    They differ in what stands for a put: "stores", at once, or "late", when the receiver looks.
+    """
+
+    def variant(put: str) -> Callable[[], Any]:
+        def on_rank() -> None:
+            world_size = interlace.get_world_size()
+            each = 2 if world_size > 2 else 1
+            ranks = tuple(range(world_size))
+            place = default_group().place.subgroup(ranks, 1)
+            group = Communicator(separate_nodes(place, [r // each for r in ranks], put), ranks)
+            with configuration.override(**SMALL_TILES, copiers=2, chunks=2):
+                _in_flight(group, start, CALLS - 1, algorithm)
+
+        return on_rank
+
+    return {f"{put} puts": variant(put) for put in ("stores", "late")}
+
+
+# -- ops -----------------------------------------------------------------------------------------------
 
 
 def _itself(result: Any) -> torch.Tensor:
@@ -99,111 +128,76 @@ def _itself(result: Any) -> torch.Tensor:
     return result
 
 
-def _all_gather_matmul(algorithm: str) -> Callable[[], Any]:
-    """ "switch" is the kernel with copiers that send to all ranks at once."""
-
-    def start(rank: int, world_size: int, call: int) -> Started:
-        shards = _all(world_size, call, 20, INNER)
-        weight = torch.eye(INNER)
-        by_switch = algorithm == "switch"
-        with configuration.override(multimem=by_switch, output_descriptors=by_switch):
-            work = interlace.all_gather_matmul(
-                shards[rank],
-                weight,
-                algorithm="fused" if by_switch else algorithm,
-                async_op=True,
-            )
-        return work, _itself, torch.cat(shards)
-
-    return _calls(start)
+def _all_gather_matmul(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    """The algorithm "switch" is the kernel with copiers that send to all ranks at once."""
+    shards = _all(world_size, call, 20, INNER)
+    by_switch = how["algorithm"] == "switch"
+    if by_switch:
+        how["algorithm"] = "fused"
+    with configuration.override(multimem=by_switch, output_descriptors=by_switch):
+        work = interlace.all_gather_matmul(shards[rank], torch.eye(INNER), **how)
+    return work, _itself, torch.cat(shards)
 
 
-def _grouped(op: str) -> Callable[[str], Callable[[], Any]]:
+def _grouped(op: str) -> Start:
     """Two experts on every rank, one of which some rank has no row for."""
     exchange = op == "all_to_all_grouped_matmul"
 
-    def make(algorithm: str) -> Callable[[], Any]:
-        def start(rank: int, world_size: int, call: int) -> Started:
-            experts = 2 * world_size if exchange else 2
-            counts = [
-                [(7 * e + 9 * r + call) % 20 for e in range(experts)] for r in range(world_size)
-            ]
-            inputs = [_numbers(r, call, sum(each), INNER) for r, each in enumerate(counts)]
-            first = 2 * rank if exchange else 0
-            weight = torch.stack([torch.eye(INNER), 2 * torch.eye(INNER)])
-            work = getattr(interlace, op)(
-                inputs[rank], weight, counts[rank], algorithm=algorithm, async_op=True
-            )
-            parts = [torch.split(x, each) for x, each in zip(inputs, counts, strict=True)]
-            expected = [(1 + e) * each[first + e] for e in range(2) for each in parts]
-            return work, lambda result: _itself(result[0]), torch.cat(expected)
+    def start(rank: int, world_size: int, call: int, **how: Any) -> Started:
+        experts = 2 * world_size if exchange else 2
+        counts = [[(7 * e + 9 * r + call) % 20 for e in range(experts)] for r in range(world_size)]
+        inputs = [_numbers(r, call, sum(each), INNER) for r, each in enumerate(counts)]
+        first = 2 * rank if exchange else 0
+        weight = torch.stack([torch.eye(INNER), 2 * torch.eye(INNER)])
+        work = getattr(interlace, op)(inputs[rank], weight, counts[rank], **how)
+        parts = [torch.split(x, each) for x, each in zip(inputs, counts, strict=True)]
+        expected = [(1 + e) * each[first + e] for e in range(2) for each in parts]
+        return work, lambda result: _itself(result[0]), torch.cat(expected)
 
-        return _calls(start)
-
-    return make
+    return start
 
 
-def _matmul_reduce_scatter(algorithm: str) -> Callable[[], Any]:
-    def start(rank: int, world_size: int, call: int) -> Started:
-        inputs = _all(world_size, call, 17 * world_size, INNER)
-        weight = torch.eye(INNER)
-        work = interlace.matmul_reduce_scatter(
-            inputs[rank], weight, algorithm=algorithm, async_op=True
-        )
-        return work, _itself, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
-
-    return _calls(start)
+def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    inputs = _all(world_size, call, 17 * world_size, INNER)
+    work = interlace.matmul_reduce_scatter(inputs[rank], torch.eye(INNER), **how)
+    return work, _itself, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
 
 
-def _matmul_all_reduce(algorithm: str) -> Callable[[], Any]:
-    def start(rank: int, world_size: int, call: int) -> Started:
-        inputs = _all(world_size, call, 18, INNER)
-        weight = torch.eye(INNER)
-        work = interlace.matmul_all_reduce(inputs[rank], weight, algorithm=algorithm, async_op=True)
-        return work, _itself, sum(inputs[1:], inputs[0])
-
-    return _calls(start)
+def _matmul_all_reduce(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    inputs = _all(world_size, call, 18, INNER)
+    work = interlace.matmul_all_reduce(inputs[rank], torch.eye(INNER), **how)
+    return work, _itself, sum(inputs[1:], inputs[0])
 
 
-def _all_gather(algorithm: str) -> Callable[[], Any]:
-    def start(rank: int, world_size: int, call: int) -> Started:
-        count = MANY if algorithm == "low_latency" else 20
-        shards, output = _all(world_size, call, count), torch.empty(world_size * count)
-        work = interlace.all_gather(output, shards[rank], algorithm=algorithm, async_op=True)
-        return work, lambda _: output, torch.cat(shards)
-
-    return _calls(start)
+def _all_gather(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    count = {"low_latency": MANY, "auto": 40}.get(how["algorithm"], 20)
+    shards, output = _all(world_size, call, count), torch.empty(world_size * count)
+    return interlace.all_gather(output, shards[rank], **how), lambda _: output, torch.cat(shards)
 
 
-def _reduce_scatter(algorithm: str) -> Callable[[], Any]:
-    def start(rank: int, world_size: int, call: int) -> Started:
-        inputs, output = _all(world_size, call, world_size, 20), torch.empty(20)
-        work = interlace.reduce_scatter(output, inputs[rank], algorithm=algorithm, async_op=True)
-        return work, lambda _: output, sum(inputs[1:], inputs[0])[rank]
-
-    return _calls(start)
+def _reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    inputs, output = _all(world_size, call, world_size, 20), torch.empty(20)
+    work = interlace.reduce_scatter(output, inputs[rank], **how)
+    return work, lambda _: output, sum(inputs[1:], inputs[0])[rank]
 
 
-def _all_reduce(algorithm: str) -> Callable[[], Any]:
-    def start(rank: int, world_size: int, call: int) -> Started:
-        inputs = _all(world_size, call, MANY if algorithm == "low_latency" else 20)
-        result = inputs[rank].clone()
-        work = interlace.all_reduce(result, algorithm=algorithm, async_op=True)
-        return work, lambda _: result, sum(inputs[1:], inputs[0])
-
-    return _calls(start)
+def _all_reduce(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    inputs = _all(world_size, call, MANY if how["algorithm"] == "low_latency" else 20)
+    result = inputs[rank].clone()
+    return interlace.all_reduce(result, **how), lambda _: result, sum(inputs[1:], inputs[0])
 
 
-def _broadcast(algorithm: str) -> Callable[[], Any]:
+def _broadcast(rank: int, world_size: int, call: int, **how: Any) -> Started:
     """One root, which is ahead of everybody."""
+    inputs = _all(world_size, call, MANY)
+    result = inputs[rank].clone()
+    return interlace.broadcast(result, world_size - 1, **how), lambda _: result, inputs[-1]
 
-    def start(rank: int, world_size: int, call: int) -> Started:
-        inputs = _all(world_size, call, MANY)
-        result = inputs[rank].clone()
-        work = interlace.broadcast(result, world_size - 1, algorithm=algorithm, async_op=True)
-        return work, lambda _: result, inputs[-1]
 
-    return _calls(start)
+def _all_to_all(rank: int, world_size: int, call: int, *, algorithm: str, **how: Any) -> Started:
+    inputs, output = _all(world_size, call, world_size, 20), torch.empty(world_size, 20)
+    work = interlace.all_to_all_single(output, inputs[rank], **how)
+    return work, lambda _: output, torch.stack([each[rank] for each in inputs])
 
 
 def _signals() -> None:
@@ -229,67 +223,6 @@ def _signals() -> None:
             if not torch.equal(mine, expected):
                 raise AssertionError(f"wrong data on rank {rank} in call {call}")
         signal.finish_kernel[(1,)](peers)
-
-
-def _between_nodes(op: str, put: str) -> Callable[[], Any]:
-    """Calls of ``op`` in flight, as if every two ranks were a node; at least two nodes.
-
-    ``put`` is what stands for a put: "stores", at once, or "late", when the receiver looks.
-    """
-
-    def on_rank() -> None:
-        world_size = interlace.get_world_size()
-        each = 2 if world_size > 2 else 1
-        ranks = tuple(range(world_size))
-        place = default_group().place.subgroup(ranks, 1)
-        group = Communicator(separate_nodes(place, [r // each for r in ranks], put), ranks)
-        rank, started = group.rank, []
-        one = torch.ones(1, 4), torch.ones(4, 1)
-        with configuration.override(**SMALL_TILES, copiers=2, chunks=2):
-            for call in range(CALLS - 1):
-                started.append(_start_between_nodes(op, group, call))
-                interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
-            for call, (work, taken, expected) in enumerate(started):
-                if not torch.equal(taken(work.wait()), expected):
-                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
-
-    return on_rank
-
-
-def _start_between_nodes(op: str, group: Communicator, call: int) -> Started:
-    rank, world = group.rank, group.world_size
-    fused: dict[str, Any] = {"group": group, "algorithm": "fused", "async_op": True}
-    work: Any
-    if op == "all_gather":
-        parts, out = _all(world, call, 40), torch.empty(world * 40)
-        work = interlace.all_gather(out, parts[rank], group=group, async_op=True)
-        return work, lambda _: out, torch.cat(parts)
-    if op == "all_gather_matmul":
-        parts = _all(world, call, 20, INNER)
-        work = interlace.all_gather_matmul(parts[rank], torch.eye(INNER), **fused)
-        return work, _itself, torch.cat(parts)
-    if op == "matmul_reduce_scatter":
-        parts = _all(world, call, 17 * world, INNER)
-        work = interlace.matmul_reduce_scatter(parts[rank], torch.eye(INNER), **fused)
-        return work, _itself, sum(parts[1:], parts[0])[17 * rank : 17 * rank + 17]
-    parts = _all(world, call, world, 20)
-    if op == "reduce_scatter":
-        out = torch.empty(20)
-        work = interlace.reduce_scatter(out, parts[rank], group=group, async_op=True)
-        return work, lambda _: out, sum(parts[1:], parts[0])[rank]
-    out = torch.empty(world, 20)
-    work = interlace.all_to_all_single(out, parts[rank], group=group, async_op=True)
-    return work, lambda _: out, torch.stack([each[rank] for each in parts])
-
-
-def _over_nodes(op: str) -> dict[str, Callable[[], Any]]:
-    return {f"{put} puts": _between_nodes(op, put) for put in ("stores", "late")}
-
-
-def _algorithms(
-    make: Callable[[str], Callable[[], Any]], *names: str
-) -> dict[str, Callable[[], Any]]:
-    return {name: make(name) for name in names}
 
 
 def _kernels(op: str, *more: str) -> tuple[str, ...]:
@@ -348,20 +281,20 @@ TARGETS = {
             ("low_latency_broadcast_kernel",),
         ),
         Target(
-            "nodes.all_gather", _over_nodes("all_gather"), ("move_kernel", "quiet_kernel"), _LATE
+            "nodes.all_gather", _over_nodes(_all_gather), ("move_kernel", "quiet_kernel"), _LATE
         ),
         Target(
             "nodes.reduce_scatter",
-            _over_nodes("reduce_scatter"),
+            _over_nodes(_reduce_scatter),
             ("node_reduce_scatter_kernel", "put_credits_kernel"),
             _LATE,
         ),
         # the moves are those of nodes.all_gather
-        Target("nodes.all_to_all", _over_nodes("all_to_all"), quick=()),
-        Target("nodes.all_gather_matmul", _over_nodes("all_gather_matmul"), quick=()),
+        Target("nodes.all_to_all", _over_nodes(_all_to_all), quick=()),
+        Target("nodes.all_gather_matmul", _over_nodes(_all_gather_matmul, "fused"), quick=()),
         Target(
             "nodes.matmul_reduce_scatter",
-            _over_nodes("matmul_reduce_scatter"),
+            _over_nodes(_matmul_reduce_scatter, "fused"),
             ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
             _LATE,
         ),
