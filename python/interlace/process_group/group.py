@@ -63,7 +63,7 @@ def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
 
 
 class OnTwoDevices(Communicator):
-    """The group on the CPU; ``group.device_communicator``, made on first use, is that on the ranks' GPUs."""
+    """The group on the CPU; ``group.device_communicator`` is made on first use, on the GPUs."""
 
     def __init__(self, place: Place, ranks: Sequence[int], group: Any) -> None:
         super().__init__(place, ranks)

@@ -76,7 +76,7 @@ class Agreement(Protocol):
 class Plans:
     """The plans of one communicator on a GPU.
 
-    ``agreement`` is that of its place, ``check_host`` raises what the processes of the group failed with.
+    ``agreement`` is that of its place, ``check_processes`` raises what the group has failed with.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Plans:
         communicator: Communicator,
         place: DevicePlace,
         agreement: Agreement,
-        check_host: Callable[[], None],
+        check_processes: Callable[[], None],
     ) -> None:
         self._communicator, self._place = communicator, place
-        self._agreement, self._check_host = agreement, check_host
+        self._agreement, self._check_processes = agreement, check_processes
         self._plans: dict[Any, Plan] = {}
         self._end: DeviceEvent | None = None
         # the message of a call, and the answers to it, that had to go the long way for them
@@ -178,7 +178,7 @@ class Plans:
         place = self._place
         if place.failure is not None or self._agreement.mismatch() is not None:
             place.check()
-        self._check_host()
+        self._check_processes()
         place.enter()
         try:
             if async_op:

@@ -83,7 +83,7 @@ class DeviceProcessPlace(DevicePlace):
             self._watchdog.timeout = seconds
 
     def new_plans(self, communicator: Any) -> Any:
-        return Plans(communicator, self, self._agreement, self.host.check)
+        return Plans(communicator, self, self._agreement, self.processes.check)
 
     @functools.cached_property
     def _messages(self) -> HostMessages:
