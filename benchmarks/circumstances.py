@@ -1,4 +1,4 @@
-"""What a reader needs to judge the numbers of a benchmark. Needs nothing beside torch and triton."""
+"""Commit, machine and versions, for the reader of a benchmark. Needs nothing beside torch and triton."""
 
 from __future__ import annotations
 

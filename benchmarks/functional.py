@@ -1,4 +1,4 @@
-"""What one eager functional all_reduce costs the caller, in a world of one, where nothing is moved.
+"""The cost of one eager functional all_reduce for its caller, in a world of one, where nothing is moved.
 
 ``torch`` is ``torch.distributed._functional_collectives.all_reduce`` and the first use of its result, over
 gloo; ``interlace`` is ``interlace.functional.all_reduce`` and the first use. "first use" is ``result + 1``;

@@ -1,4 +1,4 @@
-"""What a call on a GPU costs the host, once calls like it were made: ``python benchmarks/host_cost.py``.
+"""The host's cost of a call on a GPU, once calls like it were made: ``python benchmarks/host_cost.py``.
 
 Without a GPU a stub stands in for the driver: streams, events and copies that do nothing, and a
 ``libcuda.so.1`` that answers Triton's own launcher (``stub_libcuda.py``; without gcc, or with

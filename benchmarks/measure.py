@@ -1,4 +1,4 @@
-"""How the benchmarks measure: one protocol for all ops, on all ranks of a group of processes.
+"""The protocol of the benchmarks: one for all ops, on all ranks of a group of processes.
 
 The protocol is ``interlace.benchmark.timing.protocol``'s, with blocks of one call unless a module says
 otherwise: candidates of a case are timed in turn within every repetition, and a block takes as long as its

@@ -1,4 +1,4 @@
-"""What torch_backend.py runs under ``mpirun``: OpenMPI's collectives through mpi4py. Needs numpy, mpi4py.
+"""OpenMPI's collectives through mpi4py: torch_backend.py runs this under ``mpirun``. Needs numpy, mpi4py.
 
 ``mpirun -n 2 python openmpi_ranks.py REPETITIONS BYTES...`` prints one line of JSON: microseconds per call
 by "op bytes", medians over blocks of back-to-back calls, of each block's slowest rank.

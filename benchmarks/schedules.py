@@ -1,4 +1,4 @@
-"""How fast kernels are checked: ``verify.schedules`` and ``verify.races``, in microseconds per schedule.
+"""The speed of checks of kernels: ``verify.schedules`` and ``verify.races``, microseconds per schedule.
 
 Not against gloo, and not in ``shm``: simulated ranks in this process and in the workers that it forks.
 

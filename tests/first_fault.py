@@ -27,10 +27,10 @@ class Stopping(Detector):
 
 def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) -> str:
     """The first race of ``fn`` in these schedules, or the error that ended one; "" if there is none."""
-    host = launcher.host_function(fn, (), {})
+    on_rank = launcher.rank_function(fn, (), {})
     for seed in seeds:
         detector = Stopping(seed)
-        error = _observed(host, world_size, seed, detector, False, timeout=300.0)
+        error = _observed(on_rank, world_size, seed, detector, False, timeout=300.0)
         if detector.findings:
             return str(detector.findings[0])
         if error is not None:

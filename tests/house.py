@@ -3,6 +3,7 @@
     python tests/house.py            the figures
     python tests/house.py --graph    the graphs of README.md
     python tests/house.py --draw     docs/images/house.svg
+    python tests/house.py --trips    how many files a call enters; with --files, which (trips.py)
 
 ``FOLDERS`` is the plan: a line per folder, lowest first, with the folders that its files may import.
 ``tests/test_layout.py`` holds the code against it.
@@ -393,6 +394,10 @@ def main(arguments: list[str]) -> None:
         print(graph_text(), end="")
     elif arguments == ["--draw"]:
         (ROOT / "docs/images/house.svg").write_text(drawing())
+    elif arguments[:1] == ["--trips"]:
+        import trips
+
+        trips.report(files="--files" in arguments)
     else:
         for name, value in figures().items():
             print(f"{name:<36}{value}")

@@ -123,7 +123,7 @@ def _kernel_us(machine: Machine, m: int, n: int, k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Against:
+class Comparison:
     """A measured time and the predicted one."""
 
     case: str
@@ -137,7 +137,7 @@ class Against:
         return self.predicted_us / self.measured_us - 1
 
 
-def compare_measured(machine: Machine, folder: Path = RESULTS) -> list[Against]:
+def compare_measured(machine: Machine, folder: Path = RESULTS) -> list[Comparison]:
     """Fused ops of the latest file beside what ``machine`` predicts; nothing where there is no file."""
     measured, found = measured_for(machine, folder), []
     if measured is None:
@@ -148,11 +148,11 @@ def compare_measured(machine: Machine, folder: Path = RESULTS) -> list[Against]:
             for name, algorithm in _VIRTUAL.items():
                 if name in times:
                     ours = predict(machine, shape, algorithm).microseconds
-                    found.append(Against(case, name, times[name], ours))
+                    found.append(Comparison(case, name, times[name], ours))
     if machine.name == "h200-pcie":
         for case, each, times in measured.times("slow-link"):
             if case.startswith("copy engine") and "fused" in times:
                 shape = Shape("all_gather_matmul", each["m"], each["n"], each["k"], each["w"])
                 ours = predict(machine, shape, "fused").microseconds
-                found.append(Against(case, "fused", times["fused"], ours))
+                found.append(Comparison(case, "fused", times["fused"], ours))
     return found

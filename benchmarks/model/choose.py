@@ -1,4 +1,4 @@
-"""Which chunk size and which order: ``best_chunk(machine, m, n, k)``, and the recommended table.
+"""The best chunk size and order: ``best_chunk(machine, m, n, k)``, and the recommended table.
 
 All by prediction. Candidates are few and the best of them is taken, ties going to the larger chunk: fewer
 signals, and less that the model may have wrong.

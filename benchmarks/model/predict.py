@@ -1,4 +1,4 @@
-"""One call for all algorithms: ``predict(machine, shape, algorithm)``.
+"""The prediction for any algorithm: ``predict(machine, shape, algorithm)``.
 
 Algorithms of interlace: ``fused`` (the copy engine sends), ``fused by SMs`` (copier programs send),
 ``pipelined``, ``interlace unfused``; on several nodes ``fused`` is the hierarchical one. Of others:

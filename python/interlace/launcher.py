@@ -63,15 +63,15 @@ def run(
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not isinstance(processes, bool) or (processes and place != "cuda"):
         raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
-    host = host_function(fn, args, kwargs)
+    on_rank = rank_function(fn, args, kwargs)
     if place == "sim":
         from interlace.runtime.places.sim.place import run_sim
 
-        return run_sim(host, world_size, seed=seed, timeout=timeout)
+        return run_sim(on_rank, world_size, seed=seed, timeout=timeout)
     if place == "cuda" and not processes:
         from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
-        return run_virtual_ranks(host, world_size, timeout=timeout)
+        return run_virtual_ranks(on_rank, world_size, timeout=timeout)
     from interlace.runtime.start.pool import default_pool
 
     install = _install_on_gpu if place == "cuda" else _install
@@ -95,16 +95,16 @@ def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
         raise ValueError(f"timeout must be at most {MOST_SECONDS:g} seconds, got {timeout}")
 
 
-def host_function(
+def rank_function(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[Place], Any]:
     """What a rank of ``fn(*args, **kwargs)`` does with its place."""
 
-    def host(place: Place) -> Any:
+    def on_rank(place: Place) -> Any:
         groups.install(place)
         return _complete(fn(*args, **kwargs))
 
-    return host
+    return on_rank
 
 
 def _complete(result: Any) -> Any:

@@ -17,22 +17,18 @@ from triton.runtime import interpreter
 from interlace.runtime.numerics.float_formats import STORED_AS_BITS, narrow, widen
 
 
-def _wide_tensor(tensor: Any) -> Any:
-    """The same numbers as an fp32 tensor."""
-    handle = interpreter.TensorHandle(
-        widen(tensor.handle.data, tensor.dtype).astype(np.float32), tl.float32
-    )
-    shape = tensor.type.get_block_shapes() if tensor.type.is_block() else None
-    return tl.tensor(handle, tl.block_type(tl.float32, shape) if shape else tl.float32)
+def _tensor(data: Any, dtype: Any, model: Any) -> Any:
+    """``data`` as a tensor of ``dtype`` and of the shape of ``model``."""
+    shape = model.type.get_block_shapes() if model.type.is_block() else None
+    kind = tl.block_type(dtype, shape) if shape else dtype
+    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
 
 
-def _narrow_tensor(tensor: Any, dtype: Any) -> Any:
+def _narrowed(tensor: Any, dtype: Any) -> Any:
     with np.errstate(all="ignore"):
         data = tensor.handle.data
         data = data.astype(np.float16) if dtype.name == "fp16" else narrow(data, dtype)
-    shape = tensor.type.get_block_shapes() if tensor.type.is_block() else None
-    kind = tl.block_type(dtype, shape) if shape else dtype
-    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
+    return _tensor(data, dtype, tensor)
 
 
 def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,10 +52,12 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
         narrowed = dtype.name in STORED_AS_BITS or dtype.name == "fp16"
         if not narrowed or self.combine_fn not in on_raw_data:
             return stock(self, tensors)
+        first = tensors[0]
+        wide = widen(first.handle.data, dtype).astype(np.float32)
         with np.errstate(all="ignore"):
-            found = stock(self, (_wide_tensor(tensors[0]), *tensors[1:]))
+            found = stock(self, (_tensor(wide, tl.float32, first), *tensors[1:]))
         found = list(found) if isinstance(found, (list, tuple)) else [found]
         # A result that is not fp32 is an index of argmax or argmin.
-        return [_narrow_tensor(f, dtype) if f.dtype == tl.float32 else f for f in found]
+        return [_narrowed(f, dtype) if f.dtype == tl.float32 else f for f in found]
 
     return apply_impl

@@ -172,7 +172,7 @@ def test_old_chips_have_no_descriptors() -> None:
 
 # -- the command -------------------------------------------------------------------------------
 
-GOOD = Report("some kernel", 90, True, registers=80, tensor_cores=4)
+GOOD = Report(name="some kernel", arch=90, default=True, registers=80, tensor_cores=4)
 
 
 @pytest.mark.parametrize(

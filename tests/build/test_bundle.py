@@ -367,7 +367,7 @@ def test_command_builds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[st
 def test_nothing_is_written_of_a_bad_kernel(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Report("all_reduce fp32", 90, True, error="RuntimeError: no")
+    report = Report(name="all_reduce fp32", arch=90, default=True, error="RuntimeError: no")
     monkeypatch.setattr(bundle, "build", lambda entries, **options: [report])
     assert run(["build", "--op", "all_reduce", "--arch", "90", "--out", str(tmp_path)]) == 1
     assert not list(tmp_path.iterdir())

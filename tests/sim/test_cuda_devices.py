@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import interlace
 from fake_cuda import FakeGpu
 from fake_driver import install
 from interlace.groups.groups import default_group
-from interlace.runtime.core import communicator as communicators
+from interlace.process_group import group as process_group
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import auto
 
@@ -23,8 +24,12 @@ class Asked(Exception):
     """The group's communicator for GPUs was asked for."""
 
 
-def refusing() -> Communicator:
-    raise Asked
+class Refusing:
+    """In place of a process group."""
+
+    @property
+    def device_communicator(self) -> Communicator:
+        raise Asked
 
 
 CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
@@ -58,8 +63,8 @@ CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_tensor_on_a_gpu_goes_to_the_communicator_for_gpus(name: str) -> None:
     def on_rank() -> None:
-        group = default_group()
-        group.elsewhere = refusing
+        whole = default_group()
+        group = process_group.OnTwoDevices(whole.place, whole.ranks, Refusing())
         with FakeTensorMode():
             on_gpu = torch.empty(4, device="cuda")
         with pytest.raises(Asked):
@@ -84,7 +89,7 @@ class OnGpu:
 def test_where_a_value_lies() -> None:
     x = torch.ones(2)
     kinds = [
-        communicators.kind_of(value) for value in (x, [[], [x]], OnGpu(), [OnGpu()], "x", None, [])
+        process_group.kind_of(value) for value in (x, [[], [x]], OnGpu(), [OnGpu()], "x", None, [])
     ]
     assert kinds == ["cpu", "cpu", "cuda", "cuda", "", "", ""]
 
@@ -94,15 +99,14 @@ def test_they_compute_there(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, FakeGpu(3))
     monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)  # only ops in workspaces are counted
     monkeypatch.setattr(
-        communicators, "kind_of", lambda values: "cuda" if values[0].numel() == 8 else "cpu"
+        process_group, "kind_of", lambda values: "cuda" if values[0].numel() == 8 else "cpu"
     )
 
     def on_rank() -> list[int]:
-        group, rank = default_group(), interlace.get_rank()
-        place = group.place.subgroup((0, 1), 1)
-        second = Communicator(place, group.ranks)
-        group.elsewhere = lambda: second
-        group.also.append(second)
+        whole, rank = default_group(), interlace.get_rank()
+        second = Communicator(whole.place.subgroup((0, 1), 1), whole.ranks)
+        both = SimpleNamespace(device_communicator=second)
+        group = process_group.OnTwoDevices(whole.place, whole.ranks, both)
         for length in (4, 8, 8, 8):
             x = torch.full((length,), rank + 1.0)
             interlace.all_reduce(x, group=group)

@@ -33,14 +33,14 @@ def printed(options: DemoOptions, width: int = 80, **console: Any) -> tuple[int,
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[workload.Workload, list[command.Outcome]]:
+def small() -> tuple[workload.Workload, list[command.CaseResult]]:
     """Every case on 3 ranks with uneven shards."""
     options = DemoOptions(ranks=3, **SMALL)
     work = workload.from_text(None, torch.bfloat16, 0, **SMALL)
     return work, [run_case(case, work, options) for case in CASES]
 
 
-def recorded(outcome: command.Outcome) -> recording.Recording:
+def recorded(outcome: command.CaseResult) -> recording.Recording:
     assert outcome.recording is not None
     return outcome.recording
 

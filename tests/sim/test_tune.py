@@ -19,7 +19,7 @@ from rich.console import Console
 import interlace
 from interlace.benchmark.runs import tune as measuring
 from interlace.benchmark.runs import tune_candidates
-from interlace.benchmark.runs.tune import CandidateError, Outcome, Timed, TuneRequest, search
+from interlace.benchmark.runs.tune import CandidateError, Timed, Tuned, TuneRequest, search
 from interlace.benchmark.runs.tune_candidates import Candidate, made, problem_of, untuned
 from interlace.cli import main
 from interlace.cli.tune.command import tune
@@ -371,9 +371,9 @@ def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
         search(request, none)
 
 
-def outcome_of(*timed: Timed) -> Outcome:
+def outcome_of(*timed: Timed) -> Tuned:
     request = TuneRequest("all_gather_matmul", torch.float32, 8, 8, 8, (), 1.0)
-    return Outcome(request, list(timed), [])
+    return Tuned(request, list(timed), [])
 
 
 def test_only_right_and_clearly_faster_candidates_win() -> None:

@@ -1,4 +1,4 @@
-"""What runs on a GPU of the model: persistent kernels, cuBLAS matmuls, and a log of who did what when."""
+"""Work on a GPU of the model: persistent kernels, cuBLAS matmuls, and a log of who did what when."""
 
 from __future__ import annotations
 

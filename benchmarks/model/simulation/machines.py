@@ -13,7 +13,6 @@ One set of parameters per machine: none is chosen per shape, op or algorithm.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 
 KINDS = ("published", "fitted", "measured", "assumed")
@@ -235,6 +234,3 @@ def ideal(machine: Machine, **values: float) -> Machine:
     """``machine`` without latencies, gaps and interference, and with ``values``: for limits."""
     nothing = {name: 0.0 for name in PARAMETERS if name.endswith(("_us", "_us_per_mb"))}
     return machine.with_values("assumed: ideal", **{**nothing, **values})
-
-
-INFINITE = math.inf

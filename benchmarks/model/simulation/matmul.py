@@ -1,4 +1,4 @@
-"""How long tiles and matmuls take: tensor cores at a clock that power limits, waves, memory traffic.
+"""Times of tiles and matmuls: tensor cores at a clock that power limits, waves, memory traffic.
 
 A tile costs ``2 * BLOCK_M * BLOCK_N * K`` operations of one SM at full clock, whether or not all of it is
 inside the matrix. Its rows of A are read from memory once, and columns of B once per band of ``GROUP_M``

@@ -333,7 +333,10 @@ def _entries(name: str, value: Any, count: int, what: str, rank: int) -> None:
 
 
 class Operands(NamedTuple):
-    """The checked operands of a fused op: a bias and an activation for each weight; the output's dtype."""
+    """The checked operands of a fused op: a bias and an activation for each weight; the output's dtype.
+
+    ``several``: the weights came as a sequence.
+    """
 
     input: torch.Tensor
     weights: list[torch.Tensor]
@@ -341,6 +344,7 @@ class Operands(NamedTuple):
     activations: list[str]
     algorithm: str
     dtype: torch.dtype
+    several: bool
 
 
 def operands(
@@ -391,4 +395,4 @@ def operands(
             for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
         ]
     names = activations(options.activation, len(weights), several, rank)
-    return Operands(input, weights, biases, names, algorithm, dtype)
+    return Operands(input, weights, biases, names, algorithm, dtype, several)

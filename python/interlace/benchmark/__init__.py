@@ -1,4 +1,4 @@
-"""What ``python -m interlace bench`` measures with; :class:`Kernel` is for kernels of one's own."""
+"""The measurements of ``python -m interlace bench``; :class:`Kernel` is for kernels of one's own."""
 
 from __future__ import annotations
 

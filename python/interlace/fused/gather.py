@@ -50,7 +50,7 @@ def prepared(
     """
     rank = communicator.rank
     operands = checks.operands(communicator, input, weight, bias, options, options.gather_dim)
-    input, several = operands.input, not isinstance(weight, torch.Tensor)
+    input, several = operands.input, operands.several
     dim = options.gather_dim % input.dim()
     along_k = dim == input.dim() - 1
     if along_k and operands.algorithm not in ("auto", "unfused"):

@@ -62,27 +62,27 @@ def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
     )
 
 
-class _OnTwoDevices(Communicator):
-    """The group on the CPU, which knows of the same ranks' communicator on their GPUs."""
+class OnTwoDevices(Communicator):
+    """The group on the CPU; ``group.device_communicator`` is made on first use, on the GPUs."""
 
-    def __init__(self, place: Place, ranks: Sequence[int], group: InterlaceProcessGroup) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int], group: Any) -> None:
         super().__init__(place, ranks)
         self._group = group
 
     def on(self, *values: Any) -> Communicator:
-        return self._group.device_communicator if _kind_of(values) == "cuda" else self
+        return self._group.device_communicator if kind_of(values) == "cuda" else self
 
     def on_all_devices(self) -> Sequence[Communicator]:
         made = self._group.__dict__.get("device_communicator")
         return (self,) if made is None else (self, made)
 
 
-def _kind_of(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
     if isinstance(value, torch.Tensor):
         return value.device.type
     if isinstance(value, (list, tuple)):
-        return next((kind for each in value if (kind := _kind_of(each))), "")
+        return next((kind for each in value if (kind := kind_of(each))), "")
     if hasattr(value, "__dlpack_device__"):
         return "cuda" if int(value.__dlpack_device__()[0]) in DLPACK_CUDA else "cpu"
     return ""
@@ -119,7 +119,7 @@ class InterlaceProcessGroup(Collectives):
         self._high_priority = high_priority
         members = ranks or range(size)
         if self._has_gpus:
-            self.interlace_communicator = _OnTwoDevices(place, members, self)
+            self.interlace_communicator = OnTwoDevices(place, members, self)
         else:
             self.interlace_communicator = Communicator(place, members)
 

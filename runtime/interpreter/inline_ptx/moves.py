@@ -105,16 +105,10 @@ def build_conversion(instruction: Instruction) -> Action:
         or (needs_integral and not integral)
         or (integral and not source.is_float)
     ):
+        wanted = "one of .rni, .rzi, .rmi, .rpi" if needs_integral else "none"
+        wanted = "'.rn'" if narrows else wanted
         raise instruction.error(
-            f"from .{source.name} to .{target.name} takes "
-            + (
-                "'.rn'"
-                if narrows
-                else "one of .rni, .rzi, .rmi, .rpi"
-                if needs_integral
-                else "none"
-            )
-            + " as its rounding"
+            f"from .{source.name} to .{target.name} takes {wanted} as its rounding"
         )
     write = writer(instruction, instruction.operands[0], target, wider=True)
     read = reader(instruction, instruction.operands[1], source, wider=True)

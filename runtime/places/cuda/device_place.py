@@ -24,7 +24,6 @@ import torch
 
 from interlace.kernels import signal
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
-from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
@@ -124,10 +123,6 @@ class DevicePlace(Place):
 
     def _loaded(self, compiled: Any) -> None:
         """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
-
-    def agree_again(self, call: Call) -> list[bytes]:
-        """As :meth:`agree`, of a call that was made before, right after :meth:`check`."""
-        return self.agree(call)
 
     # -- where the caller is -------------------------------------------------------------------
 

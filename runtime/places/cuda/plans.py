@@ -20,9 +20,9 @@ the long way goes on with the answers that are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -66,9 +66,28 @@ class _Again:
     addresses: list[int]
 
 
+class Agreement(Protocol):
+    """What plans need of ``cuda_processes/agreement.py``."""
+
+    def agree(self, call: Call) -> list[bytes]: ...
+    def mismatch(self) -> Exception | None: ...
+
+
 class Plans:
-    def __init__(self, communicator: Communicator, place: DevicePlace) -> None:
+    """The plans of one communicator on a GPU.
+
+    ``agreement`` is that of its place, ``check_processes`` raises what the group has failed with.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        place: DevicePlace,
+        agreement: Agreement,
+        check_processes: Callable[[], None],
+    ) -> None:
         self._communicator, self._place = communicator, place
+        self._agreement, self._check_processes = agreement, check_processes
         self._plans: dict[Any, Plan] = {}
         self._end: DeviceEvent | None = None
         # the message of a call, and the answers to it, that had to go the long way for them
@@ -157,7 +176,9 @@ class Plans:
     def _repeated(self, op: str, call: _Again, outputs: Any, *, async_op: bool) -> Any:
         """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
         place = self._place
-        place.check()
+        if place.failure is not None or self._agreement.mismatch() is not None:
+            place.check()
+        self._check_processes()
         place.enter()
         try:
             if async_op:
@@ -191,7 +212,7 @@ class Plans:
             return _MISSED
         if plan.agreed is not None:
             agreed, answers = plan.agreed
-            now = place.agree_again(agreed)
+            now = self._agreement.agree(agreed)
             if now is not answers and now != answers:
                 self._answered = (agreed.message, now)
                 return _MISSED

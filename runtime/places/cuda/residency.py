@@ -30,7 +30,7 @@ from typing import Any
 from interlace.runtime.places.cuda.stream import Point
 
 
-class _Chain:
+class Chain:
     """Ops that run one after another. ``group`` is that of the last one, which has ``ends``."""
 
     __slots__ = ("ends", "group", "in_op", "largest")
@@ -42,11 +42,15 @@ class _Chain:
 
 
 class Residency:
-    """The kernels of one rank on one GPU of ``capacity`` multiprocessors."""
+    """The kernels of one rank on one GPU of ``capacity`` multiprocessors.
+
+    ``alone`` is the only chain, if there is one: what it launches waits for nothing.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._chains: dict[int, _Chain] = {}  # by group, the one whose last op is oldest first
+        self._chains: dict[int, Chain] = {}  # by group, the one whose last op is oldest first
+        self.alone: Chain | None = None
         self._lock = threading.RLock()  # a collection of garbage may close a group within
 
     def admit(self, group: int, programs: int, where: Any) -> list[Point]:
@@ -58,7 +62,7 @@ class Residency:
         with self._lock:
             own = chains.get(group)
             if own is None:
-                own = chains[group] = _Chain(group)
+                own = chains[group] = Chain(group)
             own.in_op += programs
             own.largest = max(own.largest, min(own.in_op, self.capacity))
             waited: list[Point] = []
@@ -69,6 +73,7 @@ class Residency:
                 own.largest = max(own.largest, other.largest)
                 chains.pop(other.group, None)
             own.ends.append(Point(where))
+            self._count()
             return waited
 
     def ended(self, group: int, where: Any) -> None:
@@ -82,10 +87,15 @@ class Residency:
             own.ends = [Point(where)]
             self._chains.pop(group, None)
             self._chains[group] = own  # the youngest
+            self._count()
 
     def forget(self, group: int) -> None:
         with self._lock:
             self._chains.pop(group, None)
+            self._count()
+
+    def _count(self) -> None:
+        self.alone = next(iter(self._chains.values())) if len(self._chains) == 1 else None
 
 
 _of_devices: dict[Any, Residency] = {}

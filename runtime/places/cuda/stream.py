@@ -210,7 +210,13 @@ class DeviceStream(Stream):
 
     def admit(self, programs: int) -> None:
         """What is enqueued next waits until so many programs fit the GPU; see ``residency.py``."""
-        for point in self._place.residency.admit(id(self._place), programs, self.target()):
+        group, residency = id(self._place), self._place.residency
+        alone = residency.alone
+        if alone is not None and alone.group == group:  # the only group: its ops follow each other
+            alone.in_op += programs
+            alone.ends.append(Point(self.target()))
+            return
+        for point in residency.admit(group, programs, self.target()):
             self.follow(point)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:

@@ -58,9 +58,6 @@ class DeviceProcessPlace(DevicePlace):
         self._check_calls()
         return self._agreement.agree(call)
 
-    def agree_again(self, call: Call) -> list[bytes]:
-        return self._agreement.agree(call)
-
     @property
     def calls(self) -> int:  # type: ignore[override]
         return self._agreement.number
@@ -86,7 +83,7 @@ class DeviceProcessPlace(DevicePlace):
             self._watchdog.timeout = seconds
 
     def new_plans(self, communicator: Any) -> Any:
-        return Plans(communicator, self)
+        return Plans(communicator, self, self._agreement, self.processes.check)
 
     @functools.cached_property
     def _messages(self) -> HostMessages:

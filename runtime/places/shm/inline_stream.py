@@ -59,9 +59,14 @@ class InlineStream(Stream):
         self._waiter = waiter
 
     def launch(self, launch: KernelLaunch) -> None:
-        run_interpreted(
-            launch, self._waiter.rank, self._waiter.idle_hook(), observer=trace.current()
-        )
+        hooks: list[Callable[[BlockedWait], None]] = []
+
+        def idle(wait: BlockedWait) -> None:
+            if not hooks:
+                hooks.append(self._waiter.idle_hook())
+            hooks[0](wait)
+
+        run_interpreted(launch, self._waiter.rank, idle, observer=trace.current())
         # Waits in a kernel return early once the group is aborted: what it computed is void.
         everyone = range(self._waiter.world_size)
         self._waiter.check_during(f"{launch.op}, in {launch.name}", everyone)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
@@ -148,8 +149,12 @@ class ShmPlace(Place):
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
-        self._worker.drain()  # messages go out in the order of the calls, on every rank
+        if self._worker.unfinished:
+            self._worker.drain()  # messages go out in the order of the calls, on every rank
         return self._group.exchange(payload, doing)
+
+    def agree(self, call: Call) -> list[bytes]:
+        return self.exchange(call.message, call.op)
 
     # -- waiting -------------------------------------------------------------------------------
 

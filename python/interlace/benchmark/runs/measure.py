@@ -1,4 +1,4 @@
-"""What one rank does for one size: make the subject, check every candidate, take times, check again."""
+"""Measurement of one size on one rank: make the subject, check every candidate, take times, check again."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class _Search:
 
 
 @dataclass
-class Outcome:
+class Tuned:
     """What came of one shape. ``skipped``: candidates that could not be run, and why."""
 
     request: TuneRequest
@@ -224,14 +224,14 @@ class Outcome:
         return found
 
 
-def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> Outcome:
+def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> Tuned:
     """``run`` it, again and again without a candidate that cannot be run. Raises if the default cannot."""
     skipped: list[tuple[Candidate, str]] = []
     left = list(request.candidates)
     while True:
         tried = replace(request, candidates=tuple(left))
         try:
-            return Outcome(tried, run(tried), skipped)
+            return Tuned(tried, run(tried), skipped)
         except CandidateError as error:
             found: Any = getattr(error, "original", error)  # of a rank
             if found.index == 0:

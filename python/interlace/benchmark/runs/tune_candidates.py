@@ -1,4 +1,4 @@
-"""What ``interlace tune`` tries for one op at one shape, the default first.
+"""Candidates that ``interlace tune`` tries for one op at one shape, the default first.
 
 sim   the fused kernel with other blocks and more or fewer programs: what the interpreter takes
 shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster

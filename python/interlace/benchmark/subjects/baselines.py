@@ -1,4 +1,4 @@
-"""What a measurement is compared with.
+"""Baselines that a measurement is compared with.
 
 =========  ===========================================================================================
 gloo       torch.distributed over gloo, after or before ``torch.mm``; on a CPU, one process per rank

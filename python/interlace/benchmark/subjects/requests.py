@@ -1,4 +1,4 @@
-"""From a request to what is measured: the candidates of an op, or of a kernel of the user's own."""
+"""Candidates of a request: those of an op, or of a kernel of the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last cache before memory, and how many sets of inputs it takes to get past it."""
+"""The last cache before memory, and the number of sets of inputs that do not fit in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed from a time: bandwidths, arithmetic, overlap, spread.
+"""Figures computed from a time: bandwidths, arithmetic, overlap, spread.
 
 Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md and the ``GetBw`` of each of its tests)::
 

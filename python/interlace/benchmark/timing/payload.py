@@ -1,4 +1,4 @@
-"""Numbers that every rank can compute for every rank, and how far a result is from what follows of them.
+"""Payloads that every rank can compute for every rank, and the error of a result that was made of them.
 
 Element i of rank r in call c is one of 128 values that float16, bfloat16 and all wider dtypes hold exactly:
 whole numbers from -64 to 63 for integers, these over 32 for floats. Large results are compared a piece at

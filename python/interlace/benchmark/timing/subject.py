@@ -1,4 +1,4 @@
-"""What is measured at one size on one rank: an op or a kernel, its candidates and what they amount to."""
+"""The subject of a measurement on one rank: an op or a kernel at one size, and its candidates."""
 
 from __future__ import annotations
 

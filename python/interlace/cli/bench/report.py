@@ -1,4 +1,4 @@
-"""What ``interlace bench`` prints and writes: the table, JSON, the plot."""
+"""The output of ``interlace bench``: the table, JSON, the plot."""
 
 from __future__ import annotations
 

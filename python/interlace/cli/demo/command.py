@@ -33,7 +33,7 @@ TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """One case, run: per rank (largest error, its ratio to the bound); None where nothing is seen."""
 
     case: Case
@@ -95,7 +95,7 @@ def _load(options: DemoOptions) -> Workload:
     return workload.from_text(options.text, dtype, options.seed, *sizes)
 
 
-def run_case(case: Case, work: Workload, options: DemoOptions) -> Outcome:
+def run_case(case: Case, work: Workload, options: DemoOptions) -> CaseResult:
     """Run ``case`` on all ranks and measure it."""
     simulated = options.place == "sim"
     with trace.recording() if simulated else nullcontext() as recorder:
@@ -123,7 +123,7 @@ def run_case(case: Case, work: Workload, options: DemoOptions) -> Outcome:
         ratio = reference.worst_ratio(output, expected, allowed)
         error = (output.double() - expected).abs()
         errors.append((float(error.max()) if error.numel() else 0.0, ratio))
-    return Outcome(case, errors, merge(recorded) if recorded else None)
+    return CaseResult(case, errors, merge(recorded) if recorded else None)
 
 
 # -- on the ranks ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
         console.print(timeline.legend(console.options.ascii_only))
 
 
-def report(console: Console, outcome: Outcome, number: int) -> None:
+def report(console: Console, outcome: CaseResult, number: int) -> None:
     """Print what one case did: a line per rank, then the timeline."""
     from rich.box import SIMPLE_HEAD
     from rich.padding import Padding
@@ -184,7 +184,7 @@ def report(console: Console, outcome: Outcome, number: int) -> None:
         console.print(timeline.Timeline(recording, len(outcome.errors)))
 
 
-def _write(console: Console, options: DemoOptions, outcomes: Sequence[Outcome]) -> None:
+def _write(console: Console, options: DemoOptions, outcomes: Sequence[CaseResult]) -> None:
     parts = [(o.case.title, o.recording) for o in outcomes if o.recording is not None]
     if options.trace is not None:
         chrome_trace.write_trace(pathlib.Path(options.trace), parts)

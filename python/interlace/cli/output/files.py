@@ -1,4 +1,4 @@
-"""Files that a command writes when it is done: which, and, before it begins, whether it can."""
+"""Files that a command writes when it is done: their names, and an early check that they can be written."""
 
 from __future__ import annotations
 

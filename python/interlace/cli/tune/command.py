@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.benchmark.runs.tune import Outcome, Timed, TuneRequest, on_rank, search
+from interlace.benchmark.runs.tune import Timed, Tuned, TuneRequest, on_rank, search
 from interlace.benchmark.runs.tune_candidates import Candidate, candidates, problem_of, untuned
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
@@ -47,7 +47,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
         f"{_name(options)}, triton {machine.triton}"
     )
-    outcomes: list[tuple[Job, Outcome]] = []
+    outcomes: list[tuple[Job, Tuned]] = []
     unwritten: list[cache.Row] = []
     failed: Exception | None = None
     with (
@@ -97,7 +97,7 @@ def _tried(options: TuneOptions, job: Job) -> list[Candidate]:
     return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
 
 
-def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, path: str) -> Outcome:
+def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, path: str) -> Tuned:
     """One ``interlace.run``, or as many as candidates cannot be run."""
     op, (m, n, k) = job
     place, size = place_of(options), world_size_of(options)
@@ -120,7 +120,7 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, pa
     return search(request, run)
 
 
-def _row(options: TuneOptions, job: Job, outcome: Outcome) -> cache.Row:
+def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.Row:
     op, shape = job
     problem = _problem(options, job)
     world, rows, columns, inner = tuning.bucket_of(problem)
@@ -146,7 +146,7 @@ def _row(options: TuneOptions, job: Job, outcome: Outcome) -> cache.Row:
 # -- what is printed -------------------------------------------------------------------------------
 
 
-def _print(console: Any, job: Job, outcome: Outcome) -> None:
+def _print(console: Any, job: Job, outcome: Tuned) -> None:
     line = functools.partial(write, console)
     default, best = outcome.default, outcome.best
     console.print(f"[bold]{_text(job)}[/bold]")

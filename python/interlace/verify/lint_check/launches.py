@@ -1,4 +1,4 @@
-"""From a launch that was seen to a lint of its kernel: the signature that Triton would compile."""
+"""Lint requests of launches that were seen: the signatures that Triton would compile."""
 
 from __future__ import annotations
 

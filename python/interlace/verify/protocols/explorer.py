@@ -39,7 +39,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.verify.protocols.machine import Machine
+from interlace.verify.protocols.machine import ProtocolMachine
 from interlace.verify.protocols.steps import Protocol
 
 MAX_STATES = 5_000_000
@@ -115,7 +115,7 @@ def explore(
     if max_states < 1:
         raise ValueError(f"max_states: must be at least 1, got {max_states}")
     started = time.perf_counter()
-    machine = Machine(protocol, reduced=reduced)
+    machine = ProtocolMachine(protocol, reduced=reduced)
     processes = range(len(protocol.processes))
     # What is wrong, and the way there: a state by its number, and who took the wrong step from it.
     deadlocks: dict[str, tuple[int, int | None]] = {}
@@ -184,7 +184,7 @@ def explore(
     )
 
 
-def _replayed(machine: Machine, way: Iterable[int]) -> list[str]:
+def _replayed(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
     """All steps of a run in words, given who goes on wherever there is a choice."""
     state = bytearray(machine.first)
     told: list[str] = []

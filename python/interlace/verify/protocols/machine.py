@@ -104,7 +104,7 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
     return [at[number] for number in range(end + 1)]
 
 
-class Machine:
+class ProtocolMachine:
     """``protocol``, compiled. ``reduced``: steps that commute with all others are taken at once.
 
     :mod:`interlace.verify.protocols.explorer` says which these are, and why.

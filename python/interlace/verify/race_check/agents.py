@@ -1,4 +1,4 @@
-"""Who can act in a run, what each one knows, and how far its atomics reach: vector clocks."""
+"""Agents of a run, with vector clocks: who can act, what each one knows, how far its atomics reach."""
 
 from __future__ import annotations
 

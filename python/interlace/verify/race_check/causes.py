@@ -1,4 +1,4 @@
-"""Why two accesses are not ordered: the run again, with one of the detector's rules off."""
+"""Causes of races: the run again, with one of the detector's rules off."""
 
 from __future__ import annotations
 

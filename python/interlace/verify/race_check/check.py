@@ -14,7 +14,7 @@ from interlace.verify.lint_check.launches import specialisation
 from interlace.verify.race_check.causes import CAUSES, Several, explain
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
-from interlace.verify.race_check.host_accesses import HostAccesses
+from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
 
 SEEDS = 10
@@ -57,14 +57,14 @@ def races(
     """
     launcher.check_run(fn, world_size, timeout)
     chosen = seed_list(seeds)
-    host = launcher.host_function(fn, args, kwargs)
+    on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
     errors: list[tuple[int, str]] = []
     events = 0
     for seed in chosen:
         detector = Detector(seed)
-        error = _observed(host, world_size, seed, detector, store_buffers, timeout)
+        error = _observed(on_rank, world_size, seed, detector, store_buffers, timeout)
         if error is not None and _form(error) not in {_form(text) for _, text in errors}:
             errors.append((seed, error))
         events += detector.events
@@ -73,7 +73,7 @@ def races(
         new = [finding for finding in detector.findings if finding.key not in found]
         if new:
             relaxed = [Detector(seed, rules) for _, rules, _ in CAUSES]
-            _observed(host, world_size, seed, Several(relaxed), store_buffers, timeout)
+            _observed(on_rank, world_size, seed, Several(relaxed), store_buffers, timeout)
             for finding in explain(new, relaxed):
                 found[finding.key] = finding
         on_seed(seed)
@@ -93,7 +93,7 @@ def _form(error: str) -> str:
 
 
 def _observed(
-    host: Callable[[Any], Any],
+    on_rank: Callable[[Any], Any],
     world_size: int,
     seed: int,
     detector: Detector | Several,
@@ -109,8 +109,8 @@ def _observed(
         timeout=timeout,
     )
     try:
-        with poisoned_memory(), HostAccesses(scheduler, detector):
-            run_sim(host, world_size, scheduler=scheduler)
+        with poisoned_memory(), TorchAccesses(scheduler, detector):
+            run_sim(on_rank, world_size, scheduler=scheduler)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""What the checks report: accesses, findings, and their text.
+"""Reports of the race check: accesses, findings, and their text.
 
 A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
 replays the schedule in which it was seen.

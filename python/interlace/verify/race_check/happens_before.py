@@ -41,7 +41,7 @@ from interlace.runtime.scheduler.source_lines import user_frame
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined, reaches
 from interlace.verify.race_check.findings import Access, Finding
-from interlace.verify.race_check.shadow import Conflict, Segment, ShadowMemory
+from interlace.verify.race_check.shadow import Conflict, ShadowMemory, ShadowSegment
 
 WORD = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
@@ -208,7 +208,7 @@ class Detector(Observer):
         self,
         agent: Agent,
         component: int,
-        segment: Segment,
+        segment: ShadowSegment,
         cells: Any,
         site: int,
         size: int,
@@ -352,7 +352,7 @@ class Detector(Observer):
         return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
 
     def _report(
-        self, kind: str, conflict: Conflict, site: int, segment: Segment, size: int
+        self, kind: str, conflict: Conflict, site: int, segment: ShadowSegment, size: int
     ) -> None:
         accesses = list(self._sites)
         finding = Finding(

@@ -50,7 +50,7 @@ class _Marks:
         )
 
 
-class Segment:
+class ShadowSegment:
     """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address and
     size."""
 
@@ -174,7 +174,7 @@ class ShadowMemory:
 
     def __init__(self) -> None:
         self._bases: list[int] = []
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, ShadowSegment] = {}
 
     def add(self, base: int, nbytes: int, label: str, *, symmetric: bool = False) -> None:
         """New memory: whatever was known of these addresses is of something that is gone."""
@@ -182,7 +182,7 @@ class ShadowMemory:
             return
         self.remove(base, base + nbytes)
         insort(self._bases, base)
-        self._segments[base] = Segment(base, nbytes, label, symmetric)
+        self._segments[base] = ShadowSegment(base, nbytes, label, symmetric)
 
     def is_symmetric(self, address: int) -> bool:
         """Whether this is symmetric memory, which lives as long as the run."""
@@ -206,7 +206,7 @@ class ShadowMemory:
             self._bases.remove(base)
             del self._segments[base]
 
-    def _at(self, address: int) -> Segment | None:
+    def _at(self, address: int) -> ShadowSegment | None:
         position = bisect_right(self._bases, address) - 1
         if position >= 0:
             segment = self._segments[self._bases[position]]
@@ -214,7 +214,7 @@ class ShadowMemory:
                 return segment
         return None
 
-    def _at_or_page(self, address: int) -> Segment:
+    def _at_or_page(self, address: int) -> ShadowSegment:
         segment = self._at(address)
         if segment is not None:
             return segment
@@ -230,7 +230,7 @@ class ShadowMemory:
         assert found is not None
         return found
 
-    def find(self, addresses: Any, size: int) -> Iterator[tuple[Segment, Index]]:
+    def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
         while len(addresses):
             segment = self._at_or_page(int(addresses[0]))
@@ -243,7 +243,7 @@ class ShadowMemory:
             yield segment, segment.cells(addresses[inside], size)
             addresses = addresses[~inside]
 
-    def find_range(self, low: int, nbytes: int) -> tuple[Segment, Index] | None:
+    def find_range(self, low: int, nbytes: int) -> tuple[ShadowSegment, Index] | None:
         """Segment and cells of contiguous bytes of a tensor; None if there are none."""
         if nbytes <= 0:
             return None

@@ -138,8 +138,8 @@ def schedules(
     if check is not None and not callable(check):
         raise TypeError(f"check must be callable, got {type(check).__name__}")
     chosen = seed_list(n if seeds is None else seeds)
-    host = launcher.host_function(fn, args, kwargs)
-    trial = Trial(host, world_size, store_buffers, check, timeout)
+    on_rank = launcher.rank_function(fn, args, kwargs)
+    trial = Trial(on_rank, world_size, store_buffers, check, timeout)
     begin = time.monotonic()
     first_outcome = trial.run(chosen[0])
     expected = first_outcome.digest if deterministic and first_outcome.error is None else None
@@ -165,7 +165,7 @@ def schedules(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """One run: the exception that ended it, or a digest of the results."""
 
     error: BaseException | None
@@ -178,7 +178,7 @@ class Outcome:
 class Trial:
     """What is run in each schedule."""
 
-    host: Callable[[Any], Any]
+    on_rank: Callable[[Any], Any]
     world_size: int
     store_buffers: bool
     check: Callable[[list[Any]], Any] | None
@@ -186,7 +186,7 @@ class Trial:
 
     def run(
         self, seed: int, segments: Sequence[ScheduleSegment] | None = None, *, tell: bool = False
-    ) -> Outcome:
+    ) -> TrialResult:
         """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
         strategy = for_seed(seed) if segments is None else Replay(segments)
         story = Storyteller() if tell else None
@@ -200,17 +200,17 @@ class Trial:
         error, digest = None, ""
         try:
             with poisoned_memory():
-                results = run_sim(self.host, self.world_size, scheduler=scheduler)
+                results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
             digest = digest_of(results)
             if self.check is not None:
                 self.check(results)
         except Exception as caught:
             error = caught
         lines = () if story is None else story.lines(error)
-        return Outcome(error, digest, scheduler.recorded(), lines)
+        return TrialResult(error, digest, scheduler.recorded(), lines)
 
 
-def _wrong(outcome: Outcome, expected: str | None) -> str | None:
+def _wrong(outcome: TrialResult, expected: str | None) -> str | None:
     """The kind of the failure, if it is one."""
     if outcome.error is not None:
         return type(outcome.error).__name__
@@ -292,9 +292,9 @@ def replay(
     [0, 1]
     """
     launcher.check_run(fn, world_size, timeout)
-    host = launcher.host_function(fn, args, kwargs)
+    on_rank = launcher.rank_function(fn, args, kwargs)
     scheduler = Scheduler(
         seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
     )
     with poisoned_memory():
-        return run_sim(host, world_size, scheduler=scheduler)
+        return run_sim(on_rank, world_size, scheduler=scheduler)

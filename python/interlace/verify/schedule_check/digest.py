@@ -1,4 +1,4 @@
-"""Whether two schedules gave the same results: a digest of what the ranks returned."""
+"""Digests of what ranks returned: equal where two schedules gave the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checks that run schedules have in common: which seeds, and memory that hides nothing."""
+"""Seeds of schedules, and poisoned memory: what the checks that run schedules have in common."""
 
 from __future__ import annotations
 

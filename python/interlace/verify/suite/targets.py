@@ -1,4 +1,4 @@
-"""What ``interlace verify all`` checks: every op with every algorithm, and the kernels that streams use.
+"""Targets of ``interlace verify``: every op with every algorithm, and the kernels that streams use.
 
 Ops whose name begins with "nodes." are those of ranks on several nodes, two to a node, with puts that
 store at once or as late as may be.
@@ -37,7 +37,7 @@ MANY = 300  # more words than a program of kernels/collectives/low_latency.py ta
 
 
 @dataclass(frozen=True)
-class Target:
+class VerifyTarget:
     """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint.
 
     ``quick``: the variants of a quick check, None for all.
@@ -236,63 +236,63 @@ _LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
     target.name: target
     for target in (
-        Target(
+        VerifyTarget(
             "signal",
             {"kernels": _signals},
             ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
         ),
-        Target(
+        VerifyTarget(
             "all_gather_matmul",
             _algorithms(_all_gather_matmul, *_MATMULS, "switch"),
             ("all_gather_matmul_kernel",),
         ),
         *(
-            Target(op, _algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
+            VerifyTarget(op, _algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
             for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
         ),
-        Target(
+        VerifyTarget(
             "matmul_reduce_scatter",
             _algorithms(_matmul_reduce_scatter, *_MATMULS),
             ("matmul_reduce_scatter_kernel",),
         ),
-        Target(
+        VerifyTarget(
             "matmul_all_reduce",
             _algorithms(_matmul_all_reduce, *_MATMULS),
             ("matmul_all_reduce_kernel",),
         ),
-        Target(
+        VerifyTarget(
             "all_gather",
             _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
             _kernels("all_gather", "multimem", "low_latency"),
         ),
-        Target(
+        VerifyTarget(
             "reduce_scatter",
             _algorithms(_reduce_scatter, *_COLLECTIVES),
             _kernels("reduce_scatter", "multimem"),
         ),
-        Target(
+        VerifyTarget(
             "all_reduce",
             _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
             _kernels("all_reduce", "multimem", "low_latency"),
         ),
-        Target(
+        VerifyTarget(
             "broadcast",
             _algorithms(_broadcast, "copy", "low_latency"),
             ("low_latency_broadcast_kernel",),
         ),
-        Target(
+        VerifyTarget(
             "nodes.all_gather", _over_nodes(_all_gather), ("move_kernel", "quiet_kernel"), _LATE
         ),
-        Target(
+        VerifyTarget(
             "nodes.reduce_scatter",
             _over_nodes(_reduce_scatter),
             ("node_reduce_scatter_kernel", "put_credits_kernel"),
             _LATE,
         ),
         # the moves are those of nodes.all_gather
-        Target("nodes.all_to_all", _over_nodes(_all_to_all), quick=()),
-        Target("nodes.all_gather_matmul", _over_nodes(_all_gather_matmul, "fused"), quick=()),
-        Target(
+        VerifyTarget("nodes.all_to_all", _over_nodes(_all_to_all), quick=()),
+        VerifyTarget("nodes.all_gather_matmul", _over_nodes(_all_gather_matmul, "fused"), quick=()),
+        VerifyTarget(
             "nodes.matmul_reduce_scatter",
             _over_nodes(_matmul_reduce_scatter, "fused"),
             ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),

@@ -1,4 +1,4 @@
-"""Torch operators of host code and of streams, as accesses: a dispatch mode around a simulated run.
+"""Torch operators of a rank's own code and of streams, as accesses: a mode around a simulated run.
 
 Kernels' accesses come from the interpreter. What host code does with tensors goes through torch's
 dispatcher, and there every operator says in its schema what it reads and what it writes. So an output
@@ -19,7 +19,7 @@ from interlace.verify.race_check.causes import Several
 from interlace.verify.race_check.happens_before import Detector
 
 
-class HostAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
 
     def __init__(self, scheduler: Scheduler, detector: Detector | Several) -> None:
