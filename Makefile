@@ -42,7 +42,7 @@ conformance: .venv/test  ## torch's own tests of process groups, on interlace as
 
 verify: .venv/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60
-	$(PY) -m pytest -q -m thorough tests/sim/test_determinism.py
+	$(PY) -m pytest -q -m thorough tests/sim/algorithms/test_determinism.py
 
 verify-fast: .venv/demo  ## less of the same: 2 and 3 ranks, one architecture; under a minute
 	$(PY) -m interlace verify all --quick

@@ -51,7 +51,7 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("interlace")
 
 # What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
-# GPU. A process that is spawned, as it is outside of tests: tests/multi/test_shm_place.py.
+# GPU. A process that is spawned, as it is outside of tests: tests/multi/shm/test_shm_place.py.
 PRELOADED = [
     "interlace.runtime.start.child",
     "interlace.functional",

@@ -19,7 +19,7 @@ def _signal(name: str, *edits: tuple[str, str]) -> Mutant:
     return mutant_of("kernels/signal.py", name, *edits)
 
 
-_USER = "tests/sim/user_exchange.py"
+_USER = "tests/sim/verify/user_exchange.py"
 _RECIPE = "docs/examples/one_shot_all_reduce.py"
 _COUNT = 'tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")'
 _PUT, _TAKE = "atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b32"

@@ -8,7 +8,7 @@ SHAPES      what one op does with matmuls of about one shape on about so many ra
 THRESHOLDS  sizes from which on another way is taken
 INTERPRETED tiles in the interpreter, which wants few and large ones
 
-A source begins with one of these words, and ``tests/sim/test_tuning_table.py`` holds it to them:
+A source begins with one of these words, and ``tests/sim/tuning/test_tuning_table.py`` holds it to them:
 
 measured   in a file of ``benchmarks/results``, which is named
 model      predicted by ``benchmarks/predict.py``; no measurement

@@ -1,0 +1,122 @@
+"""What the ranks of test_functional.py do wrong, one of them or all."""
+
+from __future__ import annotations
+
+import torch
+
+import interlace
+from interlace import functional
+from interlace.functional import wait
+from multi.functional.functional_ranks import Function, place, refusal
+
+
+def misuse() -> dict[str, str]:
+    """Every error that one rank makes and all must get; ops work again afterwards."""
+    rank, size = place()
+    x = torch.ones(4, 4)
+    one = rank == 1
+    calls: dict[str, Function] = {
+        "reduce_op": lambda: functional.all_reduce(x, "median" if one else "sum"),
+        "reduce_op differs": lambda: functional.all_reduce(x, "max" if one else "sum"),
+        "shape differs": lambda: functional.all_reduce(x[:3] if one else x),
+        "gathered shape": lambda: functional.all_gather(x[:3] if one else x),
+        "dtype differs": lambda: functional.all_reduce(x.double() if one else x),
+        "gather_dim": lambda: functional.all_gather(x, 2 if one else 0),
+        "scatter_dim": lambda: functional.reduce_scatter(x, "sum", -3 if one else 0),
+        "not divisible": lambda: functional.reduce_scatter(x[:3] if one else x),
+        "src": lambda: functional.broadcast(x, size if one else 0),
+        "src differs": lambda: functional.broadcast(x, 1 if one else 0),
+        "scatter src": lambda: functional.scatter(x, -5 if one else 0),
+        "gather dst": lambda: functional.gather(x, 9 if one else 0),
+        "splits": lambda: functional.all_to_all(x, [1, 1] if one else None, [4] if one else None),
+        "permutation": lambda: functional.permute(x, [0, 0] if one else [1, 0]),
+        "out shape": lambda: functional.all_gather(x, out=torch.ones(3, 3 if one else 4)),
+        "out dtype": lambda: functional.all_reduce(
+            x, out=torch.ones(4, 4, dtype=torch.float64 if one else torch.float32)
+        ),
+        "weight": lambda: functional.all_gather_matmul(x, x[:3] if one else x),
+        "scattered": lambda: functional.matmul_reduce_scatter(x[:3] if one else x, x),
+        "not an int": lambda: functional.all_gather(x, "a" if one else 0),  # type: ignore[arg-type]
+        "not a tensor": lambda: functional.all_reduce([1.0] if one else x),  # type: ignore[arg-type]
+        "no permutation": lambda: functional.permute(x, None if one else [1, 0]),  # type: ignore[arg-type]
+        "no splits": lambda: functional.all_to_all(x, 7 if one else None),  # type: ignore[arg-type]
+        "no weight": lambda: functional.all_gather_matmul(x, 3 if one else x),  # type: ignore[arg-type]
+        "no bias": lambda: functional.matmul_all_reduce(x, x, bias="b" if one else None),  # type: ignore[arg-type]
+        "no out": lambda: functional.all_gather(x, out=[1] if one else None),  # type: ignore[arg-type]
+    }
+    found = {}
+    for name, call in calls.items():
+        found[name] = refusal(call)
+        assert wait(functional.all_reduce(x))[0, 0] == size, name
+    return found
+
+
+def misuse_in_graphs() -> dict[str, str]:
+    """The same through the ops themselves, as a graph would call them."""
+    rank, size = place()
+    x = torch.ones(4, 4, requires_grad=True)
+    one = rank == 1
+    calls: dict[str, Function] = {
+        "reduce_op": lambda: functional.all_reduce(x, "median" if one else "sum"),
+        "shape differs": lambda: functional.all_reduce(x[:3] if one else x),
+        "gather_dim": lambda: functional.all_gather(x, 2 if one else 0),
+        "not divisible": lambda: functional.reduce_scatter(x[:3] if one else x),
+        "src": lambda: functional.broadcast(x, size if one else 0),
+        "weight": lambda: functional.all_gather_matmul(x, x[:3] if one else x),
+    }
+    found = {}
+    for name, call in calls.items():
+        found[name] = refusal(call)
+        assert wait(functional.all_reduce(x))[0, 0] == size, name
+    return found
+
+
+def misuse_of_groups() -> dict[str, str]:
+    """What every rank does wrong at once."""
+    x = torch.ones(2)
+    spec = interlace.GroupSpec("bound to two", 2)
+    return {
+        "size": refusal(lambda: interlace.GroupSpec("four", 4).bind("0")),
+        "unbound": refusal(
+            lambda: functional.all_reduce(x, group=interlace.GroupSpec("nowhere", 2))
+        ),
+        "traced": refusal(lambda: torch.ops.interlace.all_reduce(x, "sum", 7, "0")),
+        "name": refusal(lambda: functional.all_reduce(x, group="nobody")),
+        "lists": refusal(lambda: functional.all_reduce(x, group=[[0], [1, 2]])),
+        "traced lists": refusal(
+            lambda: functional.all_reduce(x.requires_grad_(), group=[[0], [1, 2]])
+        ),
+        "tag": refusal(lambda: functional.all_reduce(x, group="0", tag="fast")),
+        "tag of a spec": refusal(lambda: functional.all_reduce(x, group=spec, tag="fast")),
+        "type": refusal(lambda: functional.all_reduce(x, group=3.5)),
+    }
+
+
+def first_used_in_operators() -> list[str]:
+    """Tensor's operators take a TypeError for "not implemented"; what the op said must not be lost."""
+    rank, _ = place()
+    x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+    return [
+        refusal(lambda: functional.all_reduce(x) == x),
+        refusal(lambda: functional.all_reduce(x) * 2),
+    ]
+
+
+def inference() -> list[float]:
+    """Sums of what ops give in inference mode, those whose work is done in a thread of its own too."""
+    with torch.inference_mode():
+        x = torch.ones(4, 4)
+        made = [
+            functional.all_gather(x, 1),
+            functional.all_gather_matmul(x, x),
+            functional.matmul_reduce_scatter(x, x),
+            functional.matmul_all_reduce(x, x),
+        ]
+        return [float(each.sum()) for each in made]
+
+
+def around_the_dispatcher() -> tuple[list[float], str, str]:
+    """Through DLPack, in a format string, and shapes that change in place."""
+    y = functional.all_gather(torch.ones(2, 2))
+    text = f"{functional.all_reduce(torch.tensor(1.0)):.2f}"
+    return torch.from_dlpack(y).flatten().tolist(), text, refusal(lambda: y.t_())

@@ -1,0 +1,216 @@
+"""The fusion pass: what it finds and leaves, that results stay, and what ``explain`` says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+import interlace.compile
+from interlace import functional
+from multi.functional import compile_ranks
+from multi.functional.compile_ranks import GATHER, PATTERNS, SCATTER
+from tiers import few, thorough
+
+TOLERANCE = 1e-4
+
+
+def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
+    path = str(tmp_path / "store")
+    return interlace.run(function, world_size, path, *args, place="shm")
+
+
+@pytest.mark.parametrize(
+    ("codegen", "world_size", "blocks"),
+    # the pass is over before code is generated, so not every one with every number of ranks
+    few([("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 4, 1)),
+)
+def test_transformer_fuses_4_of_4_per_block(
+    tmp_path: Path, codegen: str, world_size: int, blocks: int
+) -> None:
+    for result in on_ranks(compile_ranks.transformer, world_size, tmp_path, blocks, codegen):
+        assert result["worst"] < TOLERANCE
+        forward, backward = result["reports"]
+        pairs = [(GATHER, 3, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 1, "")]
+        assert forward == ("forward", pairs * blocks)
+        pairs = [(GATHER, 1, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 3, "")]
+        assert backward == ("backward", pairs * blocks)
+
+
+def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: str) -> Any:
+    every = on_ranks(compile_ranks.patterns, world_size, tmp_path, names, codegen)
+    for results in every:
+        for name, (became, worst, alike, said) in results.items():
+            assert became == PATTERNS[name][1], (name, said)
+            assert worst < TOLERANCE, name
+            assert alike, name
+    return every[0]
+
+
+def test_patterns(tmp_path: Path) -> None:
+    results = check_patterns(tmp_path, 2, list(PATTERNS), "aot_eager")
+    for name, reason in (
+        ("batch gathered", "the batch is what is gathered"),
+        ("scatter max", "reduce op 'max'"),
+        ("product kept", "read by others too"),
+        ("gather alone", "no matmul reads"),
+        ("gathered weight", "the gathered tensor is the weight"),
+        ("weight from the gathered", "its weight comes from the gathered"),
+    ):
+        assert reason in results[name][3][0]
+
+
+@thorough
+def test_patterns_on_4_ranks(tmp_path: Path) -> None:
+    names = [
+        "3-D, dim 1",
+        "last dim",
+        "scatter dim 1",
+        "scatter with bias",
+        "scaled by row",
+        "legacy",
+    ]
+    check_patterns(tmp_path, 4, [name for name in names if name in PATTERNS], "aot_eager")
+
+
+@thorough
+def test_patterns_through_inductor(tmp_path: Path) -> None:
+    names = [
+        "3-D, dim 1",
+        "linear with bias, dim 1",
+        "three readers",
+        "scatter dim 1",
+        "waits later",
+    ]
+    check_patterns(tmp_path, 2, names, "inductor")
+
+
+def test_dynamic_shapes(tmp_path: Path) -> None:
+    for compilations, errors, reports in on_ranks(compile_ranks.dynamic, 2, tmp_path):
+        assert compilations == 1
+        assert max(errors) < TOLERANCE
+        assert reports == [("inference", [(GATHER, 1, ""), (SCATTER, 1, "")])]
+
+
+def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
+    for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
+        assert lines == [
+            "interlace: inference graph: fused 2 of 2 collectives (all_gather_matmul 1, "
+            "matmul_reduce_scatter 1)"
+        ]
+        assert worst < TOLERANCE
+        assert ops == [f"interlace.{GATHER}", f"interlace.{SCATTER}"]
+
+
+# -- explain and the cost model: no process group -----------------------------------------------------
+
+GROUP = interlace.GroupSpec("tp", 4)
+
+
+def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    hidden = functional.all_gather(x, 0, group=GROUP) @ up
+    return functional.reduce_scatter(torch.relu(hidden) @ down, "sum", 0, group=GROUP) * 1
+
+
+def test_explain_without_a_process_group() -> None:
+    small = interlace.compile.explain(
+        mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3))
+    )
+    assert [report.graph for report in small.reports] == ["forward", "backward"]
+    assert [c.reason for c in small.candidates] == ["predicted to be slower fused"] * 4
+    for candidate in small.candidates:
+        assert candidate.fused_seconds > candidate.unfused_seconds > 0
+        assert candidate.where.startswith("test_compile.py:")
+    always = interlace.compile.explain(
+        mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3)), policy="always"
+    )
+    assert [c.op for c in always.fused] == [GATHER, SCATTER, GATHER, SCATTER]
+    for report in always.reports:
+        assert "interlace.all_gather.default" in report.before
+        for left in ("all_gather.default", "reduce_scatter.default"):
+            assert f"interlace.{left}" not in report.after
+    never = interlace.compile.explain(mlp, *(torch.ones(8, 8) for _ in range(3)), policy="never")
+    assert [c.reason for c in never.candidates] == ['policy is "never"'] * 2
+    assert "not fused: predicted to be slower fused" in str(small)
+
+
+def test_the_machine_decides() -> None:
+    slow_links = interlace.compile.Machine("slow links", 1e-3, 1e6, 1e12, 1e-6, 1e9, 0.5)
+    arguments = [torch.ones(8, 8) for _ in range(3)]
+    fused = interlace.compile.explain(mlp, *arguments, machine=slow_links).candidates
+    assert [c.fused for c in fused] == [True, True]
+    free_links = interlace.compile.Machine("free links", 1e-9, 1e15, 1e12, 1e-3, 1e15, 0.5)
+    left = interlace.compile.explain(mlp, *arguments, machine=free_links).candidates
+    assert [c.fused for c in left] == [False, False]
+
+
+def test_collectives_of_other_kinds_are_told() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        sent = functional.broadcast(x, 0, group=GROUP) @ w
+        return (
+            functional.all_gather(x, group=GROUP),
+            sent,
+            functional.all_to_all(sent, group=GROUP) * 1,
+        )
+
+    told = interlace.compile.explain(function, torch.ones(8, 8), torch.ones(8, 8)).candidates
+    assert sorted(each.collective for each in told) == ["all_gather", "all_to_all", "broadcast"]
+    assert not any(each.fused for each in told)
+
+
+@pytest.mark.parametrize(
+    "options",
+    few(
+        [{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}], {"policy": "never"}
+    ),
+)
+def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
+    """Of a tensor that changes afterwards, and of one that the caller may change."""
+
+    def swapped(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        old = torch.empty_like(cache)
+        old.copy_(cache)
+        cache.copy_(x)
+        return old
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(x)
+        made.copy_(x)
+        return made
+
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped, backend="interlace", options=options)
+    assert compiled(torch.ones(3), torch.zeros(3)).tolist() == [0, 0, 0]
+    x = torch.ones(3)
+    made = torch.compile(copied, backend="interlace", options=options)(x)
+    assert made.data_ptr() != x.data_ptr()
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ValueError, match="policy must be one of auto, always, never, got 'often'"):
+        interlace.compile.FusionPass("often")
+    with pytest.raises(Exception, match="codegen must be one of inductor, aot_eager, got 'c'"):
+        torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
+
+
+@thorough
+def test_the_graphs_in_the_docs() -> None:
+    """docs/compile.md shows what docs/examples/fusion.py prints."""
+    root = Path(__file__).parents[3]
+    command = [sys.executable, str(root / "docs/examples/fusion.py")]
+    environment = {**os.environ, "PYTHONPATH": str(root / "python")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    shown = [
+        block for block in (root / "docs/compile.md").read_text().split("```") if "arg0_1" in block
+    ]
+    assert len(shown) == 2
+    for graph, block in zip(done.stdout.split("def forward")[1:], shown, strict=True):
+        lines = [line.strip() for line in graph.splitlines()[1:] if line.startswith("    ")]
+        assert block.strip().splitlines() == lines

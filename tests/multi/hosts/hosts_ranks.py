@@ -1,0 +1,221 @@
+"""What the ranks of test_hosts.py do, and the two hosts that they do it on.
+
+Run as a script it makes two network namespaces joined by a pair of virtual cables, starts ranks in both,
+and prints what every rank reports as JSON. Namespaces have no names and end with their processes, which
+end with whoever started them. Where the kernel refuses them, ranks are given names of hosts instead, and
+the report says why. Ranks are forked from this process, for torch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ADDRESSES = ("10.177.0.1", "10.177.0.2")
+HOSTS = (0, 0, 0, 1, 1)
+"""The host of each rank."""
+
+_NEW_USER, _NEW_NET, _DIE_WITH_PARENT = 0x10000000, 0x40000000, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# -- two hosts ---------------------------------------------------------------------------------
+
+
+def _unshare(flags: int) -> None:
+    if _libc.unshare(flags):
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+
+
+def _own_network() -> None:
+    """A network namespace for this process: in a user namespace of its own, or as root."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _unshare(_NEW_USER | _NEW_NET)
+    except OSError:
+        _unshare(_NEW_NET)
+        return
+    pathlib.Path("/proc/self/setgroups").write_text("deny")
+    pathlib.Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    pathlib.Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def _configure(cable: str, address: str) -> None:
+    _ip("address", "add", f"{address}/24", "dev", cable)
+    _ip("link", "set", cable, "up")
+    _ip("link", "set", "lo", "up")
+
+
+def two_networks() -> int:
+    """This process gets one network, the process that is returned another; a cable joins them."""
+    _own_network()
+    ready, tell_ready = os.pipe()
+    plugged, tell_plugged = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        try:
+            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            _unshare(_NEW_NET)
+            os.write(tell_ready, b"1")
+            os.read(plugged, 1)
+            _configure("right", ADDRESSES[1])
+            os.write(tell_ready, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tell_ready)
+    if not os.read(ready, 1):
+        raise OSError("a second network namespace was refused")
+    _ip("link", "add", "left", "type", "veth", "peer", "name", "right", "netns", str(holder))
+    _configure("left", ADDRESSES[0])
+    os.write(tell_plugged, b"1")
+    if not os.read(ready, 1):
+        raise OSError("the second network could not be configured")
+    return holder
+
+
+def main() -> None:
+    """Make the hosts, run :func:`rank_main` on every rank, print all reports."""
+    holder, problem = 0, "not asked for" if "--pretend" in sys.argv else ""
+    try:
+        holder = 0 if problem else two_networks()
+    except OSError as error:
+        problem = f"{type(error).__name__}: {error}"
+    _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # a new user namespace takes an earlier one back
+    import interlace.runtime.start.connect  # noqa: F401  (once, for all ranks)
+
+    folder = pathlib.Path(tempfile.mkdtemp())
+    children = []
+    for rank, host in enumerate(HOSTS):
+        child = os.fork()
+        if child == 0:
+            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            if holder and host:
+                with open(f"/proc/{holder}/ns/net") as network:
+                    assert _libc.setns(network.fileno(), _NEW_NET) == 0
+            rank_main(rank, not problem, folder)
+            return  # to the end of the interpreter, with the default group still open
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    shutil.rmtree(folder)
+    if holder:
+        os.kill(holder, signal.SIGKILL)
+    print(json.dumps({"problem": problem, "codes": codes, "reports": reports}))
+
+
+# -- what ranks do -----------------------------------------------------------------------------
+
+
+class Report:
+    """What one rank has to say, by scenario; written at once, because ranks are killed."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path, self._said = path, {}
+
+    def __setitem__(self, scenario: str, value: Any) -> None:
+        self._said[scenario] = value
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._said))
+        partial.rename(self._path)
+
+
+def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+    from interlace.runtime.core.communicator import Communicator
+    from interlace.runtime.places.hosts import host_map
+    from interlace.runtime.start.connect import connect_place
+    from multi.hosts import hosts_scenarios as scenarios
+
+    torch.set_num_threads(1)
+    report = Report(folder / f"{rank}.json")
+    world_size = len(HOSTS)
+    address = ADDRESSES[0] if separated else "127.0.0.1"
+    chosen = folder / "port"
+    if rank == 0:
+        store = TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
+        chosen.with_suffix(".partial").write_text(str(store.port))
+        chosen.with_suffix(".partial").rename(chosen)
+    else:
+        while not chosen.exists():
+            time.sleep(0.01)
+        store = TCPStore(address, int(chosen.read_text()), world_size, is_master=False)
+
+    def join(name: str, ranks: Sequence[int], host: str | None = None) -> Communicator:
+        place = connect_place(
+            store,
+            ranks.index(rank),
+            len(ranks),
+            timeout=300.0,
+            name=name,
+            host=host or (None if separated else f"host {HOSTS[rank]}"),
+        )
+        return Communicator(place, ranks)
+
+    report["host"] = host_map.this_host()
+    everyone = list(range(world_size))
+    world = join("world", everyone)
+    report["place"] = [world.place.name, str(getattr(world.place, "map", ""))]
+    for name, ranks in scenarios.GROUPS.items():
+        group = world.split(ranks)
+        if group is not None:
+            for scenario in scenarios.ON_EACH_GROUP:
+                with told(report, f"{scenario.__name__}/{name}"):
+                    report[f"{scenario.__name__}/{name}"] = scenario(group)
+            group.close()
+        world.barrier()
+    for scenario in scenarios.ON_WORLD:
+        with told(report, scenario.__name__):
+            report[scenario.__name__] = scenario(world)
+    # the order of a sum of two cannot be told, so one rank says that it is on a third host
+    third = join("three hosts", everyone, host="a third host" if rank == 1 else None)
+    for scenario in scenarios.ON_THREE_HOSTS:
+        with told(report, f"{scenario.__name__}/three hosts"):
+            report[f"{scenario.__name__}/three hosts"] = scenario(third)
+    third.close()
+    for failing in scenarios.FAILING:
+        if rank in failing.ranks:
+            group = join(failing.__name__, failing.ranks)
+            group.place.set_timeout(failing.timeout)
+            with told(report, failing.__name__):
+                report[failing.__name__] = failing(group)
+            group.close()
+    report["end"] = True
+    # the store's server must outlive its clients
+    survivors = [r for r in everyone if r not in scenarios.KILLED]
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < len(survivors):
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def told(report: Report, scenario: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        report[scenario] = traceback.format_exc()
+        raise
+
+
+if __name__ == "__main__":
+    main()

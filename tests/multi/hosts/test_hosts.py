@@ -1,0 +1,296 @@
+"""Groups that span hosts: which ranks share one, every op between them, and what happens when one fails.
+
+Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
+memory. Five ranks, three and two, are started once for all tests of this file; see hosts_ranks.py. Where
+the kernel gives out no namespaces the same runs between ranks that are told to be on different hosts, and
+the test that they cannot share memory is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.numerics import reductions
+from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.host_map import Card, HostMap
+from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.start.connect import connect_place
+from multi.hosts import hosts_scenarios as scenarios
+from multi.hosts.hosts_ranks import HOSTS
+
+SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
+RANKS = range(len(HOSTS))
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Any:
+    """What hosts_ranks.py prints. Its processes end with it, and namespaces with their processes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, errors
+    return {**json.loads(output.splitlines()[-1]), "errors": errors}
+
+
+@pytest.fixture
+def reports(outcome: Any) -> Any:
+    """By rank, what it reported by scenario. All have come to their end, or were meant to be killed."""
+    killed = [-signal.SIGKILL if rank in scenarios.KILLED else 0 for rank in RANKS]
+    assert outcome["codes"] == killed, outcome["errors"]
+    return outcome["reports"]
+
+
+def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> None:
+    if outcome["problem"]:
+        pytest.skip(f"no network namespaces on this machine: {outcome['problem']}")
+    found = [report["host"] for report in reports]
+    assert HostMap.of(found).hosts == ((0, 1, 2), (3, 4))
+
+
+def test_the_group_knows_its_hosts(reports: Any) -> None:
+    expected = ["hosts", "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"]
+    assert [report["place"] for report in reports] == [expected] * len(HOSTS)
+
+
+@pytest.mark.parametrize("scenario", ["moving", "agreeing", "sending"])
+@pytest.mark.parametrize("name", scenarios.GROUPS)
+def test_groups(reports: Any, name: str, scenario: str) -> None:
+    found = {rank: reports[rank][f"{scenario}/{name}"] for rank in scenarios.GROUPS[name]}
+    assert found == {rank: [] for rank in scenarios.GROUPS[name]}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "moving",
+        "reducing",
+        "rounding",
+        "agreeing",
+        "asynchronous",
+        "sending",
+        "receiving_from_anybody",
+    ],
+)
+def test_five_ranks(reports: Any, scenario: str) -> None:
+    assert [report[scenario] for report in reports] == [[]] * len(HOSTS)
+
+
+@pytest.mark.parametrize("scenario", ["moving", "rounding", "agreeing"])
+def test_three_hosts(reports: Any, scenario: str) -> None:
+    assert [report[f"{scenario}/three hosts"] for report in reports] == [[]] * len(HOSTS)
+
+
+def test_mismatch_is_the_same_error_on_all_ranks(reports: Any) -> None:
+    expected = [
+        f"all_reduce: {what} of tensor differs between ranks: 5 on rank 0, 6 on rank 4"
+        for what in ("length", "dtype")
+    ]
+    assert [report["mismatching"] for report in reports] == [expected] * len(HOSTS)
+
+
+def test_message_that_does_not_fit(reports: Any) -> None:
+    assert reports[4]["receiving_what_does_not_fit"] == [
+        "ValueError: recv: number of elements differs between ranks: 4 were sent by rank 0, 3 are "
+        "received on rank 4",
+        "TypeError: recv: dtype of tensor differs between ranks: torch.int64 was sent by rank 0, "
+        "torch.float32 is received on rank 4",
+        "[0.0, 1.0, 2.0]",
+    ]
+
+
+def test_no_symmetric_memory(reports: Any) -> None:
+    for rank, report in enumerate(reports):
+        text = report["no_symmetric_memory"]
+        assert text.startswith(f"rank {rank}: symmetric memory") and "ranks [3, 4]" in text
+
+
+# -- failing ---------------------------------------------------------------------------------------
+
+
+def same_twice(texts: list[str]) -> str:
+    """After an error the group is unusable, and says why; the first may have a note on numbers."""
+    assert len(texts) == 2 and texts[0].startswith(texts[1])
+    return texts[0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "late", "others"),
+    [("timing_out", 1, (0, 2, 3, 4)), ("timing_out_between_hosts", 3, (0,))],
+)
+def test_a_late_rank_ends_the_waits_of_all(
+    reports: Any, scenario: str, late: int, others: tuple[int, ...]
+) -> None:
+    for rank in others:
+        assert "barrier has waited 2 s for ranks" in same_twice(reports[rank][scenario])
+    (text,) = reports[late][scenario]  # its own wait ends by its own timeout or by the others'
+    assert "recv from rank 0 (tag 0) has waited 2 s" in text or "barrier has waited 2 s" in text
+
+
+def test_abort_reaches_all_hosts(reports: Any) -> None:
+    for report in reports:
+        text = same_twice(report["aborting"])
+        assert text == "AbortedError: rank 0 aborted the group: enough"
+
+
+def test_a_rank_that_left_is_named(reports: Any) -> None:
+    for rank in (1, 2, 3, 4):
+        assert "rank 0 has left the group" in same_twice(reports[rank]["leaving"])
+
+
+@pytest.mark.parametrize(("scenario", "dead"), [("dying", 4), ("dying_while_others_receive", 3)])
+def test_a_dead_rank_on_another_host_is_named(reports: Any, scenario: str, dead: int) -> None:
+    for rank in RANKS:
+        if rank not in scenarios.KILLED or rank < dead:
+            text = same_twice(reports[rank][scenario])
+            assert f"rank {dead} (pid " in text and "died" in text
+
+
+# -- who shares a host -----------------------------------------------------------------------------
+
+
+def test_host_map() -> None:
+    found = HostMap.of(["b", "a", "b", "c", "a"])
+    assert found.hosts == ((0, 2), (1, 4), (3,))
+    assert [found.index(rank) for rank in range(5)] == [0, 1, 0, 2, 1]
+    assert str(found) == "host 0: ranks [0, 2]; host 1: ranks [1, 4]; host 2: ranks [3]"
+
+
+def test_processes_of_one_host_know_it() -> None:
+    code = "from interlace.runtime.places.hosts.host_map import this_host; print(this_host())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == host_map.this_host()
+
+
+def test_address_towards_the_store() -> None:
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    assert host_map.store_address(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+
+
+def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None:
+    """Rank 0 knows itself as localhost only. What leads to rank 1's address is this machine's own."""
+    cards = [Card("a", 1, "127.0.0.1"), Card("b", 2, "127.0.0.1"), Card("b", 3, "::1")]
+    assert host_map.own_address(cards, 0) == "127.0.0.1"
+    cards[1] = Card("b", 2, "192.0.2.7")
+    assert host_map.own_address(cards, 1) == "192.0.2.7"
+    assert host_map.own_address(cards, 0) == host_map.address_towards("192.0.2.7")
+
+
+def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
+    """What every rank, a thread here, is given."""
+    found: list[Any] = [None] * len(cards)
+
+    def join(rank: int) -> None:
+        found[rank] = host_map.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=20)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
+    store = HashStore()
+    nonces = set()
+    for generation in range(20):
+        cards = [Card(f"host {generation}", rank, None) for rank in range(3)]
+        for rank, (found, nonce) in enumerate(met(store, cards)):
+            assert found == cards
+            nonces.add(nonce)
+            host_map.forget(store, rank, prefix="p", nonce=nonce)
+    assert len(nonces) == 20
+    assert store.num_keys() == 1
+
+
+def test_what_a_crashed_group_left_is_ignored() -> None:
+    store = HashStore()
+    store.set("p/hosts", "stale")
+    for rank in range(3):
+        store.set(f"p/hosts/stale/{rank}", pickle.dumps(Card("stale", rank, None)).hex())
+    cards = [Card("fresh", rank, None) for rank in range(3)]
+    assert [found for found, _ in met(store, cards)] == [cards] * 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    card = Card("a", 1, None)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
+        host_map.meet(HashStore(), 0, 3, card, prefix="p", timeout=0.1)
+    assert caught.value.waited_for == (1, 2)
+
+
+def test_one_rank_needs_no_store() -> None:
+    place = connect_place(None, 0, 1, timeout=5, name="alone")
+    assert isinstance(place, ShmPlace)
+    place.close()
+
+
+# -- rounding --------------------------------------------------------------------------------------
+
+
+def test_halves_are_rounded_once() -> None:
+    """256 + 1 is no bfloat16 and would be 256; with the other host's 1 it is 258, which is one."""
+    parts = [[torch.tensor([256.0]), torch.tensor([1.0])], [torch.tensor([1.0])]]
+    halves = [[part.bfloat16() for part in of_host] for of_host in parts]
+    assert scenarios.in_two_steps(Partial.of("sum", torch.bfloat16), halves).item() == 258
+    rounding_twice = Partial("sum", "sum", torch.bfloat16)  # the control
+    assert scenarios.in_two_steps(rounding_twice, halves).item() == 256
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "mean"),
+    [
+        (torch.int8, [[100, 100], [100]], 100),  # the sum is no int8
+        (torch.int32, [[-1, -1], [-3]], -1),  # toward zero
+        (torch.uint64, [[2**63, 2], [2**62]], (2**63 + 2**62 + 2) // 3),
+        (torch.bool, [[True, True], [False]], False),
+        (torch.float32, [[1.0, 2.0], [6.0]], 3.0),
+        (torch.complex64, [[1 + 2j, 2], [6 + 1j]], 3 + 1j),
+    ],
+)
+def test_mean_is_divided_once(dtype: torch.dtype, values: Any, mean: Any) -> None:
+    parts = [[torch.tensor([value], dtype=dtype) for value in of_host] for of_host in values]
+    assert scenarios.in_two_steps(Partial.of("avg", dtype), parts).item() == mean
+
+
+def test_two_steps_give_what_one_gives() -> None:
+    """For every op and dtype, of numbers that need no rounding."""
+    for dtype in reductions.DTYPES:
+        for op in reductions.REDUCE_OPS:
+            if reductions.defined(op, dtype):
+                parts = [
+                    [scenarios.payload(3 * h + r, op, 40, dtype) for r in (0, 1, 2)] for h in (0, 1)
+                ]
+                expected = torch.empty_like(parts[0][0])
+                reductions.fold(op, [*parts[0], *parts[1]], expected)
+                found = scenarios.in_two_steps(Partial.of(op, dtype), parts)
+                assert scenarios.same(found, expected), (op, dtype)

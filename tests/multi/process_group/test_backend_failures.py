@@ -1,0 +1,79 @@
+"""Failures that torch's C++ must see as such, modes, gradients, and the end and the start of groups."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import interlace
+from multi.process_group import backend_failure_ranks as ranks
+
+
+def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(function, world_size, *args, place="shm")
+
+
+def test_a_backward_whose_peer_has_left_raises(tmp_path: Path) -> None:
+    texts = on_ranks(ranks.backward_without_a_peer, 2, str(tmp_path / "store"))
+    assert "rank 1 has left the group" in texts[0]
+
+
+def test_an_op_that_fails_under_a_mode_raises(tmp_path: Path) -> None:
+    texts = on_ranks(ranks.failing_under_a_mode, 2, str(tmp_path / "store"))
+    assert "rank 1 has left the group" in texts[0]
+
+
+def test_a_mode_on_one_rank(tmp_path: Path) -> None:
+    found = on_ranks(ranks.under_a_mode, 2, str(tmp_path / "store"))
+    both = [0.0, 1.0]
+    assert found == [[both, both, [2.0], [1.0], 1], [both, both, [2.0], [0.0], 0]]
+
+
+def test_functional_collectives_with_gradients(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(ranks.gradients, 2, str(tmp_path / "store"))):
+        whole = [0.0, 4.0, 8.0, 12.0]
+        assert found == [whole, whole[2 * rank : 2 * rank + 2], [2.0] * 4]
+
+
+def test_inference_tensors(tmp_path: Path) -> None:
+    found = on_ranks(ranks.inference, 2, str(tmp_path / "store"))
+    assert found == [[3.0, 6.0] * 3] * 2
+
+
+def test_again_on_the_same_port() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert on_ranks(ranks.same_port, 3, port, 3) == [3] * 3
+
+
+def test_roots_and_peers_that_are_no_ranks(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(ranks.bad_ranks, 2, str(tmp_path / "store"))):
+        *said, sum_after = found
+        for name, value, text in zip(
+            ("src", "dst", "dst", "dst"), (-1, 9, -1, -1), said, strict=True
+        ):
+            assert f"{name} must be within 0..1, got {value} on rank {rank}" in text
+        assert sum_after == "2.0"
+
+
+def test_torchs_next_default_group_is_found(tmp_path: Path) -> None:
+    found = on_ranks(ranks.another_default_group, 2, str(tmp_path / "store"))
+    assert found == [[True, 1, True, 1, True]] * 2
+
+
+def test_groups_do_not_wait_for_each_other() -> None:
+    assert on_ranks(ranks.groups_in_different_order, 2) == [[2.0, 4.0]] * 2
+
+
+def test_more_tensors_than_a_message_can_name() -> None:
+    assert on_ranks(ranks.many_coalesced, 2, 1500) == [2.0 * sum(range(1500))] * 2
+
+
+def test_dropped_groups_leave_no_descriptors() -> None:
+    assert on_ranks(ranks.dropped_groups, 2, 10) == [0, 0]
+
+
+def test_the_default_group_is_that_of_all_threads() -> None:
+    assert on_ranks(ranks.in_another_thread, 2) == [[2.0], [2.0]]

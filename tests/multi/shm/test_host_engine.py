@@ -1,0 +1,170 @@
+"""The engine of processes on one host, below the API: every op, size class and way of failing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, Choice, Ways
+from multi.shm import engine_ranks
+from tiers import few
+
+
+def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(fn, world_size, *args, place="shm")
+
+
+@pytest.mark.parametrize("world_size", few([1, 2, 3], 1, 3))
+@pytest.mark.parametrize("fn", [engine_ranks.moving, engine_ranks.uneven, engine_ranks.reducing])
+def test_every_op_in_every_size(fn: Any, world_size: int) -> None:
+    assert run(fn, world_size) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    "way", few(["through", "past", "differently", "measured"], "past", "differently")
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_writing_into_rings(world_size: int, way: str) -> None:
+    assert run(engine_ranks.many_rounds, world_size, way) == [[]] * world_size
+
+
+def chosen(choice: Choice, ops: int, through: float, past: float) -> list[bool]:
+    """What is chosen in so many ops, of which each takes as long as this."""
+    ways = []
+    for _ in range(ops):
+        ways.append(choice.past())
+        choice.took(ways[-1], past if ways[-1] else through)
+    return ways
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_faster_way_of_writing_is_chosen(best: bool) -> None:
+    times = (2e-6, 1e-6) if best else (1e-6, 2e-6)
+    choice = Choice()
+    ways = chosen(choice, 2 * AGAIN, *times)
+    tried = len(FIRST) // 2
+    assert ways[: len(FIRST)].count(best) == tried
+    assert [n for n, way in enumerate(ways) if way != best][tried:] == [AGAIN]
+    changed = chosen(choice, 2 * AGAIN, *times[::-1])  # the ranks have moved
+    assert changed.count(best) <= 4
+    both = [2 * each for each in times[::-1]]  # slower, but the order is the same
+    assert chosen(choice, AGAIN, *both).count(best) == 2
+
+
+def test_a_way_that_became_faster_is_found_though_the_other_did_not_change() -> None:
+    choice = Choice()
+    chosen(choice, AGAIN - 3, 8.0, 3.7)
+    assert chosen(choice, 10, 3.0, 3.7)[-1] is False
+
+
+def test_a_single_slow_op_changes_nothing() -> None:
+    choice = Choice()
+    chosen(choice, SOON - 1, 2.0, 1.0)
+    choice.took(True, 50.0)
+    assert chosen(choice, SOON, 2.0, 1.0) == [True] * SOON
+
+
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    assert chosen(Choice(), 2 * AGAIN, 0.0, 0.0).count(True) < AGAIN
+
+
+def test_the_last_rank_decides_how_all_write() -> None:
+    table = bytearray(64)
+    first, last = Ways(table, decides=False), Ways(table, decides=True)
+    times = {
+        ("a", 3): (1.0, 2.0),
+        ("a", 40): (2.0, 1.0),
+        ("b", 3): (2.0, 1.0),
+        ("b", 2): (4 / 3, 2 / 3),
+    }
+    for _ in range(SOON):
+        for (op, count), both in times.items():
+            past = first.past(op, count)
+            assert past == last.past(op, count)
+            first.took(op, count, not past, 99.0)
+            last.took(op, count, past, both[past])
+    found = {key: first.past(*key) for key in times}
+    assert found == {("a", 3): False, ("a", 40): True, ("b", 3): True, ("b", 2): True}
+
+
+def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
+    others, own = run(engine_ranks.failing_in_the_middle, 2)
+    assert own == "RuntimeError: all_reduce failed while data moved: odd"
+    assert others.startswith("AbortedError: rank 1 aborted the group: all_reduce failed")
+
+
+def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
+    with pytest.raises(interlace.InterlaceError):
+        interlace.run(engine_ranks.killed_in_broadcast, 3, str(tmp_path), place="shm")
+    for rank in (0, 1):
+        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
+
+
+def test_many_ranks() -> None:
+    assert run(engine_ranks.uneven, 5) == [[]] * 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
+    assert run(engine_ranks.in_shared_memory, world_size) == [[]] * world_size
+
+
+def test_symmetric_memory_that_one_rank_has_dropped() -> None:
+    assert run(engine_ranks.shared_memory_that_is_gone, 3) == [[]] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_areas_and_slots_are_used_again(world_size: int) -> None:
+    assert run(engine_ranks.mixed, world_size, 60) == [[]] * world_size
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_difference_is_told_before_a_byte_moves(large: bool) -> None:
+    texts = run(engine_ranks.differing, 3, large)
+    assert len(set(texts)) == 1
+    n = 200_000 if large else 4
+    assert texts[0] == (
+        f"all_reduce: shape of tensor differs between ranks: ({n},) on rank 0, ({n + 1},) on rank 1"
+    )
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
+def test_messages_in_any_order_of_tags(nbytes: int) -> None:
+    assert run(engine_ranks.mail, 3, nbytes) == [[]] * 3
+
+
+def test_messages_move_while_nobody_waits() -> None:
+    assert run(engine_ranks.mail_in_background, 2, 3_000_000) == [True, True]
+
+
+def test_messages_from_anyone() -> None:
+    sources = run(engine_ranks.mail_from_anyone, 3, 20)[0]
+    assert sorted(sources) == [1] * 20 + [2] * 20
+
+
+def test_who_has_left_need_not_send() -> None:
+    assert run(engine_ranks.mail_from_the_last_one, 3)[0] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "said"),
+    [
+        (torch.int32, 4, "TypeError: recv: dtype of tensor differs between ranks: torch.int32"),
+        (torch.float32, 5, "ValueError: recv: number of elements differs between ranks: 4 were"),
+    ],
+)
+def test_a_message_that_does_not_fit(dtype: torch.dtype, elements: int, said: str) -> None:
+    assert run(engine_ranks.mail_of_other, 2, dtype, elements)[1].startswith(said)
+
+
+def test_a_message_that_never_comes() -> None:
+    text = run(engine_ranks.mail_never_sent, 2)[0]
+    assert "rank 1 has left the group" in text
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
+    assert run(engine_ranks.waiting, 2, 0.5)[0] < 0.5  # spinning would be 1

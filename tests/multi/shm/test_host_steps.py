@@ -1,0 +1,102 @@
+"""Collectives of one host as steps of machine code: the same bytes, waits and errors as in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import interlace
+from interlace.runtime.places.shm.machine_code import steps
+from multi.shm import steps_ranks
+from tiers import few, thorough
+
+pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
+
+
+def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(fn, world_size, *args, place="shm")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "which"),
+    few(
+        [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
+        (3, "all"),
+        (2, "odd"),
+    ),
+)
+def test_every_op_in_every_size(world_size: int, which: str) -> None:
+    assert run(steps_ranks.every_size, world_size, world_size, which) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", few([2, 3], 2))
+def test_every_dtype(world_size: int) -> None:
+    assert run(steps_ranks.every_dtype, world_size) == [[]] * world_size
+
+
+@thorough
+def test_as_many_rounds_as_steps_take_and_more() -> None:
+    assert run(steps_ranks.many_rounds, 2) == [[]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
+    assert run(steps_ranks.shared_on_one_rank, world_size, 0) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("rows", "most"), [(3, 0), (3, 1000), (3, 20_000), (3, 300_000), (60_000, 1), (60_000, 200_000)]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_splits_that_are_equal_on_one_rank_only(world_size: int, rows: int, most: int) -> None:
+    assert run(steps_ranks.uneven_elsewhere, world_size, rows, most) == [[]] * world_size
+
+
+def test_lists_of_steps_are_not_kept_without_end() -> None:
+    assert run(steps_ranks.many_sizes, 2) == [[]] * 2
+
+
+def test_inference_tensors() -> None:
+    assert run(steps_ranks.inference_tensors, 2) == [[]] * 2
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    assert run(steps_ranks.late, 3, 0.05) == [[]] * 3
+
+
+@pytest.mark.parametrize("nbytes", [16, 1 << 20, 40 << 20])
+def test_a_death_is_told_to_all_and_names_the_rank(nbytes: int, tmp_path: Path) -> None:
+    with pytest.raises(interlace.InterlaceError):
+        interlace.run(steps_ranks.died, 3, str(tmp_path), nbytes, place="shm")
+    for rank in (0, 1):
+        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(world_size: int) -> None:
+    texts = run(steps_ranks.mismatched, world_size)
+    assert all(text == texts[0] for text in texts)
+    assert len(texts[0]) == 10
+    assert all("shape of tensor differs between ranks" in text for text in texts[0][:9])
+    assert texts[0][9] == (
+        "ranks call different ops at the same time: rank 0 calls barrier, rank 1 calls all_gather"
+    )
+
+
+@pytest.mark.parametrize("nbytes", [16, 4 << 20])
+def test_an_abort_ends_waits(nbytes: int) -> None:
+    assert all(
+        "rank 1 aborted the group: enough" in text for text in run(steps_ranks.aborted, 3, nbytes)
+    )
+
+
+def test_another_thread_than_the_main_one() -> None:
+    assert run(steps_ranks.in_a_thread, 2) == [["done"]] * 2
+
+
+@pytest.mark.parametrize("op", [steps_ranks.small_op, steps_ranks.middle_op])
+def test_ctrl_c_while_a_peer_is_late(op: Any, tmp_path: Path) -> None:
+    seconds = run(steps_ranks.interrupted, 2, str(tmp_path), op)
+    assert 0 <= seconds[0] < 60  # and not at the end of the wait itself, minutes later

@@ -1,0 +1,316 @@
+"""What ranks do with ``torch.ops.symm_mem`` on a CPU.
+
+A module of its own, because new processes import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+import interlace
+from multi.process_group.backend_ranks import world
+from support import compiled_anew
+
+Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+FP8 = torch.float8_e4m3fn
+new = hasattr(funcol, "all_gather_single")  # the names since torch 2.13
+all_gather: Any = funcol.all_gather_single if new else funcol.all_gather_tensor
+reduce_scatter: Any = funcol.reduce_scatter_single if new else funcol.reduce_scatter_tensor
+REFERENCES: dict[str, Callable[..., Any]] = {
+    name: getattr(torch_symm_mem, f"_{name}_fallback")
+    for name in (
+        "fused_all_gather_matmul",
+        "fused_all_gather_scaled_matmul",
+        "fused_matmul_reduce_scatter",
+        "fused_scaled_matmul_reduce_scatter",
+    )
+}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers, other ones on each rank: sums of products of them are exact."""
+    generator = torch.Generator().manual_seed(100 * interlace.get_rank() + seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def scales(*shape: int, seed: int = 0) -> torch.Tensor:
+    return numbers(*shape, seed=seed).abs().add(1).exp2().div(8)
+
+
+# -- against torch's own fallbacks ---------------------------------------------------------------------
+
+
+def gathering(group: str) -> Iterator[Case]:
+    name = "fused_all_gather_matmul"
+    x, w, w2 = numbers(4, 6), numbers(6, 5, seed=1), numbers(6, 3, seed=2)
+    size = interlace.get_world_size()
+    yield name, "2-D", (x, [w], 0, group), {}
+    yield name, "two weights", (x, [w, w2], 0, group), {"return_A": False}
+    yield name, "no weights", (x, [], 0, group), {}
+    for dim in (0, 1):
+        yield name, f"3-D {dim}", (numbers(2, 3, 6), [w], dim, group), {}
+    yield name, "4-D 1", (numbers(2, 3, 2, 6), [w, w2], 1, group), {"return_A": True}
+    yield name, "k", (numbers(4, 2), [numbers(2 * size, 5)], 1, group), {}
+    yield name, "3-D k", (numbers(4, 3, 2), [numbers(2 * size, 5)], 2, group), {}
+    yield name, "-1", (numbers(4, 2), [numbers(2 * size, 5)], -1, group), {"return_A": False}
+    yield name, "strided", (numbers(6, 4).t(), [numbers(5, 6).t()], 0, group), {}
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        yield name, str(dtype), (numbers(4, 2, 6, dtype=dtype), [w.to(dtype)], 1, group), {}
+
+
+def reducing(group: str) -> Iterator[Case]:
+    name = "fused_matmul_reduce_scatter"
+    size = interlace.get_world_size()
+    w = numbers(6, 4 * size, seed=1)
+    for dim in (0, 1):
+        yield name, f"2-D {dim}", (numbers(2 * size, 6), w, "sum", dim, group), {}
+    for dim in (0, 1, 2):
+        x = numbers(2 * size, 3 * size, 6)
+        yield name, f"3-D {dim}", (x, w, "avg", dim, group), {}
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        x = numbers(2 * size, 6, dtype=dtype)
+        yield name, str(dtype), (x, w.to(dtype), "sum", 0, group), {}
+    yield name, "max", (numbers(2 * size, 6), w, "max", 0, group), {}
+
+
+def scaled_gathering(group: str) -> Iterator[Case]:
+    name = "fused_all_gather_scaled_matmul"
+    size = interlace.get_world_size()
+    half = torch.tensor(0.5)
+    one = [None], [None], [torch.float32], [False]
+    w = numbers(32, 16, dtype=FP8, seed=1).t()
+    x = numbers(4, 16, dtype=FP8)
+    by_column = scales(1, 32)
+    yield name, "tensor-wise", (x, [w], half, [half], 0, group, *one), {}
+    yield name, "by row", (x, [w], scales(4, 1), [by_column], 0, group, *one), {}
+    yield name, "replicated", (x, [w], torch.ones(4 * size, 1), [by_column], 0, group, *one), {}
+    for dim in (0, 1):
+        x3 = numbers(2, 3, 16, dtype=FP8)
+        yield name, f"3-D {dim}", (x3, [w], scales(2, 3, 1), [by_column], dim, group, *one), {}
+    bias = numbers(32, dtype=torch.bfloat16)
+    many = [bias, None], [None, None], [torch.bfloat16, torch.float32], [True, False]
+    yield name, "several", (x, [w, w], half, [half, half], 0, group, *many), {}
+    result = [None], [torch.tensor(0.25)], [FP8], [False]
+    yield name, "result scale", (x, [w], half, [half], 0, group, *result), {}
+
+
+def scaled_reducing(group: str) -> Iterator[Case]:
+    name = "fused_scaled_matmul_reduce_scatter"
+    size = interlace.get_world_size()
+    half = torch.tensor(0.5)
+    w = numbers(16 * size, 16, dtype=FP8, seed=1).t()
+    x = numbers(2 * size, 16, dtype=FP8)
+    n = 16 * size
+    options: dict[str, Any] = {"out_dtype": torch.float32}
+    yield name, "tensor-wise", (x, w, half, half, "sum", 0, 0, group, [2 * size, n]), options
+    rows = (x, w, scales(2 * size, 1), scales(1, n))
+    yield name, "by row", (*rows, "avg", 0, 0, group, [2 * size, n]), options
+    bias = numbers(n, dtype=torch.float32)
+    with_bias = {**options, "bias": bias, "use_fast_accum": True}
+    yield name, "bias", (x, w, half, half, "sum", 0, 0, group, [2 * size, n]), with_bias
+    x3 = numbers(3, 2 * size, 16, dtype=FP8)
+    shape = [3, 2 * size, n]
+    yield (
+        name,
+        "3-D",
+        (x3, w, scales(*shape[:2], 1), scales(1, n), "sum", 1, 1, group, shape),
+        options,
+    )
+    flat = numbers(6 * size, 16, dtype=FP8)
+    yield name, "reshaped", (flat, w, half, half, "sum", 1, 0, group, shape), options
+
+
+def leaves(made: Any) -> list[Any]:
+    if isinstance(made, (list, tuple)):
+        return [leaf for each in made for leaf in leaves(each)]
+    return [made]
+
+
+def differences(got: Any, expected: Any, *, values: bool) -> list[str]:
+    """What of shape, strides, dtype and numbers differs."""
+    found = []
+    pairs = list(zip(leaves(got), leaves(expected), strict=True))
+    for number, (mine, theirs) in enumerate(pairs):
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                found.append(f"output {number}: {mine} instead of {theirs}")
+            continue
+        for what in ("shape", "dtype", "stride"):
+            a, b = getattr(mine, what), getattr(theirs, what)
+            a, b = (a(), b()) if what == "stride" else (a, b)
+            if a != b:
+                found.append(f"output {number}: {what} {a} instead of {b}")
+        if values and not torch.equal(mine.float(), theirs.float()):
+            found.append(f"output {number}: {mine} instead of {theirs}")
+    return found
+
+
+def on_meta(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([on_meta(each) for each in value])
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def against_torch(path: str, backend: str, scaled: bool) -> dict[str, list[str]]:
+    """By case, where ours differs from torch's fallback, or from what torch tells its compiler."""
+    found = {}
+    with world(path, backend) as group:
+        name = group.group_name
+        plain = [*gathering(name), *reducing(name)]
+        for op, title, args, options in (
+            [*scaled_gathering(name), *scaled_reducing(name)] if scaled else plain
+        ):
+            copied = [list(each) if isinstance(each, list) else each for each in args]
+            expected = REFERENCES[op](*copied, **options)
+            got = getattr(torch.ops.symm_mem, op)(*args, **options)
+            found[f"{op} {title}"] = differences(got, expected, values=True)
+            if title not in ("torch.int64", "result scale"):  # which torch's do not take
+                fake = getattr(torch.ops.symm_mem, op)(*on_meta(args), **on_meta(options))
+                found[f"{op} {title} meta"] = differences(got, fake, values=False)
+    return found
+
+
+# -- the others ----------------------------------------------------------------------------------------
+
+
+def collectives(path: str, backend: str) -> dict[str, Any]:
+    """Every other op, in a group of all ranks but the first too."""
+    ops, results = torch.ops.symm_mem, {}
+    with world(path, backend) as group:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        some = dist.new_group(list(range(1, size)), backend=backend)
+        name = group.group_name
+        x = torch.arange(4.0).view(2, 2) + 10 * rank
+        waited = torch.ops._c10d_functional.wait_tensor
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.full(shape, -1.0)
+
+        started = ops._low_contention_all_gather(x, name)
+        results["gathered"] = waited(started)
+        results["scattered"] = waited(
+            ops._low_contention_reduce_scatter(x.repeat(size, 1), "avg", name)
+        )
+        results["one shot"] = ops.one_shot_all_reduce(x, "sum", name)
+        results["copy"] = ops.one_shot_all_reduce_copy(empty(2, 2), x, "sum", name)
+        results["out"] = ops.one_shot_all_reduce_out(x, "sum", name, empty(2, 2))
+        results["copy out"] = ops.one_shot_all_reduce_copy_out(
+            empty(2, 2), x, "sum", name, empty(2, 2)
+        )
+        results["multimem"] = ops.multimem_one_shot_all_reduce(x, "sum", name)
+        for op in ("two_shot_all_reduce_", "multimem_all_reduce_"):
+            y = x.clone()
+            assert getattr(ops, op)(y, "sum", name) is y
+            results[op] = y
+        results["two shot out"] = ops.two_shot_all_reduce_out(x.clone(), "sum", name, empty(2, 2))
+        results["root"] = ops.multimem_one_shot_reduce_out(x, "sum", 1, name, empty(2, 2))
+        results["multimem gather"] = ops.multimem_all_gather_out(x, name, empty(2 * size, 2))
+        for last in (False, True):
+            whole = x.repeat(1, size) if last else x.repeat(size, 1)
+            out = empty(2, 2)
+            results[f"scattered {last}"] = ops.reduce_scatter_out(whole, name, last, out)
+        if rank > 0:
+            results["of some"] = ops.one_shot_all_reduce(x, "sum", some.group_name)
+            products = ops.fused_all_gather_matmul(x, [torch.ones(2, 1)], 0, some.group_name)
+            results["product of some"] = products[1][0]
+        dist.barrier()
+    return {key: value.tolist() for key, value in results.items()}
+
+
+# -- callers -------------------------------------------------------------------------------------------
+
+
+class GatherLinear(torch.autograd.Function):
+    """A layer as torchtitan's: the fused ops by group name, the input gathered again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.group = group
+        made: torch.Tensor = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group)[1][0]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        ops = torch.ops.symm_mem
+        whole = ops._low_contention_all_gather(x, ctx.group)
+        of_x = ops.fused_matmul_reduce_scatter(grad, w, "sum", 0, ctx.group)
+        whole = torch.ops._c10d_functional.wait_tensor(whole)
+        return of_x, grad.flatten(0, -2).t() @ whole.flatten(0, -2), None
+
+
+def layer(path: str) -> list[bool]:
+    with world(path) as group:
+        x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
+        GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
+        got = x.grad, w.grad
+        x.grad = w.grad = None
+        whole = torch.distributed.nn.functional.all_gather(x, group)
+        (torch.cat(whole) @ w.t()).square().sum().backward()
+        return [torch.equal(*pair) for pair in zip(got, (x.grad, w.grad), strict=True)]
+
+
+def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return kernel(*args, **kwargs)
+
+    return counting
+
+
+def pipelined(path: str) -> tuple[list[str], list[bool]]:
+    """Inductor's own pass finds its patterns, and its ops run here: which, and whether all is right."""
+    from interlace.symmetric_memory import torch_ops
+
+    calls: list[str] = []
+    right = []
+    with world(path) as group, contextlib_all(calls, torch_ops):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_symm_mem.enable_symm_mem_for_group(group.group_name)
+
+        def layers(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+            # a layer between the two: the pass of torch 2.13 fails where its ops meet
+            h = all_gather(x, 0, group) @ w1 @ between
+            return reduce_scatter(h @ w2, "sum", 0, group)
+
+        def scaled(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            whole = all_gather(x, 0, group)
+            return torch._scaled_mm(whole, w, s, s, out_dtype=torch.float32)
+
+        w1, w2, between = numbers(6, 4, seed=1), numbers(4, 6, seed=2), numbers(4, 4, seed=3)
+        args = numbers(16, 16, dtype=FP8), numbers(16, 16, dtype=FP8).t(), torch.tensor(0.5)
+
+        for function, inputs in (
+            (layers, (numbers(4, 6), w1, w2)),
+            (scaled, args),
+        ):
+            got = torch.compile(function, fullgraph=True)(*inputs)
+            right.append(
+                torch.equal(funcol.wait_tensor(got), funcol.wait_tensor(function(*inputs)))
+            )
+    return calls, right
+
+
+def contextlib_all(calls: list[str], kernels: Any) -> Any:
+    """Inductor's pass as on a machine with NCCL, and a list of the kernels that are called."""
+    import contextlib
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(compiled_anew(_micro_pipeline_tp=True, compile_threads=1))
+    stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+    for name in REFERENCES:
+        kernel = counted(calls, name, getattr(kernels, name))
+        stack.enter_context(mock.patch.object(kernels, name, kernel))
+    return stack

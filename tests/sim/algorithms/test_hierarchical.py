@@ -1,0 +1,476 @@
+"""Ranks on several nodes, simulated: puts are stores, or fetched as late as may be; races, schedules."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import interlace
+from first_fault import first_fault
+from interlace.kernels.nodes import order
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.engines.nodes import HierarchicalEngine
+from interlace.runtime.tuning.configuration import override
+from interlace.verify import races, schedules
+from mutant_checks import filled
+from mutations import Edit, Mutant, mutated
+from sim.algorithms.node_support import SMALL, TILES, TWO, on_nodes
+from support import noise, payload, poison, poisoned
+from tiers import few, thorough
+
+PUTS = ("stores", "late")
+LAYOUTS = [(0, 0), (0, 1), TWO, (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 0, 1), (5, 2, 2, 2, 5)]
+
+
+# -- orders ------------------------------------------------------------------------------------------
+
+NODES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
+
+
+def carried_out(
+    nodes: list[int], lines: list[list[list[int]]], rows: int
+) -> tuple[list[list[set[int]]], Counter[tuple[int, int, int]]]:
+    """Do all ranks' moves, each rank's line by line: what is where, and what went between nodes.
+
+    ``[rank][row]`` of the first are the input elements, ``rank * 10000 + row``, that have been there.
+    """
+    held: list[list[set[int]]] = [[set() for _ in range(rows)] for _ in nodes]
+    published: set[tuple[int, int]] = set()
+    crossed: Counter[tuple[int, int, int]] = Counter()
+    left = [list(each) for each in lines]
+    while any(left):
+        moved = False
+        for rank, mine in enumerate(left):
+            while mine and (mine[0][6] < 0 or (rank, mine[0][6]) in published):
+                kind, peer, _, begin, to, count, _, slot = mine.pop(0)
+                moved = True
+                assert (kind == order.PUT) == (nodes[peer] != nodes[rank])
+                for row in range(count if kind != order.LAND else 0):
+                    if kind == order.SEND:
+                        what = {rank * 10000 + begin + row}
+                    else:
+                        what = set(held[rank][begin + row])
+                    held[peer][to + row] |= what
+                    if kind == order.PUT:
+                        crossed.update((element, nodes[rank], nodes[peer]) for element in what)
+                assert (peer, slot) not in published
+                published.add((peer, slot))
+        assert moved, [each[0] for each in left if each]
+    return held, crossed
+
+
+@given(
+    nodes=NODES, rows=st.lists(st.integers(0, 9), min_size=7, max_size=7), chunk=st.integers(1, 4)
+)
+def test_gather_moves_bring_everything_once(nodes: list[int], rows: list[int], chunk: int) -> None:
+    """To every rank, without a wait that never ends, and over each link between nodes once."""
+    rows = rows[: len(nodes)]
+    ranks, total = range(len(nodes)), sum(rows)
+    lines = [order.gather_moves(rank, nodes, rows, chunk)[0] for rank in ranks]
+    held, crossed = carried_out(nodes, lines, total)
+    whole = [source * 10000 + row for source in ranks for row in range(rows[source])]
+    for rank in ranks:
+        for row, element in enumerate(whole):
+            if element // 10000 != rank:
+                assert held[rank][row] == {element}
+    others = {(a, b) for a in set(nodes) for b in set(nodes) if a != b}
+    expected = {(e, a, b): 1 for e in whole for a, b in others if nodes[e // 10000] == a}
+    assert crossed == expected
+
+
+@given(nodes=NODES, data=st.data())
+def test_exchange_moves_bring_every_part(nodes: list[int], data: st.DataObject) -> None:
+    ranks = range(len(nodes))
+    some = st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes))
+    sizes = [data.draw(some) for _ in ranks]
+    made = [order.exchange_moves(rank, nodes, sizes) for rank in ranks]
+    held, crossed = carried_out(nodes, [lines for lines, *_ in made], made[0][2])
+    assert len({(rows, slots) for _, _, rows, slots in made}) == 1
+    assert all(count == 1 for count in crossed.values())
+    for rank, (lines, firsts, rows, slots) in enumerate(made):
+        assert all(0 <= line[7] < slots and line[4] + line[5] <= rows for line in lines)
+        for source in ranks:
+            first = sum(sizes[source][:rank])
+            for row in range(sizes[source][rank] if source != rank else 0):
+                assert held[rank][firsts[source] + row] == {source * 10000 + first + row}
+
+
+@given(nodes=NODES)
+def test_orders_are_permutations_and_relations_are_mutual(nodes: list[int]) -> None:
+    ranks = range(len(nodes))
+    for rank in ranks:
+        gathered = order.gather_order(rank, nodes, [2] * len(nodes))
+        assert sorted(gathered) == [(source, chunk) for source in ranks for chunk in (0, 1)]
+        own = len(order.members(nodes, nodes[rank]))
+        assert {nodes[source] for source, _ in gathered[: 2 * own]} == {nodes[rank]}
+        scattered = order.scatter_order(rank, nodes)
+        assert sorted(scattered) == list(ranks) and scattered[-1] == rank
+        assert {nodes[owner] for owner in scattered[-own:]} == {nodes[rank]}
+        for target in order.put_targets(rank, nodes):
+            assert rank in order.put_sources(target, nodes)
+        for owner in ranks:
+            by = order.reducer(rank, owner, nodes)
+            assert nodes[by] == nodes[rank] and owner in order.reduced_owners(by, nodes)
+
+
+# -- results -----------------------------------------------------------------------------------------
+
+
+def everything(group: Communicator, dtype: torch.dtype, length: int) -> list[tuple[Any, Any]]:
+    """One call of every collective: (what came out, what is right)."""
+    rank, world = group.rank, group.world_size
+    ranks, results = range(world), []
+
+    def part(source: int, call: int, *shape: int) -> torch.Tensor:
+        return payload(source, call, shape or (length,), dtype)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return poison(torch.empty(shape, dtype=dtype))
+
+    out = empty(world * length)
+    interlace.all_gather(out, part(rank, 0), group=group)
+    results.append((out, torch.cat([part(source, 0) for source in ranks])))
+    uneven = [empty(3 * source + 1) for source in ranks]
+    interlace.all_gather(uneven, part(rank, 1, 3 * rank + 1), group=group)
+    results += [(uneven[source], part(source, 1, 3 * source + 1)) for source in ranks]
+    sent, out = part(world - 1, 2), empty(length)
+    interlace.broadcast(sent if rank == world - 1 else out, world - 1, group=group)
+    results.append((sent if rank == world - 1 else out, sent))
+    out = empty(world, length)
+    interlace.all_to_all_single(out, part(rank, 3, world, length), group=group)
+    results.append((out, torch.stack([part(source, 3, world, length)[rank] for source in ranks])))
+    parts = [empty(length) for _ in ranks]
+    interlace.gather(part(rank, 4), parts if rank == 1 else None, dst=1, group=group)
+    if rank == 1:
+        results += [(parts[source], part(source, 4)) for source in ranks]
+    parts, out = list(part(0, 5, world, length).unbind(0)), empty(length)
+    interlace.scatter(out, parts if rank == 0 else None, src=0, group=group)
+    results.append((out, parts[rank]))
+    if dtype == torch.bool:
+        return results
+    summed = sum(
+        (part(source, 6, world, length) for source in ranks[1:]), part(0, 6, world, length)
+    )
+    out = empty(length)
+    interlace.reduce_scatter(out, part(rank, 6, world, length), group=group)
+    results.append((out, summed[rank]))
+    out = part(rank, 6, world, length)
+    interlace.all_reduce(out, group=group)
+    results.append((out, summed))
+    out = part(rank, 6, world, length)
+    interlace.reduce(out, dst=1, group=group)
+    results.append((out, summed if rank == 1 else part(rank, 6, world, length)))
+    out = part(rank, 6, world, length)
+    interlace.all_reduce(out, "max", group=group)
+    largest = torch.stack([part(source, 6, world, length) for source in ranks]).amax(0)
+    results.append((out, largest))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("nodes", "put"),
+    few(
+        [*((nodes, "stores") for nodes in LAYOUTS), (TWO, "late"), (LAYOUTS[-1], "late")],
+        ((0, 0), "stores"),
+        ((0, 1, 0, 1), "stores"),
+        (LAYOUTS[-1], "late"),
+    ),
+    ids=str,
+)
+def test_collectives(nodes: tuple[int, ...], put: str) -> None:
+    def on_rank(dtype: torch.dtype, length: int) -> list[tuple[Any, Any]]:
+        group = on_nodes(nodes, put)
+        assert isinstance(group.engine, HierarchicalEngine)
+        with override(**SMALL):
+            return everything(group, dtype, length)
+
+    cases = [(torch.float32, 41), (torch.bfloat16, 1)]
+    if nodes == TWO:
+        cases += [(torch.bool, 5), (torch.int64, 7), (torch.float16, 0), (torch.float64, 3)]
+    with poisoned():
+        for dtype, length in cases:
+            for results in interlace.run(on_rank, len(nodes), dtype, length):
+                for number, (found, right) in enumerate(results):
+                    assert torch.equal(found, right), (number, dtype, found, right)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "put"),
+    few(
+        [
+            ("fused", torch.float32, "stores"),
+            ("fused", torch.bfloat16, "late"),
+            ("pipelined", torch.bfloat16, "stores"),
+            ("unfused", torch.float32, "late"),
+            ("auto", torch.float64, "stores"),
+        ],
+        ("fused", torch.bfloat16, "late"),
+        ("auto", torch.float64, "stores"),
+    ),
+)
+def test_fused_ops(algorithm: str, dtype: torch.dtype, put: str) -> None:
+    nodes = (0, 0, 1, 1, 1)
+    world, ranks = len(nodes), range(len(nodes))
+
+    def on_rank() -> None:
+        group = on_nodes(nodes, put)
+        rank = group.rank
+        for call in range(2):
+            rows = [5 + 9 * source for source in ranks]
+            shards = [payload(source, call, (rows[source], 8), dtype) for source in ranks]
+            weight, bias = payload(9, call, (8, 24), dtype), payload(8, call, (24,), dtype)
+            gathered, product = interlace.all_gather_matmul(
+                shards[rank], weight, bias=bias, group=group, return_gathered=True,
+                algorithm=algorithm,
+            )  # fmt: skip
+            assert torch.equal(gathered, torch.cat(shards))
+            right = torch.cat(shards).double() @ weight.double() + bias.double()
+            assert torch.equal(product, right.to(dtype))
+            inputs = [payload(source, call, (world * 17, 8), dtype) for source in ranks]
+            weights = [payload(source + 20, call, (8, 6), dtype) for source in ranks]
+            # contributions have the output's dtype; all else is exact with these numbers
+            products = [(x @ w).double() for x, w in zip(inputs, weights, strict=True)]
+            total = sum(products[1:], products[0])
+            part = interlace.matmul_reduce_scatter(
+                inputs[rank], weights[rank], bias=bias[:6], group=group, algorithm=algorithm
+            )
+            right = total[17 * rank : 17 * rank + 17] + bias[:6].double()
+            assert torch.equal(part, right.to(dtype))
+            whole = interlace.matmul_all_reduce(
+                inputs[rank], weights[rank], group=group, algorithm=algorithm
+            )
+            assert torch.equal(whole, total.to(dtype))
+
+    with override(**TILES), poisoned():
+        interlace.run(on_rank, world)
+
+
+def test_sums_round_once_and_are_the_same_everywhere() -> None:
+    """Partial sums of bfloat16 are fp32; a rank's part and everybody's copy of it have the same bits."""
+
+    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        group = on_nodes(TWO, "stores")
+        x = noise(group.rank, 0, (4, 33), torch.bfloat16)
+        part = torch.empty(33, dtype=torch.bfloat16)
+        interlace.reduce_scatter(part, x, group=group)
+        interlace.all_reduce(x, group=group)
+        return part, x
+
+    found = interlace.run(on_rank, 4)
+    inputs = [noise(rank, 0, (4, 33), torch.bfloat16).float() for rank in range(4)]
+    right = ((inputs[0] + inputs[1]) + (inputs[2] + inputs[3])).bfloat16()
+    for rank, (part, whole) in enumerate(found):
+        assert torch.equal(part, right[rank]) and torch.equal(whole, right)
+
+
+def test_memory_of_another_node_cannot_be_touched() -> None:
+    def on_rank() -> None:
+        place = on_nodes(TWO).place
+        buffer = place.allocate(64)
+        other = 3 - place.rank
+        assert buffer.mapped(place.rank) and not buffer.mapped(other)
+        assert buffer.peers.tolist()[other] == 0 and all(buffer.peers.tolist()[4:])
+        buffer.view(other, 0, (1,), torch.int64)
+
+    with pytest.raises(AssertionError, match="is on another node"):
+        interlace.run(on_rank, 4)
+
+
+# -- races and schedules -------------------------------------------------------------------------------
+
+
+def in_flight(op: str, nodes: tuple[int, ...] = TWO, put: str = "stores") -> Callable[[], None]:
+    """Four calls of an op in flight, so that workspaces and slots come round again."""
+
+    def on_rank() -> None:
+        group = on_nodes(nodes, put)
+        rank, ranks, started = group.rank, range(len(nodes)), []
+        world = len(nodes)
+        with override(**TILES):
+            for call in range(4):
+                if op == "all_gather":
+                    out = torch.empty(world * 40)
+                    parts = [payload(source, call, (40,)) for source in ranks]
+                    work = interlace.all_gather(out, parts[rank], group=group, async_op=True)
+                    right = torch.cat(parts)
+                elif op == "reduce_scatter":
+                    out = torch.empty(20)
+                    inputs = [payload(source, call, (world, 20)) for source in ranks]
+                    work = interlace.reduce_scatter(out, inputs[rank], group=group, async_op=True)
+                    right = sum(inputs[1:], inputs[0])[rank]
+                elif op == "all_reduce":
+                    inputs = [payload(source, call, (70,)) for source in ranks]
+                    out = inputs[rank].clone()
+                    work = interlace.all_reduce(out, group=group, async_op=True)
+                    right = sum(inputs[1:], inputs[0])
+                elif op == "all_to_all":
+                    out = torch.empty(world, 9)
+                    inputs = [payload(source, call, (world, 9)) for source in ranks]
+                    work = interlace.all_to_all_single(
+                        out, inputs[rank], group=group, async_op=True
+                    )
+                    right = torch.stack([each[rank] for each in inputs])
+                elif op == "all_gather_matmul":
+                    inputs = [payload(source, call, (20, 8)) for source in ranks]
+                    work = interlace.all_gather_matmul(
+                        inputs[rank], torch.eye(8), group=group, async_op=True, algorithm="fused"
+                    )
+                    out, right = None, torch.cat(inputs)
+                else:
+                    inputs = [payload(source, call, (17 * world, 8)) for source in ranks]
+                    work = interlace.matmul_reduce_scatter(
+                        inputs[rank], torch.eye(8), group=group, async_op=True, algorithm="fused"
+                    )
+                    out, right = None, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
+                started.append((work, out, right))
+                # only rank 0 waits for data of this one: nobody else learns how far the others are
+                one = torch.ones(1, 4), torch.ones(4, 1)
+                interlace.matmul_reduce_scatter(*one, group=group, async_op=True, algorithm="fused")
+            for call, (work, out, right) in enumerate(started):
+                result = work.wait()
+                if not torch.equal(result if out is None else out, right):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "put"),
+    few(
+        itertools.product(OPS, PUTS),
+        ("all_gather", "stores"),
+        ("reduce_scatter", "late"),
+        ("all_to_all", "stores"),
+        ("matmul_reduce_scatter", "stores"),
+    ),
+)
+def test_no_races(op: str, put: str) -> None:
+    report = races(in_flight(op, put=put), 4, seeds=1)
+    assert report.clean, str(report)
+    assert report.events > 1000
+
+
+@thorough
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_no_races_on_nodes_that_differ_in_size(op: str) -> None:
+    report = races(in_flight(op, (0, 1, 1, 0, 1), "late"), 5, seeds=1)
+    assert report.clean, str(report)
+
+
+@pytest.mark.parametrize("op", few(["all_gather", "reduce_scatter", "all_to_all"], "all_to_all"))
+def test_any_schedule_with_late_stores(op: str) -> None:
+    report = schedules(in_flight(op), 4, n=4, store_buffers=True, workers=1)
+    assert report.clean, str(report)
+
+
+# -- negative controls ---------------------------------------------------------------------------------
+
+
+def _mutant(name: str, file: str, *edits: tuple[str, str]) -> Mutant:
+    return Mutant(name, f"kernels/{file}.py", tuple(Edit(*edit) for edit in edits))
+
+
+_QUIET = '    if PUT == "late":\n        epoch = current'
+_PUT_WAIT = "seen = wait(workspace, source, waited_byte, epoch)"
+_LAND_WAIT = "seen = wait(peers, source, slot_byte, epoch)"
+_CREDIT = "ready = wait_credit(workspace, peer, epoch) + 1"
+_OWNER = "ready = wait_credit(workspace, owner, epoch) + 1"
+_SUMMER = "if wait_credit(workspace, summing, epoch) >= epoch - 1:"
+MUTANTS = [
+    ("all_gather", "stores", _mutant("nobody waits to land", "nodes/moves", (_LAND_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("passed on at once", "nodes/moves", (_PUT_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("no credit of the peer", "nodes/moves", (_CREDIT, "ready = epoch"))),
+    (
+        "all_gather",
+        "late",
+        _mutant("not quiet", "nodes/moves", (_QUIET, _QUIET.replace("late", ""))),
+    ),
+    (
+        "all_gather",
+        "stores",
+        _mutant(
+            "signalled before it is put",
+            "nodes/moves",
+            ('        if PUT == "stores":\n',
+             "        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)\n"
+             '        if PUT == "stores":\n'),
+        ),
+    ),
+    (
+        "reduce_scatter",
+        "stores",
+        _mutant(
+            "one member not waited for",
+            "nodes/reduction",
+            ("    for member in range(node.num_members):\n        source =",
+             "    for member in range(node.num_members - 1):\n        source ="),
+        ),
+    ),
+    (
+        "reduce_scatter",
+        "stores",
+        _mutant("one region for all members", "nodes/reduction", (" + own_member * stride", "")),
+    ),
+    (
+        "reduce_scatter",
+        "stores",
+        _mutant(
+            "one landing place for all nodes",
+            "nodes/reduction",
+            ("landing_offset + (node.own_node * stride + element) * 4",
+             "landing_offset + ((node.own_node * 0 + 1) * stride + element) * 4"),
+        ),
+    ),
+    (
+        "reduce_scatter",
+        "stores",
+        _mutant("no credit of the owner", "nodes/reduction", (_OWNER, "ready = epoch")),
+    ),
+    (
+        "reduce_scatter",
+        "stores",
+        _mutant("no credit of who sums", "nodes/reduction", (_SUMMER, "if epoch >= 0:")),
+    ),
+]  # fmt: skip
+
+
+QUICK = ("one member not waited for", "nobody waits to land", "passed on at once")
+
+
+@pytest.mark.parametrize(
+    ("op", "put", "mutant"),
+    few(MUTANTS, *(case for case in MUTANTS if case[2].name in QUICK)),
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.Path) -> None:
+    with mutated(mutant, tmp_path), filled():
+        assert first_fault(in_flight(op, put=put), 4, range(6))
+
+
+@thorough
+def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
+    all_of_them = "for number in range(partners.count):"
+    kept_back = all_of_them.replace("(par", "(1, par")
+    mutant = _mutant("a credit kept back", "nodes/moves", (all_of_them, kept_back))
+    with mutated(mutant, tmp_path), filled():
+        report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)
+    assert "credit" in str(report) or "deadlock" in str(report).lower(), str(report)
+    assert not report.clean

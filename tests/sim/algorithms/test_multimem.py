@@ -1,0 +1,261 @@
+"""Plain collectives by the switch, whose instructions the simulator emulates, and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import interlace
+from interlace import reference
+from interlace.collectives import chosen_algorithm
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.place import Nodes
+from interlace.runtime.interpreter.inline_ptx import multicast
+from interlace.runtime.interpreter.inline_ptx.syntax import InlineAssemblyError
+from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.tuning import auto
+from interlace.runtime.tuning.configuration import override
+from sim.interpreter.ptx_kernels import in_memory
+from support import failure, noise, payload, poison, poisoned
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SMALL_BLOCKS = {"block_elements": 16, "programs": 2}
+WORLDS = st.sampled_from([1, 2, 3, 5])
+SWITCH = pytest.mark.parametrize("switch", [True, False], ids=["switch", "peers"])
+
+
+@contextmanager
+def without_a_switch() -> Iterator[None]:
+    """Memory has no multicast address, as in place shm."""
+    allocate = SimPlace.allocate
+
+    def plain(place: SimPlace, nbytes: int) -> SymmetricBuffer:
+        buffer = allocate(place, nbytes)
+        buffer.multicast = 0
+        return buffer
+
+    with mock.patch.object(SimPlace, "allocate", plain):
+        yield
+
+
+@contextmanager
+def small_blocks(switch: bool) -> Iterator[None]:
+    with poisoned(), override(**SMALL_BLOCKS):
+        if switch:
+            yield
+            return
+        with without_a_switch():
+            yield
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+@SWITCH
+@hypothesis.settings(max_examples=15)
+@given(
+    world=WORLDS,
+    dtype=st.sampled_from([F32, F16, BF16]),
+    lengths=st.lists(st.integers(0, 70), min_size=5, max_size=5),
+    in_place=st.booleans(),
+)
+def test_all_gather(
+    switch: bool, world: int, dtype: torch.dtype, lengths: list[int], in_place: bool
+) -> None:
+    """Shards of any lengths, of which the last vectors are not whole."""
+
+    def on_rank() -> list[torch.Tensor]:
+        rank = interlace.get_rank()
+        whole = poison(torch.zeros(sum(lengths[:world]), dtype=dtype))
+        outputs = list(torch.split(whole, lengths[:world]))
+        own = payload(rank, 1, (lengths[rank],), dtype)
+        if in_place:
+            outputs[rank].copy_(own)
+            own = outputs[rank]
+        interlace.all_gather(outputs, own, algorithm="multimem")
+        return outputs
+
+    with small_blocks(switch):
+        for outputs in interlace.run(on_rank, world):
+            for source, output in enumerate(outputs):
+                assert torch.equal(output, payload(source, 1, (lengths[source],), dtype))
+
+
+@SWITCH
+@hypothesis.settings(max_examples=15)
+@given(world=WORLDS, dtype=st.sampled_from([F32, F16, BF16]), count=st.integers(1, 60))
+def test_all_reduce(switch: bool, world: int, dtype: torch.dtype, count: int) -> None:
+    def on_rank() -> list[torch.Tensor]:
+        tensors = [noise(interlace.get_rank(), call, (count,), dtype) for call in range(3)]
+        started = [
+            interlace.all_reduce(t, "sum", None, True, algorithm="multimem") for t in tensors
+        ]
+        for work in started:
+            work.wait()
+        return tensors
+
+    with small_blocks(switch):
+        results = interlace.run(on_rank, world, seed=count)
+    for call in range(3):
+        inputs = [noise(rank, call, (count,), dtype) for rank in range(world)]
+        expected, bound = reference.reduce_reference(inputs), reference.reduce_bound(inputs)
+        for rank in range(world):
+            assert reference.worst_ratio(results[rank][call], expected, bound) <= 1
+            assert torch.equal(results[rank][call], results[0][call]), "bits differ between ranks"
+
+
+@SWITCH
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce_scatter(switch: bool, dtype: torch.dtype, world: int, in_place: bool) -> None:
+    lengths = [37, 5, 0][:world]
+
+    def on_rank() -> torch.Tensor:
+        rank = interlace.get_rank()
+        inputs = list(torch.split(noise(rank, 1, (sum(lengths),), dtype), lengths))
+        output = inputs[rank] if in_place else poison(torch.zeros(lengths[rank], dtype=dtype))
+        interlace.reduce_scatter(output, inputs, algorithm="multimem")
+        return output
+
+    with small_blocks(switch):
+        results = interlace.run(on_rank, world)
+    inputs = [noise(rank, 1, (sum(lengths),), dtype) for rank in range(world)]
+    whole, bound = reference.reduce_reference(inputs), reference.reduce_bound(inputs)
+    parts = zip(torch.split(whole, lengths), torch.split(bound, lengths), strict=True)
+    for mine, (expected, off) in zip(results, parts, strict=True):
+        assert reference.worst_ratio(mine, expected, off) <= 1
+
+
+def test_unaligned_memory_is_copied() -> None:
+    def on_rank() -> list[float]:
+        gathered = torch.zeros(12, dtype=F16)
+        interlace.all_gather(gathered, torch.ones(7, dtype=F16)[1:], algorithm="multimem")
+        return gathered.tolist()
+
+    assert interlace.run(on_rank, 2) == [[1.0] * 12] * 2
+
+
+@SWITCH
+def test_copiers_of_the_fused_gather(switch: bool) -> None:
+    """Rows of 32 bytes: 16-byte vectors."""
+
+    def on_rank() -> torch.Tensor:
+        shard = payload(interlace.get_rank(), 1, (20, 8))
+        return interlace.all_gather_matmul(shard, torch.eye(8), algorithm="fused")
+
+    blocks = {f"block_{axis}": 16 for axis in "mnk"}
+    with small_blocks(switch), override(**SMALL_BLOCKS, **blocks, multimem=True):
+        results = interlace.run(on_rank, 3)
+    expected = torch.cat([payload(rank, 1, (20, 8)) for rank in range(3)])
+    assert all(torch.equal(result, expected) for result in results)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_averages_and_dtypes_are_refused() -> None:
+    error = failure(lambda: interlace.all_reduce(torch.ones(4), "avg", algorithm="multimem"), 2)
+    assert isinstance(error, ValueError)
+    assert "algorithm=\"multimem\" reduces with op sum, got 'avg' on rank" in str(error)
+    error = failure(lambda: interlace.all_reduce(torch.ones(4).long(), algorithm="multimem"), 2)
+    assert isinstance(error, TypeError)
+    assert "supports float32, float16 and bfloat16" in str(error)
+
+
+def test_without_a_multicast_address_it_is_refused_where_kernels_are_compiled() -> None:
+    with without_a_switch(), mock.patch.object(SimPlace, "interpreted", False):
+        error = failure(lambda: interlace.all_reduce(torch.ones(4), algorithm="multimem"), 2)
+    assert isinstance(error, PlaceUnavailableError)
+    assert 'algorithm="multimem" needs memory with a multicast address' in str(error)
+
+
+@pytest.mark.parametrize("algorithm", ["multimem", "low_latency"])
+def test_ranks_of_several_nodes_are_refused(algorithm: str) -> None:
+    place = SimpleNamespace(name="nvshmem", nodes=Nodes((0, 0, 1, 1), "stores"))
+    group: Any = SimpleNamespace(place=place, rank=3)
+    with pytest.raises(ValueError, match=f"{algorithm}.* on 2 in place 'nvshmem', on rank 3"):
+        chosen_algorithm.check_nodes(algorithm, group)
+    chosen_algorithm.check_nodes("kernel", group)
+
+
+CHOICES = [
+    # direct access, interpreted, bytes of a small message, kernel, multicast
+    ((False, False, 1 << 20, True, True), "multimem"),
+    ((False, False, None, True, True), "multimem"),
+    ((False, False, 1 << 20, True, False), "kernel"),
+    ((False, True, 1 << 20, True, True), "kernel"),
+    ((False, False, 1 << 20, False, True), "copy"),
+    ((False, False, 64, False, True), "low_latency"),
+    ((True, True, 64, True, True), "copy"),
+]
+
+
+@pytest.mark.parametrize(("given", "chosen"), CHOICES)
+def test_who_is_chosen(given: Any, chosen: str) -> None:
+    direct, interpreted, small, kernel, switch = given
+    place: Any = SimpleNamespace(direct_access=direct, interpreted=interpreted)
+    found = auto.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
+    assert found == chosen
+
+
+# -- the instructions ------------------------------------------------------------------------------
+
+
+def everywhere(asm: str, memories: list[torch.Tensor]) -> Any:
+    """Run ``asm`` with a multicast address of ``memories``, one per rank, as $1."""
+
+    class Owner:
+        """Keeps the address known."""
+
+    owner = Owner()
+    address = multicast.address_for(
+        owner, memories[0].nbytes, [memory.data_ptr() for memory in memories]
+    )
+
+    def on_rank() -> Any:
+        holder = torch.tensor([address])
+        return in_memory("{ .reg .u64 m; ld.global.u64 m, [$1]; " + asm + " }", holder)
+
+    return interlace.run(on_rank, 1)[0]
+
+
+def test_a_load_sums_and_rounds_once() -> None:
+    big, small = 256.0, 0.6  # of bf16, whose neighbour of 256 is 258
+    memories = [torch.tensor([value, 1.0], dtype=BF16) for value in (big, small, small)]
+    asm = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.bf16x2 $0, [m];"
+    bits = everywhere(asm, memories)
+    pair = torch.tensor([bits], dtype=torch.int64).view(BF16)[:2]
+    assert pair.tolist() == [258.0, 3.0]
+
+
+def test_a_store_and_a_reduction_reach_all() -> None:
+    memories = [torch.arange(4, dtype=torch.int32) for _ in range(3)]
+    everywhere("multimem.st.release.sys.global.u32 [m+4], 70; mov.u32 $0, 0;", memories)
+    everywhere("multimem.red.release.sys.global.add.u32 [m+8], 5; mov.u32 $0, 0;", memories)
+    assert all(memory.tolist() == [0, 70, 7, 3] for memory in memories)
+
+
+WRONG = [
+    ("multimem.st.relaxed.sys.global.u32 [$1], 1; mov.u32 $0, 0;", ValueError, "no multicast address"),
+    ("multimem.st.relaxed.sys.global.u32 [m+16], 1; mov.u32 $0, 0;", ValueError, "no multicast address"),
+    ("multimem.st.relaxed.global.u32 [m], 1; mov.u32 $0, 0;", InlineAssemblyError, "a scope belongs to"),
+    ("multimem.ld_reduce.relaxed.sys.global.min.u32 $0, [m];", InlineAssemblyError, "known are add"),
+    ("multimem.cp.async.bulk $0, [m];", InlineAssemblyError, "multimem.ld_reduce"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asm", "kind", "message"), WRONG)
+def test_wrong_instructions_are_named(asm: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message.replace("(", r"\(")):
+        everywhere(asm, [torch.zeros(4, dtype=torch.int32) for _ in range(2)])

@@ -1,0 +1,258 @@
+"""Fused matmul + reduce-scatter over nodes, simulated: results, bits, races, schedules, and mutants."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from first_fault import first_fault
+from interlace.kernels.nodes import order
+from interlace.ops.eager import scaled_kernels
+from interlace.runtime.algorithms.node_matmul_reduce import tables_of
+from interlace.runtime.core.place import Nodes
+from interlace.runtime.tuning.configuration import override
+from interlace.verify import races, schedules
+from mutant_checks import filled
+from mutations import Edit, Mutant, mutated
+from sim.algorithms.node_support import TILES, TWO, on_nodes
+from support import noise, payload, poisoned
+from tiers import few, thorough
+
+THREE_TWO, TWO_THREE, TWO_FOUR = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1)
+FILE = "kernels/nodes/matmul_reduce_scatter.py"
+
+
+def fused(group: Any, *operands: Any, **options: Any) -> Any:
+    return interlace.matmul_reduce_scatter(*operands, group=group, algorithm="fused", **options)
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [TWO, THREE_TWO, TWO_THREE, TWO_FOUR, (0, 1, 0, 0, 1)], ids=str)
+def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
+    """What a rank sends somewhere is what is expected there; other nodes' tiles come first."""
+    nodes, ranks = Nodes(of, "stores"), range(len(of))
+    segments = [(17 * rank, 17 if rank else 40) for rank in ranks]
+    tables = [tables_of(rank, nodes, segments, 16, 2) for rank in ranks]
+    for rank, known in enumerate(tables):
+        far = [of[owner] != of[rank] for owner in order.scatter_order(rank, of)]
+        assert far == sorted(far, reverse=True)
+        starts = [line[3] for line in known.segments]
+        assert starts == sorted(starts) and starts[0] == 0
+        for owner, line in zip(order.scatter_order(rank, of), known.segments, strict=True):
+            taker, first, rows, _, region = line
+            assert of[taker] == of[rank] and (first, rows) == segments[owner]
+            if taker == owner:
+                assert region == 0
+            else:
+                duty = tables[taker].duties[region - 1]
+                assert duty[:3] == [owner, region, rows]
+        for name, (by, duty) in zip(nodes.names(), known.sums, strict=True):
+            assert of[by] == name
+            if by != rank:
+                assert tables[by].duties[duty][0] == rank
+
+
+# -- results -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of", "put", "dtype"),
+    few(
+        [
+            (TWO, "late", torch.float32),
+            (THREE_TWO, "stores", torch.bfloat16),
+            (TWO_THREE, "late", torch.float16),
+            (TWO_FOUR, "stores", torch.float32),
+            ((1, 0, 0, 1, 0), "late", torch.bfloat16),
+            ((0, 1), "stores", torch.float32),
+            ((0, 0), "stores", torch.float32),
+        ],
+        (TWO, "late", torch.float32),
+        ((1, 0, 0, 1, 0), "late", torch.bfloat16),
+        ((0, 1), "stores", torch.float32),
+    ),
+    ids=str,
+)
+def test_results(of: tuple[int, ...], put: str, dtype: torch.dtype) -> None:
+    """Uneven last tiles in both directions, parts of two tile rows and none, and what comes after sums."""
+    world, ranks = len(of), range(len(of))
+
+    def on_rank() -> None:
+        group = on_nodes(of, put)
+        rank = group.rank
+        inputs = [payload(source, 0, (17 * world, 8), dtype) for source in ranks]
+        weights = [payload(source + 20, 0, (8, 24), dtype) for source in ranks]
+        bias = payload(9, 0, (24,), dtype)
+        products = [(x @ w).float() for x, w in zip(inputs, weights, strict=True)]
+        total = sum(products[1:], products[0])
+        own = total[17 * rank : 17 * rank + 17]
+        mean = fused(group, inputs[rank], weights[rank], reduce_op="avg")
+        assert torch.equal(mean, (own / world).to(dtype))
+        out = fused(group, inputs[rank], weights[rank], bias=bias, activation="relu")
+        assert torch.equal(out, (own + bias.float()).relu().to(dtype))
+        # fewer rows than ranks, and along the other dimension
+        few, options = world - 1, {"group": group, "algorithm": "fused"}
+        whole = interlace.matmul_all_reduce(
+            inputs[rank][:few], weights[rank], bias=bias, activation="relu", **options
+        )
+        assert torch.equal(whole, (total[:few] + bias.float()).relu().to(dtype))
+        wide = weights[rank].repeat(1, world)[:, : 2 * world]
+        across = fused(group, inputs[rank][:5], wide, scatter_dim=1)
+        right = total.repeat(1, world)[:5, 2 * rank : 2 * rank + 2]
+        assert torch.equal(across, right.to(dtype))
+
+    with override(**{**TILES, "block_elements": 1024}), poisoned():
+        interlace.run(on_rank, world)
+
+
+def test_torch_matmuls_between_nodes_activate_too() -> None:
+    def on_rank() -> None:
+        group = on_nodes(TWO)
+        x, weight = payload(group.rank, 0, (8, 4)) - 20, torch.eye(4)
+        total = sum(payload(rank, 0, (8, 4)) - 20 for rank in range(4))
+        for algorithm in ("pipelined", "unfused"):
+            out = interlace.matmul_reduce_scatter(
+                x, weight, activation="relu", group=group, algorithm=algorithm
+            )
+            right = total[2 * group.rank : 2 * group.rank + 2].relu()
+            assert torch.equal(out, right) and not torch.equal(right, total[:2])
+
+    interlace.run(on_rank, 4)
+
+
+def test_scaled_operands() -> None:
+    """fp8, with a scale per row and column: products are scaled before they travel."""
+
+    def on_rank() -> None:
+        group = on_nodes(TWO)
+        ranks = range(4)
+        inputs = [payload(rank, 0, (68, 16)).remainder(8).to(torch.float8_e4m3fn) for rank in ranks]
+        weight = payload(9, 0, (32, 16)).remainder(4).to(torch.float8_e4m3fn).t()
+        rows = [2.0 ** (torch.arange(68) % 3 + rank) for rank in ranks]
+        columns = 2.0 ** (torch.arange(32) % 4)
+        products = [
+            (x.float() * s[:, None]) @ (weight.float() * columns)
+            for x, s in zip(inputs, rows, strict=True)
+        ]
+        out = torch.empty(17, 32)
+        event = scaled_kernels.reduce(
+            group, inputs[group.rank], weight, rows[group.rank][:, None], columns[None], None, out,
+            0, average=False, fast_accum=False, inner=16,
+        )  # fmt: skip
+        event.synchronize()
+        assert torch.equal(out, sum(products)[17 * group.rank : 17 * group.rank + 17])
+
+    with override(**TILES):
+        interlace.run(on_rank, 4)
+
+
+def test_bits_do_not_depend_on_timing() -> None:
+    """Sums by nodes, within a node by ranks."""
+    inputs = [noise(rank, 0, (4 * 17, 1)) for rank in range(4)]
+    weights = [noise(rank, 1, (1, 24)) for rank in range(4)]
+    parts = [x * w for x, w in zip(inputs, weights, strict=True)]
+    right = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert not torch.equal(right, sum(parts[1:], parts[0]))  # the order matters
+
+    def on_rank(put: str) -> torch.Tensor:
+        group = on_nodes(TWO, put)
+        out: torch.Tensor = fused(group, inputs[group.rank], weights[group.rank])
+        return out
+
+    with override(**{**TILES, "block_elements": 1024}), poisoned():
+        for seed in range(3):
+            for put in ("stores", "late"):
+                found = interlace.run(on_rank, 4, put, seed=seed)
+                assert torch.equal(torch.cat(found), right)
+
+
+# -- races and schedules -----------------------------------------------------------------------------
+
+
+def in_flight(of: tuple[int, ...], put: str = "stores", calls: int = 4) -> Callable[[], None]:
+    """Calls in flight, so that workspaces come round again while some rank is far behind."""
+
+    def on_rank() -> None:
+        group = on_nodes(of, put)
+        rank, world, started = group.rank, len(of), []
+        with override(**TILES):
+            for call in range(calls):
+                inputs = [payload(source, call, (17 * world, 8)) for source in range(world)]
+                work = fused(group, inputs[rank], torch.eye(8), async_op=True)
+                started.append((work, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]))
+                # only rank 0 waits for data of this one: nobody else learns how far the others are
+                fused(group, torch.ones(1, 4), torch.ones(4, 1), async_op=True)
+            for call, (work, right) in enumerate(started):
+                if not torch.equal(work.wait(), right):
+                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+
+    return on_rank
+
+
+@pytest.mark.parametrize(
+    ("of", "put"),
+    few(
+        [(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")],
+        ((0, 1, 1, 0, 1), "late"),
+    ),
+    ids=str,
+)
+def test_no_races(of: tuple[int, ...], put: str) -> None:
+    report = races(in_flight(of, put, 3), len(of), seeds=1)
+    assert report.clean, str(report)
+    assert report.events > 1000
+
+
+@thorough
+def test_any_schedule_with_late_stores() -> None:
+    report = schedules(in_flight(TWO), 4, n=4, store_buffers=True, workers=1)
+    assert report.clean, str(report)
+
+
+_FINAL = "        wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)\n"
+_LANDED = "                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)\n"
+MUTANTS = {
+    "a sum without all members": (
+        "seen = wait_node(workspace, node,",
+        "seen = wait_node(workspace, node._replace(num_members=node.num_members - 1),",
+    ),
+    "put without the owner's credit": (
+        "ready = wait_credit(workspace, owner, epoch) + 1", "ready = epoch"
+    ),
+    "tiles without the taker's credit": (
+        "if wait_credit(workspace, taker, epoch) >= epoch - 1:", "if epoch >= 0:"
+    ),
+    "own tiles without the members": (_FINAL, ""),
+    "own tiles without the other nodes": (_LANDED, "                pass\n"),
+    "passed on before it has landed": (
+        "                seen = land(\n",
+        "                early = workspace.slot_offset + (slots.landed_slot + landing) * 8\n"
+        "                publish(peer_pointer(workspace, workspace.rank, early), epoch)\n"
+        "                seen = land(\n",
+    ),
+    "one region for all members": (
+        "part = tl.load(segment + 4) * node.num_members + node.own_member",
+        "part = tl.load(segment + 4) * node.num_members + node.own_member * 0",
+    ),
+    "one landing place for all nodes": (
+        "                landing = node.own_node * slots_each + tile\n",
+        "                landing = tile + node.num_nodes // 2 * slots_each\n",
+    ),
+    "one partial sum for all tiles": (
+        "place = number * slots_each + tile", "place = number * slots_each"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, tmp_path: pathlib.Path) -> None:
+    mutant = Mutant(name, FILE, (Edit(*MUTANTS[name]),))
+    with mutated(mutant, tmp_path), filled():
+        assert first_fault(in_flight(TWO), 4, range(6))

@@ -1,0 +1,60 @@
+"""Every operation of the published table, for every dtype and reduce op that it says; and the table."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+import api_cases
+import interlace
+from interlace.collectives import support_table
+from interlace.collectives.support_table import ANY, REDUCED
+
+DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
+MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
+REDUCING = [each.name for each in support_table.OPERATIONS if each.payload == REDUCED]
+FEW = (torch.float32, torch.bool, torch.complex64)
+
+
+def _on_others(name: str) -> None:
+    for world, async_ops in ((1, (False, True)), (2, (True,)), (4, (True,))):
+        interlace.run(api_cases.serve, world, name, FEW, *async_ops, seed=world)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_every_dtype_is_moved(name: str) -> None:
+    """All dtypes on 3 ranks, a few on other numbers of ranks."""
+    assert min(interlace.run(api_cases.serve, 3, name, support_table.MOVED_DTYPES, False)) > 20
+    _on_others(name)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_every_op_reduces_every_dtype(name: str) -> None:
+    """All dtypes on 3 ranks; the coalesced forms are made of the others."""
+    dtypes = FEW if name.endswith("coalesced") else support_table.REDUCED_DTYPES
+    assert min(interlace.run(api_cases.serve, 3, name, dtypes, False)) >= (
+        18 if dtypes is FEW else 100
+    )
+    _on_others(name)
+
+
+def test_every_function_is_in_the_table() -> None:
+    """And the other way round: what the table lists is public."""
+    listed = {each.name for each in support_table.OPERATIONS}
+    aliases = {
+        "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "reduce_scatter_tensor",
+        "reduce_scatter_single", "_reduce_scatter_base",
+    }  # fmt: skip
+    starts = ("all_", "reduce", "gather", "scatter", "broadcast", "send", "recv", "isend", "irecv")
+    public = {name for name in interlace.__all__ if name.startswith(starts)} - aliases
+    fused = {name for name in public if name.endswith("matmul")}
+    assert public - fused <= listed
+    assert listed <= set(interlace.__all__)
+
+
+@pytest.mark.parametrize("table", [support_table.operation_table, support_table.reduce_table])
+def test_the_document_has_the_tables(table: object) -> None:
+    """After a change: python -m interlace.collectives.support_table, and paste."""
+    assert callable(table) and table() in DOCUMENT.read_text()

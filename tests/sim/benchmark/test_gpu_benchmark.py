@@ -1,0 +1,77 @@
+"""The GPU benchmark, on simulated ranks: what it measures is right, and it would notice if it were not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: run benchmarks/gpu.py itself")
+
+
+def module(name: str) -> Any:
+    if name != "gpu":
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", BENCHMARKS / "gpu.py")
+    assert spec is not None and spec.loader is not None  # "gpu" is a folder of tests as well
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("part", ["matmul", "virtual", "slow-link", "small", "host"])
+def test_a_dry_run_gets_right_results(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert module("gpu").main(["--dry-run", "--part", part]) == 0
+    printed = capsys.readouterr().out
+    assert "wrong" not in printed and "FAILED" not in printed and "not written" in printed
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert module("gpu").main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_a_wrong_result_has_no_times_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = module("lone_rank")
+    send = lone.LoneRank.copy_engine
+
+    def shifted(self: Any, host: torch.Tensor) -> Any:  # every row is its neighbour's
+        return send(self, host.roll(1, 0))
+
+    monkeypatch.setattr(lone.LoneRank, "copy_engine", shifted)
+    assert module("gpu").main(["--dry-run", "--part", "slow-link"]) == 1
+    assert "wrong results" in capsys.readouterr().out
+
+
+def test_the_lone_rank_really_waits() -> None:
+    lone_rank, timing = module("lone_rank"), module("gpu_timing")
+
+    def unset() -> None:
+        lone = lone_rank.LoneRank(2, 32, 16, 16, torch.float32)
+        lone.gathered.zero_()
+        launch = lone.consumer(torch.zeros(16, 16), torch.zeros(32, 16))
+        timing.launch_now(launch, lone.group.compute)
+        lone.settle()
+
+    with pytest.raises(interlace.DeadlockError):
+        interlace.run(unset, 1)
+
+
+def test_spread() -> None:
+    timing = module("gpu_timing")
+    assert timing.Time.of([5.0, 1.0, 2.0, 4.0, 3.0]) == timing.Time(3.0, 2.0, 4.0)

@@ -1,0 +1,375 @@
+"""The model of the fused ops: what it must obey on any machine, and that it does what the kernels do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.scheduler import trace
+from interlace.runtime.scheduler.recording import merge
+from interlace.runtime.tuning.configuration import override
+from sim.benchmark.model_support import (
+    BOTH,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    configured,
+    machine,
+    module,
+    predict,
+    shape,
+)
+
+# -- the event loop ----------------------------------------------------------------------------------
+
+
+def test_a_power_budget_is_shared() -> None:
+    engine = module("model.simulation.engine")
+    simulation = engine.Simulation()
+    cores = engine.Cores(simulation, 8, 4.0)
+    ends = {}
+
+    def job(name: str, work: float) -> Any:
+        yield cores.acquire()
+        yield cores.work(work)
+        ends[name] = simulation.now
+        cores.release()
+
+    for index in range(8):  # 8 at half speed until the short ones end, then 4 at full speed
+        simulation.spawn(job(str(index), 1.0 if index < 4 else 2.0))
+    simulation.run()
+    assert [ends[str(i)] for i in range(8)] == pytest.approx([2.0] * 4 + [3.0] * 4)
+    assert cores.held == pytest.approx(4 * 2.0 + 4 * 3.0) and cores.worked == pytest.approx(12.0)
+
+
+def test_a_stall_delays_what_is_at_work_and_nothing_else() -> None:
+    engine = module("model.simulation.engine")
+    simulation = engine.Simulation()
+    cores = engine.Cores(simulation, 2, 2.0)
+    ends = []
+
+    def worker(begin: float) -> Any:
+        yield begin
+        yield cores.work(10.0)
+        ends.append(simulation.now)
+
+    simulation.spawn(worker(0.0))
+    simulation.spawn(worker(20.0))
+    simulation.at(5.0, lambda: cores.stall(3.0))
+    simulation.at(15.0, lambda: cores.stall(100.0))  # nobody is at work
+    simulation.run()
+    assert ends == pytest.approx([13.0, 30.0])
+
+
+def test_transfers_take_turns_on_a_link() -> None:
+    engine = module("model.simulation.engine")
+    simulation = engine.Simulation()
+    wire, fast = engine.Link("wire", 1.0), engine.Link("fast", math.inf)
+    for _ in range(2):
+        simulation.spawn(engine.transfer(simulation, wire, fast, 10 << 20))
+    assert simulation.run() == pytest.approx(2 * (10 << 20) / 1e3)
+    assert wire.busy == pytest.approx(simulation.now)
+
+
+def test_a_wait_that_nobody_ends_is_an_error() -> None:
+    engine = module("model.simulation.engine")
+    simulation = engine.Simulation()
+
+    def waits() -> Any:
+        yield engine.Signal()
+
+    simulation.spawn(waits(), "the reader")
+    with pytest.raises(engine.Deadlock, match="the reader"):
+        simulation.run()
+
+
+# -- conservation ------------------------------------------------------------------------------------
+
+CASES = [
+    (GATHER, "fused", "h100x8"), (GATHER, "fused by SMs", "h800x8"), (GATHER, "pipelined", "h100x8"),
+    (GATHER, "interlace unfused", "h100x8"), (GATHER, "symm_mem", "h100x8-500w"),
+    (GATHER, "Kraken", "h100x8-500w"), (GATHER, "fused", "h200x1"), (GATHER, "fused", "h200-pcie"),
+    (SCATTER, "fused", "h100x8"), (SCATTER, "pipelined", "h100x8"), (SCATTER, "symm_mem", "h100x8"),
+    (SCATTER, "Triton-distributed", "h800x8"), (SCATTER, "fused", "h200x1"),
+    (REDUCE, "fused", "h100x8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "algorithm", "name"), CASES)
+@pytest.mark.parametrize("everyone", [False, True])
+def test_nothing_is_busier_than_always(op: str, algorithm: str, name: str, everyone: bool) -> None:
+    found = predict(machine(name), shape(op, 1024, 1024, 2048, 4), algorithm, everyone=everyone)
+    usage = found.usage
+    assert 0 < usage.sms <= 1 and 0 < usage.clock <= 1 + 1e-9
+    assert usage.most_sms <= machine(name).sms
+    assert all(0 <= share <= 1 + 1e-9 for share in usage.links.values()), usage.links
+    assert usage.links["sends"] > 0
+
+
+def test_a_link_that_is_used_twice_at_once_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = module("model.simulation.engine")
+
+    def without_queue(self: Any, now: float, nbytes: float) -> float:
+        self.busy += nbytes / self.rate
+        return now + nbytes / self.rate
+
+    monkeypatch.setattr(engine.Link, "reserve", without_queue)
+    slow = machine().with_values("assumed: test", link_gbs=2.0)
+    usage = predict(slow, shape(SCATTER, 1024, 1024, 2048, 4)).usage
+    assert usage.links["sends"] > 1.5
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_every_peer_gets_every_byte_once(op: str) -> None:
+    case = shape(op, 1024, 1024, 2048, 4)
+    for name in module("model.predict").INTERLACE:
+        if name in module("model.predict").algorithms(op):
+            found = predict(machine(), case, name, everyone=True)
+            total = found.usage.links["sends"] * found.microseconds * machine().link_gbs * 1e3
+            assert total == pytest.approx(case.moved_bytes * 3 / 4, rel=1e-6), name
+
+
+# -- limits and directions ---------------------------------------------------------------------------
+
+
+def limit(**values: float) -> Any:
+    machines = module("model.simulation.machines")
+    quick = {"hbm_gbs": math.inf, "sum_gbs": math.inf, "local_copy_gbs": math.inf}
+    return machines.ideal(machine(), **{**quick, **values})
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_with_an_infinite_link_fused_is_the_matmul_alone(op: str) -> None:
+    infinite = limit(link_gbs=math.inf, sm_store_gbs=math.inf)
+    case = shape(op, 8192)
+    alone = predict(infinite, dataclasses.replace(case, world_size=1)).microseconds
+    fused = predict(infinite, case).microseconds
+    assert fused == pytest.approx(alone, rel=1e-9)
+    library = module("model.simulation.matmul").library_us(infinite, case.m, case.n, case.k)
+    assert 0.95 * library < fused < 1.15 * library  # 131 programs instead of 132, other tiles
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_without_arithmetic_fused_is_the_transfer(op: str) -> None:
+    case = shape(op, 8192)
+    free = limit(clock_tflops=1e12, power_tflops=1e12, sm_store_gbs=math.inf)
+    expected = case.moved_bytes * 7 / 8 / (free.link_gbs * 1e3)
+    assert predict(free, case).microseconds == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("parameter", ["link_gbs", "power_tflops", "hbm_gbs", "sm_store_gbs"])
+def test_a_faster_machine_is_not_slower(op: str, parameter: str) -> None:
+    base = machine()
+    times = []
+    for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
+        changed = base.with_values(
+            "assumed: test", **{parameter: getattr(base, parameter) * factor}
+        )
+        times.append(predict(changed, shape(op, 4096, 3584, 8192)).microseconds)
+    for slower, faster in itertools.pairwise(times):
+        assert faster <= slower * 1.01
+    if parameter != "sm_store_gbs":
+        assert times[-1] < times[0]
+
+
+@pytest.mark.parametrize("parameter", ["signal_us", "copy_issue_us", "launch_us", "tile_us"])
+def test_a_longer_latency_is_not_faster(parameter: str) -> None:
+    base = machine()
+    longer = base.with_values("assumed: test", **{parameter: 20 * getattr(base, parameter)})
+    for op in BOTH if parameter != "copy_issue_us" else (GATHER,):
+        assert predict(longer, shape(op)).microseconds > predict(base, shape(op)).microseconds
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("algorithm", ["unfused", "fused", "pipelined", "symm_mem"])
+def test_more_work_takes_longer(op: str, algorithm: str) -> None:
+    base = shape(op)
+    for larger in ({"m": 8192}, {"n": 3584}, {"k": 8192}):
+        more = dataclasses.replace(base, **larger)
+        assert (
+            predict(machine(), more, algorithm).microseconds
+            >= predict(machine(), base, algorithm).microseconds
+        )
+
+
+# -- waits and orders --------------------------------------------------------------------------------
+
+
+def early_reads(op: str, **options: Any) -> list[Any]:
+    """Spans that read something before it was there."""
+    case = shape(op, 1024, 1024, 2048, 4)
+    log: list[Any] = []
+    configuration = configured(case, chunks=2, **options)
+    predict(machine(), case, "fused", configuration, everyone=True, log=log)
+    latency = machine().signal_us
+    if op == GATHER:
+        there = {
+            (span.rank, span.peer, span.index): span.end for span in log if span.kind == "copy"
+        }
+        assert len(there) == 4 * 3 * 2
+        wanted = [span for span in log if span.kind == "tile" and span.peer != span.rank]
+        ready = [there[span.peer, span.rank, span.index] for span in wanted]
+    else:
+        stored = {
+            (span.rank, span.peer, span.index): span.end for span in log if span.kind == "store"
+        }
+        wanted = [span for span in log if span.kind == "sum"]
+        ready = [
+            max(stored[source, span.rank, span.index] for source in range(4) if source != span.rank)
+            for span in wanted
+        ]
+    assert wanted
+    return [
+        span
+        for span, time in zip(wanted, ready, strict=True)
+        if span.begin < time + (latency if op == SCATTER or not options else 0) - 1e-6
+    ]
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_nobody_reads_before_it_is_there(op: str) -> None:
+    assert early_reads(op) == []
+    if op == GATHER:
+        assert early_reads(op, copiers=4) == []
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_without_waits_that_would_be_seen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, engine = module("model.simulation.cluster"), module("model.simulation.engine")
+
+    def always(self: Any, *names: Any) -> Any:
+        signal = engine.Signal()
+        signal.is_set = True
+        return signal
+
+    monkeypatch.setattr(cluster.Cluster, "flag", always)
+    assert early_reads(op)
+
+
+def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
+    """Whose rows every program multiplies, to whom it copies: in the order of a recorded run."""
+    tiles: dict[str, Any] = {"block_m": 16, "block_n": 16, "group_m": 2, "chunks": 2}
+    tiles |= {"copiers": 2, "programs": 3}
+
+    def gathers() -> None:
+        with override(**tiles, block_k=16):
+            interlace.all_gather_matmul(torch.ones(64, 16), torch.ones(16, 48), algorithm="fused")
+
+    def scatters() -> None:
+        with override(**tiles, block_k=16):
+            interlace.matmul_reduce_scatter(
+                torch.ones(96, 16), torch.ones(16, 48), algorithm="fused"
+            )
+
+    for op, fn, m in ((GATHER, gathers, 192), (SCATTER, scatters, 96)):
+        with trace.recording() as recorder:
+            interlace.run(fn, 3)
+        real: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        for span in merge([recorder.recording()]).spans:
+            if span.kind in ("tile", "copy") and " program " in span.lane:
+                assert span.peer is not None
+                program = int(span.lane.rsplit(" ", 1)[1])
+                real.setdefault((span.rank, program), []).append((span.kind, span.peer))
+        case = shape(op, m, 48, 16, 3)
+        log: list[Any] = []
+        configuration = configured(case, **tiles)
+        predict(machine(), case, "fused", configuration, everyone=True, log=log)
+        modelled: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        for span in sorted(log, key=lambda span: (span.begin, span.end)):
+            if span.kind in ("tile", "copy"):
+                modelled.setdefault((span.rank, span.program), []).append((span.kind, span.peer))
+        assert modelled == real
+        assert sum(map(len, real.values())) > 3 * 12
+
+
+def test_orders_come_from_the_kernels_and_not_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    formulas = module("interlace.kernels.launch_formulas")
+    slow = machine("h200-pcie")  # where the link is the limit, to take the last chunk first costs
+    case = shape(GATHER, 8192)
+    before = predict(slow, case).microseconds
+    order = formulas.arrival_order
+    monkeypatch.setattr(formulas, "arrival_order", lambda *a: order(*a)[::-1])
+    assert predict(slow, case).microseconds > 1.05 * before
+
+
+@pytest.mark.parametrize(
+    ("op", "algorithm", "world_size", "nodes"),
+    [
+        (GATHER, "fused", 8, 1), (GATHER, "fused by SMs", 8, 1), (GATHER, "pipelined", 4, 1),
+        (GATHER, "symm_mem", 4, 1), (GATHER, "fused", 8, 2), (SCATTER, "fused", 8, 1),
+        (SCATTER, "symm_mem", 4, 1), (SCATTER, "Kraken", 8, 1), (SCATTER, "fused", 8, 2),
+        (SCATTER, "Triton-distributed nodes", 8, 2), (REDUCE, "fused", 4, 1),
+    ],
+)  # fmt: skip
+def test_one_rank_stands_for_all(op: str, algorithm: str, world_size: int, nodes: int) -> None:
+    case = shape(op, 1024, 1024, 2048, world_size, nodes)
+    one = predict(machine(), case, algorithm)
+    all_of_them = predict(machine(), case, algorithm, everyone=True)
+    assert one.microseconds == pytest.approx(all_of_them.microseconds, rel=1e-9)
+
+
+def test_unequal_shards_are_simulated_rank_by_rank() -> None:
+    uneven = shape(GATHER, 1000, 512, 512, 3)
+    assert predict(machine(), uneven).microseconds > 0
+    with pytest.raises(ValueError, match=r"equal shards only, not \[334, 334, 332\]"):
+        predict(machine(), uneven, "symm_mem")
+
+
+def test_node_orders_are_permutations() -> None:
+    nodes_module = module("model.simulation.nodes")
+    for nodes in ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2]):
+        counts = [2] * len(nodes)
+        for rank in range(len(nodes)):
+            orders = [order(rank, nodes, counts) for order in nodes_module.GATHER_ORDERS.values()]
+            assert len({tuple(sorted(order)) for order in orders}) == 1
+            assert all(order[:2] == [(rank, 0), (rank, 1)] for order in orders)
+
+
+# -- choices -----------------------------------------------------------------------------------------
+
+
+def test_the_best_chunk_is_no_worse_than_any_other() -> None:
+    choose = module("model.choose")
+    best = choose.best_chunk(machine(), 8192, 1792, 4096)
+    for chunks in (1, 2, 4, 8):
+        tried = configured(best.shape, chunks=chunks)
+        other = predict(machine(), best.shape, "fused", tried).microseconds
+        assert best.microseconds <= other * choose.GOOD_ENOUGH
+    assert best.microseconds <= best.default_us and best.take == "fused"
+    assert choose.best_chunk(machine(), 1024, 6656, 16384).take == "unfused"
+    assert best.chunk_rows % 128 == 0 and best.chunk_bytes == best.chunk_rows * 4096 * 2
+
+
+def test_thin_shards_are_not_cut_and_a_slow_link_wants_finer_chunks() -> None:
+    choose = module("model.choose")
+    assert choose.best_chunk(machine(), 2048, 6656, 16384).chunks == 1
+    slow = choose.best_chunk(machine("h200-pcie"), 8192, 7168, 8192, 2)
+    assert slow.chunks > choose.best_chunk(machine(), 8192, 7168, 8192, 2).chunks
+
+
+def test_sending_to_the_same_rank_is_predicted_to_cost() -> None:
+    effects = {
+        effect.order: effect.relative
+        for effect in module("model.choose").order_effects(machine(), shape(SCATTER, 8192, 4096))
+    }
+    assert effects["owner_order"] == 1 and effects["rank 0 first"] > 1.1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no algorithm 'fast'"):
+        predict(machine(), shape(GATHER), "fast")
+    with pytest.raises(ValueError, match="order is 'any'"):
+        predict(machine(), shape(GATHER), order="any")
+    with pytest.raises(ValueError, match="op is 'matmul'"):
+        shape("matmul")
+    with pytest.raises(ValueError, match="machine 'abacus' is not known"):
+        machine("abacus")
+    with pytest.raises(ValueError, match="no multiple of nodes 3"):
+        shape(GATHER, w=8, nodes=3)

@@ -1,0 +1,54 @@
+"""Tables for people are what the result files say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("report")
+
+
+def test_all_tables_are_current(report: Any) -> None:
+    assert report.main(["--check"]) == 0
+
+
+def test_a_changed_number_is_noticed(report: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    page = tmp_path / "page.md"
+    text = report.PAGES[1].read_text()
+    page.write_text(text.replace("| 2 | all_reduce | 16 MiB | ", "| 2 | all_reduce | 16 MiB | 9"))
+    assert page.read_text() != text
+    monkeypatch.setattr(report, "PAGES", (page,))
+    assert report.main(["--check"]) == 1
+    assert report.main([]) == 0
+    assert page.read_text() == text
+
+
+def test_gpu_records_have_a_table(report: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    time = {"median": 12.5, "lower": 12.0, "upper": 13.0}
+    records = [
+        {
+            "part": "slow-link",
+            "case": "copy engine",
+            "correct": True,
+            "microseconds": {"fused": time},
+            "derived": {"overlap": 0.9},
+        },
+        {"part": "small", "case": "W=2", "correct": False, "microseconds": {}, "derived": {}},
+    ]
+    (tmp_path / "gpu.json").write_text(json.dumps({"records": records}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    made = report.rewritten("<!-- table gpu gpu.json -->\n<!-- end -->")
+    assert "| slow-link | copy engine | fused 12 | overlap 0.900 |" in made
+    assert "| small | W=2 | wrong result |  |" in made
+    with pytest.raises(ValueError, match="kind must be one of"):
+        report.rewritten("<!-- table rumours gpu.json -->\n<!-- end -->")

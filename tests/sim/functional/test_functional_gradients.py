@@ -1,0 +1,134 @@
+"""Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace import functional
+from multi.functional import functional_ranks as ranks
+from multi.functional.functional_ranks_cases import CASES
+from support import failure
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_and_gradients_of_every_op(world_size: int) -> None:
+    assert interlace.run(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
+
+
+def test_a_lone_rank() -> None:
+    def case() -> Any:
+        x = torch.ones(2, 3, requires_grad=True)
+        y = functional.all_gather_matmul(x, torch.full((3, 1), 2.0))
+        functional.reduce_scatter(y, "avg").sum().backward()
+        return x.grad
+
+    assert interlace.run(case, 1)[0].tolist() == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ranks.some_inputs_only,
+        ranks.odd_gradients,
+        ranks.half_precision,
+        ranks.second_derivatives,
+        ranks.without_gradients,
+    ],
+)
+def test_as_on_processes(case: Callable[[], Any]) -> None:
+    found = interlace.run(case, 2)
+    if case is ranks.without_gradients:
+        text = "interlace.reduce with reduce_op '{}' has no gradient"
+        assert found == [[text.format("max"), text.format("min")]] * 2
+
+
+def test_ranks_take_turns_in_many_orders() -> None:
+    """Each rank's graph has several ops under way; the order of the seed changes nothing."""
+
+    def case() -> list[float]:
+        x = torch.arange(1.0, 4.0).add(interlace.get_rank()).requires_grad_()
+        parts = [functional.all_reduce(x * k, group="0") for k in (1, 2)]
+        whole = functional.all_gather(functional.broadcast(parts[0] + parts[1], 1), group="0")
+        (whole.square().sum() / 2).backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    # y = 3 * sum(x), gathered twice on both ranks, of which the parts are those of rank 1
+    total = torch.arange(1.0, 4.0) * 2 + 1
+    right = (3 * 3 * total * 4).tolist()
+    for seed in range(4):
+        assert interlace.run(case, 2, seed=seed) == [right] * 2
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_fused_ops_record_too(async_op: bool) -> None:
+    def case() -> Any:
+        rank = interlace.get_rank()
+        x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+        w = torch.ones(4, 3, requires_grad=True)
+        y = interlace.all_gather_matmul(x, w, async_op=async_op)
+        y = y.wait() if async_op else y
+        z = interlace.matmul_reduce_scatter(y, torch.ones(3, 2), async_op=async_op)
+        (z.wait() if async_op else z).sum().backward()
+        return x.grad, w.grad
+
+    for of_input, of_weight in interlace.run(case, 2):
+        assert of_input.tolist() == [[3.0 * 2 * 2] * 4] * 2
+        assert of_weight.tolist() == [[2.0 * 2 * (1 + 2)] * 3] * 4
+
+
+def test_a_result_may_go_into_the_next_op_and_into_out() -> None:
+    def case() -> Any:
+        x, out = torch.ones(2), torch.empty(4)
+        y = functional.all_reduce(functional.all_reduce(x))
+        assert functional.all_gather(functional.all_reduce(x), out=out) is out
+        return functional.wait(y), out
+
+    for found in interlace.run(case, 2):
+        assert [each.tolist() for each in found] == [[4.0] * 2, [2.0] * 4]
+
+
+def test_ranks_that_differ_in_what_needs_gradients_are_told() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = functional.all_gather(x if interlace.get_rank() else x.detach())
+        (y.sum() + x.sum()).backward()
+        interlace.barrier()
+
+    error = failure(case, 2)
+    assert isinstance(error, ValueError), error
+    assert "rank 0 calls barrier, rank 1 calls reduce_scatter" in str(error)
+
+
+def test_what_still_needs_ranks_of_its_own() -> None:
+    def case() -> None:
+        torch.ops.interlace.all_reduce(torch.ones(2), "sum", 2, "0")
+
+    error = failure(case, 2)
+    assert isinstance(error, interlace.InterlaceError) and 'place="shm"' in str(error)
+
+
+def test_results_that_are_not_waited_for_are_complete_outside() -> None:
+    def started() -> dict[str, Any]:
+        return {"sum": functional.all_reduce(torch.ones(2)), "parts": [torch.zeros(1)]}
+
+    for result in interlace.run(started, 3):
+        assert type(result["sum"]) is torch.Tensor
+        assert result["sum"].tolist() == [3.0, 3.0] and result["parts"][0].item() == 0
+
+
+def test_transforms_are_refused_after_a_backward_too() -> None:
+    def backward() -> None:
+        functional.wait(functional.all_reduce(torch.ones(2, requires_grad=True))).sum().backward()
+
+    def mapped() -> None:
+        torch.vmap(lambda t: functional.all_reduce(t))(torch.ones(2, 3))
+
+    interlace.run(backward, 2)
+    with pytest.raises(interlace.InterlaceError, match=r"torch\.func .* is not supported"):
+        interlace.run(mapped, 2)

@@ -1,0 +1,106 @@
+"""What user code does besides calling ops: kernels of its own, errors on one rank, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.scheduler.scheduler import Scheduler
+from sim.scheduler.user_kernels import add_program_id
+
+
+def launch_own_kernel() -> list[float]:
+    x = torch.zeros(128)
+    add_program_id[(4,)](x, 128, BLOCK=32)
+    assert float(x.view(4, 32).std(1).max()) == 0
+    return x.view(4, 32)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_own_kernels_between_ops(world_size: int) -> None:
+    def on_rank() -> list[float]:
+        interlace.all_gather_matmul(torch.ones(64, 64), torch.ones(64, 64))
+        return launch_own_kernel()
+
+    for seed in range(20):
+        assert interlace.run(on_rank, world_size, seed=seed) == [[0, 1, 2, 3]] * world_size
+    assert launch_own_kernel() == [0, 1, 2, 3]
+
+
+def test_own_kernels_are_corrupted_without_the_grid_of_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: the test above fails if a task does not get its own grid back."""
+
+    def give_way(self: Scheduler) -> None:
+        self.strategy.passes()
+        self._hub.switch()
+
+    monkeypatch.setattr(Scheduler, "give_way", give_way)
+    with pytest.raises(Exception, match=r"assert|x >= grid_dim|deadlock: nothing can run"):
+        test_own_kernels_between_ops(3)
+
+
+def test_what_one_rank_refuses_all_refuse_and_go_on() -> None:
+    def on_rank() -> list[str]:
+        rank, seen = interlace.get_rank(), []
+        for step in range(3):
+            weight = torch.ones(5 if step == rank else 4, 1)
+            try:
+                interlace.all_gather_matmul(torch.full((1, 4), float(step)), weight)
+            except ValueError as error:
+                assert "weight has 5 rows, input has k = 4" in str(error)
+                assert str(error).endswith(f"on rank {step}")
+                seen.append("refused")
+        y = interlace.all_gather_matmul(torch.full((1, 4), float(rank)), torch.ones(4, 1))
+        assert y.flatten().tolist() == [0.0, 4.0, 8.0]
+        return seen
+
+    assert interlace.run(on_rank, 3) == [["refused"] * 3] * 3
+
+
+def test_a_refusal_that_nobody_hears_is_in_the_deadlock_report() -> None:
+    def on_rank() -> None:
+        if interlace.get_rank() == 1:
+            interlace.all_gather_matmul(torch.ones(2, 2), "weight")  # type: ignore[arg-type]
+
+    with pytest.raises(interlace.DeadlockError, match=r"refused .*weight must be a tensor"):
+        interlace.run(on_rank, 2)
+
+
+def test_errors_in_a_part_of_the_ranks_say_whose_numbers_they_use() -> None:
+    def on_rank() -> None:
+        group = interlace.new_group([1, 2, 3])
+        if interlace.get_rank():
+            interlace.all_reduce(torch.ones(4 + (interlace.get_rank() == 3)), group=group)
+
+    with pytest.raises(ValueError, match=r"\(5,\) on rank 2 .*group's ranks \[1, 2, 3\]"):
+        interlace.run(on_rank, 4)
+
+
+def test_keyboard_interrupt_is_not_swallowed() -> None:
+    def on_rank() -> None:
+        if interlace.get_rank() == 1:
+            raise KeyboardInterrupt
+        interlace.barrier()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interlace.run(on_rank, 2)
+    assert not isinstance(caught.value, Exception)
+
+
+def test_triton_imported_first_says_what_to_do() -> None:
+    script = (
+        "import triton, interlace, torch\n"
+        "interlace.run(lambda: interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4)), 2)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1 and "import interlace first" in done.stderr

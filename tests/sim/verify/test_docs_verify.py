@@ -1,0 +1,73 @@
+"""docs/verify.md names what there is, and its tables are whole. Its blocks are run by tests/pages.py.
+
+After a change of the rules: ``cd tests && python -m sim.verify.test_docs_verify`` writes their table anew;
+``tests/mutant_table.py`` writes that of mutants.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from interlace import verify
+from interlace.cli.main import parser
+from interlace.verify.suite.jobs import PROTOCOLS, load_function
+from interlace.verify.suite.targets import TARGETS
+from protocol_mutants import CASES
+
+ROOT = pathlib.Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "verify.md"
+COMMAND = re.compile(r"python -m interlace ([^`#\n]+)")
+RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
+
+
+def rules_table() -> str:
+    lines = ["| rule | what it means |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {rule} | {text} |" for rule, text in verify.RULES.items()), ""])
+
+
+def mutant_rows() -> dict[str, list[str]]:
+    """The cells of the checks, by mutant."""
+    rows = re.findall(r"^\| ([^|]+) \| [\w/]+\.py \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    return {name: cells.split(" | ") for name, cells in rows}
+
+
+@pytest.mark.parametrize("document", ["docs/verify.md", "README.md"])
+def test_commands_parse_and_name_what_is_there(document: str) -> None:
+    commands = COMMAND.findall((ROOT / document).read_text())
+    assert any(command.startswith("verify ") for command in commands)
+    for command in commands:
+        options = parser().parse_args(shlex.split(command))
+        if options.command == "verify" and "::" in options.target:
+            path, _, function = options.target.partition("::")
+            assert callable(load_function(f"{ROOT / path}::{function}"))
+        elif options.command == "verify":
+            assert options.target in ("all", PROTOCOLS, *TARGETS)
+
+
+def test_names_and_rules_are_those_of_the_module() -> None:
+    text = DOCUMENT.read_text()
+    for name in set(re.findall(r"\bverify\.(\w+)", text)):
+        assert hasattr(verify, name), name
+    assert RULES_BEGIN + rules_table() + RULES_END in text
+
+
+def test_every_mutant_has_a_row_and_a_check() -> None:
+    rows = mutant_rows()
+    assert list(rows) == [case.mutant.name for case in CASES]
+    for name, cells in rows.items():
+        assert len(cells) == 4 and set(cells) - {"-", "does not run"}, name
+    columns = ("races", "schedules", "late stores", "lint")
+    for case in CASES:
+        assert rows[case.mutant.name][columns.index(case.check)] != "-", case.mutant.name
+    assert f"{len(CASES)} kernels with one fault each" in " ".join(DOCUMENT.read_text().split())
+
+
+if __name__ == "__main__":
+    document = DOCUMENT.read_text()
+    before, _, rest = document.partition(RULES_BEGIN)
+    after = rest.partition(RULES_END)[2]
+    DOCUMENT.write_text(before + RULES_BEGIN + rules_table() + RULES_END + after)

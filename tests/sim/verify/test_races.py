@@ -1,0 +1,207 @@
+"""``interlace.verify.races``: what is a race, what is not, and that reports are repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.groups.groups import default_group
+from interlace.verify import KINDS, RaceReport, races
+from sim.verify import race_kernels as kernels
+from sim.verify.user_exchange import exchange, last_program
+
+
+def kinds(report: RaceReport) -> set[str]:
+    assert not report.errors, report.errors
+    return {finding.kind for finding in report.findings}
+
+
+def test_correct_kernels_are_clean() -> None:
+    for fn in (exchange, last_program):
+        report = races(fn, 2, seeds=6)
+        assert report.clean and report.events > 100, str(report)
+        assert report.seeds == tuple(range(6)) and "no findings" in str(report)
+
+
+def test_a_buffer_that_is_used_again_too_early() -> None:
+    report = races(exchange, 2, 2, seeds=[0])
+    (finding,) = [f for f in report.findings if f.kind == "read-write"]
+    assert finding.first.what == "loads" and finding.second.what == "stores"
+    assert finding.first.rank != finding.second.rank
+    for access in (finding.first, finding.second):
+        assert access.who.startswith("exchange_kernel program ")
+        assert access.lines[0].startswith("user_exchange.py:")
+    assert finding.memory.startswith("symmetric buffer 0 of rank ")
+    assert 256 <= finding.offset < 256 + 4 * 64 and finding.count == 16 and finding.seed == 0
+
+
+def test_reports_are_repeatable() -> None:
+    first, again = (races(exchange, 2, 2, seeds=5) for _ in range(2))
+    assert first == again and not first.clean
+    seed = first.findings[-1].seed
+    alone = races(exchange, 2, 2, seeds=[seed])
+    assert first.findings[-1].key in {finding.key for finding in alone.findings}
+
+
+def test_a_clean_verdict_does_not_need_a_bad_schedule() -> None:
+    """The race is found in schedules whose results are right."""
+    report = races(exchange, 2, 2, seeds=[0])
+    assert report.findings and not report.errors
+
+
+# -- what orders accesses ----------------------------------------------------------------------------
+
+
+def buffer() -> Any:
+    return default_group().place.allocate(1024)
+
+
+def write_then(order: Callable[[], None]) -> Callable[[], None]:
+    """Rank 0 writes into rank 1's memory by a torch operator; rank 1 reads after ``order``."""
+
+    def on_rank() -> None:
+        memory, rank = buffer(), interlace.get_rank()
+        if rank == 0:
+            memory.view(1, 0, (8,), torch.float32).fill_(1.0)
+        order()
+        if rank == 1:
+            memory.view(1, 0, (8,), torch.float32).sum()
+
+    return on_rank
+
+
+def test_a_barrier_orders_and_a_host_message_does_not() -> None:
+    assert races(write_then(interlace.barrier), 2, seeds=3).clean
+    exchanged = write_then(lambda: default_group().agree("talk", None) and None)
+    assert kinds(races(exchanged, 2, seeds=3)) == {"write-read"}
+
+
+def test_an_allocation_orders() -> None:
+    assert races(write_then(lambda: buffer() and None), 2, seeds=3).clean
+
+
+def test_output_used_before_its_op_was_waited_for() -> None:
+    def on_rank(waits: bool) -> None:
+        x = torch.ones(20)
+        work = interlace.all_reduce(x, async_op=True)
+        if waits:
+            work.wait()
+        x.sum()
+        work.wait()
+
+    assert races(on_rank, 2, True, seeds=3).clean
+    report = races(on_rank, 2, False, seeds=3)
+    assert kinds(report) and kinds(report) <= {"write-read", "read-write"}  # by who came first
+    assert any("test_races.py:" in str(finding) for finding in report.findings)
+
+
+def test_input_overwritten_while_an_op_reads_it() -> None:
+    def on_rank() -> None:
+        x, out = torch.ones(20), torch.empty(40)
+        work = interlace.all_gather(out, x, async_op=True)
+        x.zero_()
+        work.wait()
+
+    found = kinds(races(on_rank, 2, seeds=6))
+    assert found and found <= {"write-read", "read-write"}  # by who came first
+
+
+def test_ops_of_two_groups_share_nothing() -> None:
+    def on_rank() -> None:
+        pair = interlace.new_group([0, 1])
+        everyone = interlace.all_reduce(torch.ones(20), async_op=True)
+        if interlace.get_rank() < 2:
+            interlace.all_reduce(torch.ones(20), group=pair)
+        everyone.wait()
+
+    assert races(on_rank, 3, seeds=3).clean
+
+
+def launch(kernel: Any, *arguments: Any) -> Callable[[], None]:
+    def on_rank() -> None:
+        memory, rank = buffer(), interlace.get_rank()
+        kernel[(2,)](memory.peers, rank, *arguments)
+
+    return on_rank
+
+
+EXPECTED = {
+    kernels.all_write_one_place: {"write-write"},
+    kernels.plain_flag: {"write-read"},
+    kernels.mixed_flag: {"mixed access"},
+    kernels.fenced_relaxed_flag: set(),
+    kernels.relaxed_flag_without_fence: {"weak order"},
+    kernels.fence_of_gpu_scope: {"narrow scope"},
+    kernels.passed_on_by_a_third: set(),
+    kernels.scalar_without_barrier: set(),
+    kernels.own_bytes_of_one_word: set(),
+    kernels.same_bytes_of_two_types: {"write-write"},
+    kernels.scalar_and_flags_of_a_block: {"no barrier"},
+    kernels.block_of_atomics_then_a_flag: {"no barrier"},
+    kernels.scalar_load_then_credit: {"no barrier"},
+    kernels.atomics_of_two_sizes: {"write-read"},
+    kernels.take_flags_that_are_not_set_yet: set(),
+}
+
+
+@pytest.mark.parametrize("kernel", EXPECTED, ids=lambda kernel: kernel.__name__)
+def test_verdicts(kernel: Any) -> None:
+    found: set[str] = set()
+    for seed in range(6):
+        report = races(launch(kernel), 3, seeds=[seed])
+        found |= kinds(report)
+    assert EXPECTED[kernel] <= found and (EXPECTED[kernel] or not found), found
+    assert found <= set(KINDS)
+
+
+def test_every_kind_has_a_kernel() -> None:
+    """``no barrier`` is in test_protocol_mutants.py, ``read-write`` above."""
+    seen = set().union(*EXPECTED.values()) | {"no barrier", "read-write"}
+    assert seen == set(KINDS)
+
+
+def test_memory_that_is_freed_and_given_out_again_is_new() -> None:
+    def on_rank() -> None:
+        for _ in range(20):
+            torch.ones(1024).sum()
+            interlace.barrier()
+
+    assert races(on_rank, 4, seeds=3).clean
+
+
+# -- errors of the run, and misuse ---------------------------------------------------------------------
+
+
+def test_an_exception_is_part_of_the_report() -> None:
+    def on_rank() -> None:
+        if interlace.get_rank() == 1:
+            raise ZeroDivisionError("here")
+        interlace.barrier()
+
+    report = races(on_rank, 2, seeds=[3, 4])
+    assert not report.clean and [seed for seed, _ in report.errors] == [3]  # once
+    assert "rank 1: ZeroDivisionError: here" in str(report)
+    assert report.to_dict()["errors"][0]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fn": 3}, "fn must be callable, got int"),
+        ({"world_size": 0}, r"world_size must be within 1\.\.64, got 0"),
+        ({"world_size": True}, "world_size must be an int, got True"),
+        ({"seeds": 0}, "seeds must name at least one schedule, got 0"),
+        ({"seeds": []}, "seeds must name at least one schedule"),
+        ({"seeds": 1.5}, "seeds must be a number of schedules or seeds, got 1.5"),
+        ({"seeds": ["a"]}, "seeds must be ints, got 'a'"),
+        ({"timeout": 0}, "timeout must be positive, got 0"),
+    ],
+)
+def test_misuse(arguments: dict[str, Any], message: str) -> None:
+    given = {"fn": exchange, "world_size": 2, **arguments}
+    with pytest.raises((TypeError, ValueError), match=message):
+        races(given.pop("fn"), given.pop("world_size"), **given)

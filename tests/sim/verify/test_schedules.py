@@ -1,0 +1,318 @@
+"""``interlace.verify.schedules``: it finds, shrinks and replays; weak memory; deadlock reports."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
+from interlace.runtime.scheduler.task import Task
+from interlace.verify import replay, schedules
+from interlace.verify.schedule_check import parallel
+from interlace.verify.schedule_check.digest import digest_of
+from sim.verify import race_kernels as kernels
+from sim.verify.test_races import buffer, launch
+from sim.verify.user_exchange import exchange, exchange_kernel, last_program
+
+
+def test_right_kernels_pass_with_and_without_late_stores() -> None:
+    for late in (False, True):
+        for fn in (exchange, last_program):
+            report = schedules(fn, 2, n=40, store_buffers=late, workers=1)
+            assert report.clean and report.schedules == 40 and report.failure is None
+            assert "none fails" in str(report)
+
+
+def test_a_failure_is_found_shrunk_told_and_replayed() -> None:
+    report = schedules(exchange, 2, 2, n=12, workers=1)
+    failure = report.failure
+    assert failure is not None and not report.clean
+    assert failure.seed == report.failing[0] and failure.kind == "RankAssertionError"
+    assert failure.switches <= failure.found_switches
+    assert "wrong sum on rank" in failure.text and f"seed {failure.seed} fails" in str(report)
+    stores = [line for line in failure.story if "stores 16 elements at symmetric buffer 0" in line]
+    assert stores and all("[user_exchange.py:" in line for line in stores)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="wrong sum"):
+            replay(exchange, 2, failure.segments, 2, seed=failure.seed)
+
+
+def test_shrinking_removes_switches() -> None:
+    first = schedules(exchange, 2, 2, n=12, workers=1, shrink=False)
+    as_found = first.failure
+    shrunk = schedules(exchange, 2, 2, seeds=first.failing[:1], workers=1).failure
+    assert as_found is not None and shrunk is not None
+    assert as_found.switches == as_found.found_switches == shrunk.found_switches
+    assert shrunk.switches < as_found.switches
+
+
+def test_late_stores_show_what_a_cpu_hides() -> None:
+    relaxed = launch(kernels.relaxed_flag_without_fence)
+
+    def on_rank() -> list[float]:
+        memory, rank = buffer(), interlace.get_rank()
+        kernels.relaxed_flag_without_fence[(2,)](memory.peers, rank)
+        interlace.barrier()
+        return memory.view(2, 64, (16,), torch.float32).tolist()
+
+    assert schedules(relaxed, 3, n=30, workers=1).clean
+    assert schedules(on_rank, 3, n=30, workers=1).clean
+    late = schedules(on_rank, 3, n=30, store_buffers=True, workers=1)
+    assert len(late.failing) > 3
+    assert late.failure is not None and late.failure.kind == "different results"
+
+
+def test_a_fence_makes_late_stores_visible() -> None:
+    def on_rank() -> list[float]:
+        memory, rank = buffer(), interlace.get_rank()
+        kernels.fenced_relaxed_flag[(2,)](memory.peers, rank)
+        interlace.barrier()
+        return memory.view(2, 64, (16,), torch.float32).tolist()
+
+    assert schedules(on_rank, 3, n=30, store_buffers=True, workers=1).clean
+
+
+def test_results_that_depend_on_the_schedule() -> None:
+    def on_rank() -> Any:
+        memory = buffer()
+        kernels.all_write_one_place[(1,)](memory.peers, interlace.get_rank())
+        first = memory.view(0, 0, (1,), torch.int32)
+        seen = int(first)
+        first.add_(1)
+        interlace.barrier()
+        return seen
+
+    report = schedules(on_rank, 3, n=30, workers=1)
+    assert report.failure is not None and report.failure.kind == "different results"
+    assert schedules(on_rank, 3, n=30, workers=1, deterministic=False).clean
+
+
+def test_check_sees_the_results_by_rank() -> None:
+    def right(results: list[Any]) -> None:
+        assert results == [0, 1, 2]
+
+    def wrong(results: list[Any]) -> None:
+        raise ValueError(f"got {results}")
+
+    assert schedules(interlace.get_rank, 3, n=4, check=right, workers=1).clean
+    report = schedules(interlace.get_rank, 3, n=4, check=wrong, workers=1)
+    assert report.failing == (0, 1, 2, 3) and "got [0, 1, 2]" in str(report)
+
+
+def test_workers_find_the_same() -> None:
+    alone, shared = (schedules(exchange, 2, 2, n=24, workers=w, shrink=False) for w in (1, 2))
+    assert alone.failing == shared.failing and len(alone.failing) > 3
+    assert alone.failure == shared.failure
+
+
+def test_a_deadlock_lists_every_program() -> None:
+    def on_rank() -> None:
+        memory, rank = buffer(), interlace.get_rank()
+        if rank == 0:
+            x = torch.zeros(64)
+            exchange_kernel[(4,)](memory.peers, x, x, rank, 7, BLOCK=16)
+
+    report = schedules(on_rank, 2, n=4, workers=1, shrink=False)
+    assert report.failure is not None and report.failure.kind.endswith("DeadlockError")
+    for program in range(4):
+        line = f"rank 0 exchange_kernel program {program} waits for symmetric buffer 0 of rank 0, "
+        line += f"byte {4 * program}, seen 0, expected 7 at user_exchange.py:"
+        assert line in str(report), str(report)
+
+
+def test_bounded_polls_are_no_deadlock() -> None:
+    def on_rank() -> int:
+        counted = torch.zeros(1, dtype=torch.int32)
+        kernels.poll_fifty_times[(1,)](torch.zeros(1, dtype=torch.int32), counted)
+        return int(counted)
+
+    assert interlace.run(on_rank, 2) == [50, 50]
+
+
+def test_polls_of_several_places_in_turn_are_a_deadlock_at_once() -> None:
+    def on_rank() -> None:
+        kernels.poll_in_turn[(1,)](torch.zeros(8, dtype=torch.int32), 8)
+
+    with pytest.raises(interlace.DeadlockError, match="poll_in_turn program 0"):
+        interlace.run(on_rank, 2)  # a CollectiveTimeoutError if it were not found by its polls
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_spins_lets_others_go_on(seed: int) -> None:
+    """Under priorities too, where the spinning program may be the first of all."""
+    plain, many = launch(kernels.wait_plainly), launch(kernels.wait_for_one_of_many, 100)
+    for fn in (plain, many):
+        assert schedules(fn, 2, seeds=[seed], workers=1).clean
+
+
+def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
+    def on_rank() -> None:
+        group = interlace.new_group([0])
+        if interlace.get_rank() == 0:
+            kernels.wait_plainly[(1,)](group.place.allocate(64).peers, 0)
+
+    for seed in (0, 1):
+        report = schedules(on_rank, 2, seeds=[seed], workers=1, timeout=1, shrink=False)
+        assert report.failure is not None
+        assert "not finished within 1 s" in report.failure.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spins_that_write_what_is_there_are_polls(seed: int) -> None:
+    def eight() -> None:
+        memory = buffer()
+        kernels.take_flags_that_are_not_set_yet[(8,)](memory.peers, interlace.get_rank())
+
+    assert schedules(eight, 2, seeds=[seed], workers=1).clean
+    if not seed:
+        with pytest.raises(interlace.DeadlockError, match="take_flags_that_are_not_set_yet"):
+            interlace.run(lambda: eight() if interlace.get_rank() == 0 else buffer() and None, 2)
+
+
+def test_time_limits_hold_where_nothing_gives_way() -> None:
+    def on_rank() -> None:
+        while interlace.get_rank() == 0:
+            pass
+
+    with pytest.raises(interlace.CollectiveTimeoutError, match="rank 0 host code neither ends"):
+        interlace.run(on_rank, 2, timeout=0.5)
+    assert interlace.run(interlace.get_rank, 2) == [0, 1]
+
+
+def test_replay_has_a_time_limit() -> None:
+    def on_rank() -> None:
+        while interlace.get_rank() == 0:
+            pass
+
+    with pytest.raises(interlace.CollectiveTimeoutError):
+        replay(on_rank, 2, [], timeout=0.5)
+
+
+def test_a_failure_that_does_not_repeat_is_reported() -> None:
+    calls: list[int] = []
+
+    def on_rank() -> None:
+        calls.append(1)
+        assert len(calls) != 3
+
+    report = schedules(on_rank, 1, n=6, workers=1)
+    assert report.failure is not None and report.failure.kind == "not repeatable"
+
+
+@dataclass
+class Pair:
+    first: int
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.int64(1), np.int64(2)),
+        (np.float32(1), np.float32(2)),
+        ({1, 2}, {1, 3}),
+        (Pair(1, torch.ones(2)), Pair(1, torch.zeros(2))),
+        ({"a": [1, (2,)]}, {"a": [1, (3,)]}),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64)),
+        (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()),
+        ((1, 23), (12, 3)),
+    ],
+)
+def test_results_are_compared_by_value(one: Any, other: Any) -> None:
+    assert digest_of([one, 0]) == digest_of([copy.deepcopy(one), 0])
+    assert digest_of([one, 0]) != digest_of([other, 0])
+
+
+def test_results_that_cannot_be_compared_are_equal() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, object(), torch.empty(2, device="meta"), np.array([object()])):
+        assert digest_of(value) == digest_of(value)
+    assert digest_of(object()) == digest_of(object())
+
+
+# -- strategies ----------------------------------------------------------------------------------------
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(rank, "program", f"rank {rank} program", None) for rank in range(count)]
+
+
+def test_strategies_take_turns_by_seed() -> None:
+    assert isinstance(for_seed(0), Random) and isinstance(for_seed(3), Random)
+    assert isinstance(for_seed(1), Priority) and isinstance(for_seed(2), Priority)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_strategies_choose_only_what_can_run(seed: int) -> None:
+    strategy, all_tasks = for_seed(seed), tasks(5)
+    generator = random.Random(seed)
+    for _ in range(200):
+        able = [task for task in all_tasks if generator.random() < 0.5]
+        for task in all_tasks:
+            task.ready = None if task in able else (lambda: False)
+        strategy.interrupts()
+        strategy.passes()
+        chosen = strategy.choose(all_tasks)
+        assert (chosen in able) if able else chosen is None
+
+
+def test_priority_stays_until_it_changes() -> None:
+    strategy, all_tasks = Priority(1, depth=2, length=50), tasks(4)
+    chosen = []
+    for _ in range(100):
+        strategy.passes()
+        task = strategy.choose(all_tasks)
+        assert task is not None
+        chosen.append(task.name)
+    assert len(set(chosen)) == 2 and chosen == sorted(chosen, key=chosen.index)
+
+
+def test_replay_goes_on_after_its_end() -> None:
+    all_tasks = tasks(2)
+    strategy = Replay([])
+    first = strategy.choose(all_tasks)
+    assert first is not None and strategy.choose(all_tasks) is first
+
+
+# -- workers, misuse -----------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_worker_is_raised_here() -> None:
+    def fails(seed: int) -> int:
+        raise KeyError(seed)
+
+    with pytest.raises(KeyError):
+        list(parallel.map_seeds(fails, range(8), workers=2))
+
+
+def test_progress_reaches_the_number_of_seeds() -> None:
+    seen: list[int] = []
+    results = dict(
+        parallel.map_seeds(lambda s: s * s, range(30), workers=2, on_progress=seen.append)
+    )
+    assert results == {seed: seed * seed for seed in range(30)} and seen[-1] == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n must be positive, got 0"),
+        ({"n": 2.5}, "n must be an int, got 2.5"),
+        ({"workers": 0}, "workers must be positive, got 0"),
+        ({"workers": "2"}, "workers must be an int or None, got '2'"),
+        ({"check": 3}, "check must be callable, got int"),
+        ({"seeds": []}, "seeds must name at least one schedule"),
+    ],
+)
+def test_misuse(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        schedules(exchange, 2, **arguments)

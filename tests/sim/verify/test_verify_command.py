@@ -1,0 +1,201 @@
+"""``python -m interlace verify``: verdicts, exit codes, JSON, and errors that say what to do."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from interlace.cli import main
+from interlace.cli.commands.verify import VerifyOptions, _plan, render, verify
+from interlace.verify.schedule_check import check as schedule_check
+from interlace.verify.suite import jobs as suite
+from interlace.verify.suite.jobs import Plan, Result
+from mutations import mutated
+from protocol_mutants import CASES
+from tiers import thorough
+
+EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"
+FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
+LITTLE = ["--ranks", "2", "--seeds", "1", "--schedules", "2", "--arch", "90"]
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for fewer context switches has its own tests, and so have several compiling processes.
+
+    Each of those would import torch because the user's file does.
+    """
+    monkeypatch.setattr(schedule_check, "SHRINK_RUNS", 3)
+    monkeypatch.setattr(suite, "lint_many", functools.partial(suite.lint_many, workers=1))
+
+
+def run(options: VerifyOptions) -> tuple[int, str]:
+    out = io.StringIO()
+    return verify(Console(file=out, width=160), options), out.getvalue()
+
+
+def command(line: str, *more: str) -> int:
+    """The exit code of a command that pages show, from the root of the repository, with little to do."""
+    _, _, _, *arguments = line.split()
+    return main.run([*arguments, *LITTLE, *more])
+
+
+def test_a_users_function_is_run_and_its_kernels_are_linted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parents[2])
+    line = "python -m interlace verify docs/examples/one_shot_all_reduce.py::three_rounds"
+    code, facts = command(line, "--json"), json.loads(capsys.readouterr().out)
+    assert code == 0 and facts["clean"] and facts["ranks"] == [2]
+    checks = {result["check"]: result for result in facts["results"]}
+    assert set(checks) == {"races", "schedules", "late stores", "lint"}
+    assert checks["lint"]["variant"] == "one_shot_all_reduce sm_90"
+    assert int(checks["races"]["count"].split()[0]) > 100
+
+
+@thorough
+def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None:
+    wrong = EXAMPLE.read_text().replace("release.sys.cas", "relaxed.sys.cas")
+    (tmp_path / "wrong.py").write_text(wrong)
+    code, text = run(VerifyOptions(f"{tmp_path}/wrong.py::three_rounds", **FAST))
+    assert code == 1
+    assert "weak order (write-read race)" in text and "wrong.py:" in text and "seed    " in text
+    assert "findings" in text.splitlines()[-1]
+
+
+def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    code = command("python -m interlace verify all_gather", "--quick")
+    text = capsys.readouterr().out
+    assert code == 0 and "No findings." in text
+    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
+
+
+def test_quick_checks_of_ones_own_function_take_no_other_numbers_of_ranks() -> None:
+    """That of the page is for powers of two."""
+    plans = [_plan(VerifyOptions(str(EXAMPLE), quick=quick), own=False) for quick in (False, True)]
+    assert [plan.ranks for plan in plans] == [(2, 4), (2, 4)]
+    assert plans[1].seeds < plans[0].seeds and plans[1].schedules < plans[0].schedules
+
+
+def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:
+    case = next(case for case in CASES if case.mutant.name == "barrier dropped")
+    with mutated(case.mutant, tmp_path):
+        jobs = suite.shipped_jobs(["all_gather"], Plan((2,), 1, 2, (90,)))
+        results = suite.run_jobs([job for job in jobs if job.variant == "kernel 2 ranks"])
+    found = {(result.check, result.variant): bool(result.findings) for result in results}
+    assert found["races", "kernel 2 ranks"]
+    assert found["late stores", "kernel 2 ranks"] and not found["schedules", "kernel 2 ranks"]
+
+
+def test_protocols() -> None:
+    job = next(job for job in suite.protocol_jobs(Plan()) if job.variant.startswith("flag barrier"))
+    result = job.result()
+    assert not result.findings and int(result.count.split()[0]) > 10_000
+    out = io.StringIO()
+    render(Console(file=out, width=160), [result])
+    assert "4 ranks, 3 rounds" in out.getvalue() and result.count.split()[0] in out.getvalue()
+
+
+def test_findings_are_told_once() -> None:
+    same = [Result("op", "races", variant, "5 accesses", ("the same",), 0.1) for variant in "ab"]
+    out = io.StringIO()
+    render(Console(file=out, width=160), same)
+    assert out.getvalue().count("the same") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["al"], "al: is none of all, signal"),
+        (["nowhere.py::f"], "nowhere.py: there is no such file"),
+        ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
+        ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),
+    ],
+)
+def test_targets_that_are_none(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["verify", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
+        (["--ranks", "0"], "must be within 1..64, got 0"),
+        (["--seeds", "0"], "must be positive, got 0"),
+        (["--arch", "70"], "known are 80, 90 and 100, got 70"),
+    ],
+)
+def test_options_that_are_none(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["verify", "all_gather", *arguments])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(ValueError, match=r"broken\.py: importing it fails: ModuleNotFoundError"):
+        suite.load_function(f"{tmp_path}/broken.py::f")
+
+
+LAUNCHED_TWICE = """
+import interlace, torch, triton, triton.language as tl
+
+@triton.jit
+def publish(x_ptr, flag_ptr, count, SAFE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, 1024), tl.zeros((1024,), tl.float32) + count)
+    if SAFE:
+        tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, 1, sem="release", scope="sys")
+
+def f():
+    print("said by the function")
+    x, flag = torch.empty(1024), torch.zeros(1, dtype=torch.int32)
+    publish[(1,)](x, flag, 1, SAFE=True)
+    publish[(1,)](x, flag, 1, SAFE=False)
+"""
+
+
+@thorough
+def test_every_form_of_a_kernel_is_linted_and_json_stays_json(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.py").write_text(LAUNCHED_TWICE)
+    target = f"{tmp_path}/twice.py::f"
+    arguments = ["verify", target, "--quick", "--ranks", "2", "--arch", "90", "--json"]
+    assert main.run(arguments) == 1
+    facts = json.loads(capfd.readouterr().out)
+    lints = [result for result in facts["results"] if result["check"] == "lint"]
+    assert sorted(bool(result["findings"]) for result in lints) == [False, True]
+
+
+def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
+    script = "import argparse\nargparse.ArgumentParser().parse_args()\ndef f(): pass\n"
+    (tmp_path / "script.py").write_text(script)
+    assert suite.load_function(f"{tmp_path}/script.py::f")() is None
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match="importing it fails: SystemExit"):
+        suite.load_function(f"{tmp_path}/leaves.py::f")
+
+
+def test_ops_between_nodes_are_among_those_checked() -> None:
+    """A quick check leaves out what only repeats moves, and nothing that a full one has is lost."""
+    names = [name for name in suite.TARGETS if name.startswith("nodes.")]
+    full, quick = (
+        {(job.subject, job.variant) for job in suite.shipped_jobs(names, plan)}
+        for plan in (Plan((4,), 1, 1, (90,)), Plan((4,), 1, 1, (90,), True))
+    )
+    assert quick < full and {variant for _, variant in quick} == {"late puts 4 ranks"}
+    assert ("nodes.all_to_all", "stores puts 4 ranks") in full
+    linted = {entry.kernel for entry in suite.shipped_entries(names, Plan((4,), 1, 1, (90,), True))}
+    assert {"node_sums_kernel", "move_kernel", "matmul_node_reduce_scatter_kernel"} <= linted
