@@ -1,4 +1,4 @@
-"""Measured times of collectives on this machine: lines over bytes, by mesh, dimension and op.
+"""MeasuredMesh times of collectives on this machine: lines over bytes, by mesh, dimension and op.
 
 ``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and
 ``interlace.tensor``'s costs read them. One file per machine: ``INTERLACE_CALIBRATION`` names it, or is
@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMesh:
     """A mesh of ``mesh`` ranks per dimension, on ``backend``, whose ranks were ``processes``."""
 
     backend: str
@@ -101,10 +101,10 @@ def device_name(device_type: str) -> str:
     return cache.machine("", torch.device(device_type)).device
 
 
-def file_of(device_type: str) -> MeasuredFile[list[Measured]]:
+def file_of(device_type: str) -> MeasuredFile[list[MeasuredMesh]]:
     """This machine's; another's is none of ours."""
 
-    def parsed(whole: dict[str, Any]) -> list[Measured]:
+    def parsed(whole: dict[str, Any]) -> list[MeasuredMesh]:
         meshes, here = [_measured(each) for each in whole["meshes"]], device_name(device_type)
         if whole["device"] != here:
             raise NotOursError(f"was measured on {whole['device']!r}, this is {here!r}")
@@ -123,13 +123,13 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
     return file_of(device_type).path(usual)
 
 
-def _measured(facts: dict[str, Any]) -> Measured:
+def _measured(facts: dict[str, Any]) -> MeasuredMesh:
     """Checked in every field. Raises TypeError, ValueError or KeyError."""
     links = []
     for each in facts["links"]:
         protocols = tuple(Protocol(**one) for one in each["protocols"])
         links.append(Link(**{**each, "protocols": protocols}))
-    made = Measured(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
+    made = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):
         require(name, getattr(made, name), isinstance(getattr(made, name), str))
     require("mesh", made.mesh, bool(made.mesh) and all(map(is_count, made.mesh)))
@@ -149,11 +149,11 @@ def _measured(facts: dict[str, Any]) -> Measured:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(file: pathlib.Path, device_type: str, changed: int) -> tuple[Measured, ...]:
+def _read(file: pathlib.Path, device_type: str, changed: int) -> tuple[MeasuredMesh, ...]:
     return tuple(file_of(device_type).read(file) or ())
 
 
-def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[Measured, ...]:
+def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[MeasuredMesh, ...]:
     """What this machine's file has; () if there is none, with a warning if it cannot be used."""
     file = path(device_type) if file is None else file
     if file is None:
@@ -165,19 +165,19 @@ def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[Me
     return _read(file, device_type, changed)
 
 
-def find(meshes: Sequence[Measured], backend: str, mesh: Sequence[int]) -> Measured | None:
+def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> MeasuredMesh | None:
     """The measurement of just such a mesh, if there is one."""
     wanted = backend, tuple(mesh)
     return next((each for each in meshes if (each.backend, each.mesh) == wanted), None)
 
 
-def add(measured: Measured, file: pathlib.Path, device_type: str = "cpu") -> None:
+def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
     """Put ``measured`` into ``file``, in place of an older one of the same mesh and backend.
 
     Raises NotOursError if there is something else, and OSError.
     """
 
-    def changed(content: list[Measured] | None) -> dict[str, Any]:
+    def changed(content: list[MeasuredMesh] | None) -> dict[str, Any]:
         key = measured.backend, measured.mesh
         kept = [each for each in content or () if (each.backend, each.mesh) != key]
         meshes = [asdict(each) for each in [*kept, measured]]

@@ -72,7 +72,7 @@ def fuse(
         if candidate.fused and rewrite:
             replaced |= {collective.start, *collective.start.users}
             into = fuse_gather if collective.kind == "all_gather" else fuse_reduction
-            into(graph, collective, products)
+            into(collective, products)
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)

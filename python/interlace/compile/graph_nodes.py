@@ -68,10 +68,10 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """A new node at the graph's insertion point, with its value, and the origin of ``like``."""
+def call(target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """A new node where the graph inserts, with its value, and the origin of ``like``."""
     name = target._schema.name.split("::")[1] if hasattr(target, "_schema") else None
-    node = graph.create_node("call_function", target, args, name=name)
+    node = like.graph.create_node("call_function", target, args, name=name)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"):
         if key in like.meta:
             node.meta[key] = like.meta[key]

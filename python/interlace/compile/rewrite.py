@@ -29,30 +29,29 @@ _ops: Any = torch.ops.interlace
 ALGORITHM = "auto"
 
 
-def fuse_gather(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
+def fuse_gather(collective: Collective, products: list[Product]) -> None:
     result = collective.result
     matmuls = {product.node for product in products}
     kept = _read_beside(result, matmuls)
-    with graph.inserting_before(products[0].node):
+    with result.graph.inserting_before(products[0].node):
         if products[0].batch:
-            outputs = _in_batch(graph, collective, products, kept)
+            outputs = _in_batch(collective, products, kept)
         else:
             weights = [product.right for product in products]
             outputs = _gathering(
-                graph, collective, products, collective.input, weights, collective.dim, kept
+                collective, products, collective.input, weights, collective.dim, kept
             )
         for product, waited in zip(products, outputs, strict=False):
-            made = _as_before(graph, waited, product.node)
+            made = _as_before(waited, product.node)
             if product.added is not None:
-                made = call(graph, aten.add.Tensor, (made, product.added), product.node)
+                made = call(aten.add.Tensor, (made, product.added), product.node)
             product.node.replace_all_uses_with(made)
         if kept:
-            made = _as_before(graph, outputs[-1], result)
+            made = _as_before(outputs[-1], result)
             result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
 
 
 def _gathering(
-    graph: fx.Graph,
     collective: Collective,
     products: list[Product],
     input: fx.Node,
@@ -73,26 +72,24 @@ def _gathering(
         theirs = [product.scales.right for product in products if product.scales is not None]
         how = (scales.out_dtype, scales.fast, ALGORITHM)
         arguments = (input, weights, scales.left, theirs, biases, dim, kept, *how)
-    started = call(graph, op, (*arguments, *group), like)
+    started = call(op, (*arguments, *group), like)
     return [
-        call(graph, wait_tensor, (call(graph, operator.getitem, (started, index), like),), like)
+        call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
         for index in range(len(weights) + kept)
     ]
 
 
-def _in_batch(
-    graph: fx.Graph, collective: Collective, products: list[Product], kept: bool
-) -> list[fx.Node]:
+def _in_batch(collective: Collective, products: list[Product], kept: bool) -> list[fx.Node]:
     """As many ops as the batch has entries; every output is put together from theirs."""
     rows: list[list[fx.Node]] = []
     for entry in range(products[0].batch):
-        one = call(graph, aten.select.int, (collective.input, 0, entry), products[0].node)
-        weights = [call(graph, aten.select.int, (p.right, 0, entry), p.node) for p in products]
+        one = call(aten.select.int, (collective.input, 0, entry), products[0].node)
+        weights = [call(aten.select.int, (p.right, 0, entry), p.node) for p in products]
         dim = collective.dim - 1
-        rows.append(_gathering(graph, collective, products, one, weights, dim, kept))
+        rows.append(_gathering(collective, products, one, weights, dim, kept))
     likes = [product.node for product in products] + [collective.result] * kept
     columns = zip(likes, *rows, strict=True)
-    return [_stacked(graph, list(column), like) for like, *column in columns]
+    return [_stacked(list(column), like) for like, *column in columns]
 
 
 def _read_beside(result: fx.Node, matmuls: set[fx.Node]) -> bool:
@@ -106,13 +103,13 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
     return all(user in matmuls or _only_for(user, matmuls) for user in node.users)
 
 
-def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
+def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
     """``made`` in the shape and strides of ``old``."""
     if not same(shape(made), shape(old)):
-        made = call(graph, aten.reshape.default, (made, _lengths(shape(old))), old)
+        made = call(aten.reshape.default, (made, _lengths(shape(old))), old)
     if same(value(made).stride(), value(old).stride()):
         return made
-    clone = graph.call_function(
+    clone = made.graph.call_function(
         aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
     )
     clone.meta.update({key: old.meta[key] for key in ("stack_trace",) if key in old.meta})
@@ -122,26 +119,26 @@ def _as_before(graph: fx.Graph, made: fx.Node, old: fx.Node) -> fx.Node:
     return clone
 
 
-def fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Product]) -> None:
+def fuse_reduction(collective: Collective, products: list[Product]) -> None:
     result, size, name = collective.result, collective.size, collective.name
     lengths = shape(collective.input)[:-1]
-    with graph.inserting_before(result):
+    with result.graph.inserting_before(result):
         if products[0].batch:
-            made = _as_before(graph, _scattering_batch(graph, collective, products[0]), result)
+            made = _as_before(_scattering_batch(collective, products[0]), result)
             result.replace_all_uses_with(made)
             return
-        left = _rows(graph, products, lengths)
+        left = _rows(products, lengths)
         right = products[0].right
         if len(products) > 1:
-            right = call(graph, aten.cat.default, ([p.right for p in products], 0), right)
-        bias = _reduced_bias(graph, collective, products)
+            right = call(aten.cat.default, ([p.right for p in products], 0), right)
+        bias = _reduced_bias(collective, products)
         reduce_op, dim, scales = collective.reduce_op, collective.dim, products[0].scales
         options: tuple[Any, ...] = (ALGORITHM, None, size, name)
         if scales is not None:
             op = _ops.scaled_matmul_reduce_scatter.default
             scale = scales.left
             if value(scale).numel() != 1:
-                scale = _reshaped(graph, scale, [*shape(left)[:-1], 1])
+                scale = _reshaped(scale, [*shape(left)[:-1], 1])
             arguments: tuple[Any, ...] = (left, right, scale, scales.right, bias, reduce_op, dim)
             options = (scales.out_dtype, scales.fast, ALGORITHM, size, name)
         elif collective.kind == "reduce_scatter":
@@ -150,39 +147,39 @@ def fuse_reduction(graph: fx.Graph, collective: Collective, products: list[Produ
         else:
             op = _ops.matmul_all_reduce.default
             arguments = (left, right, bias, reduce_op)
-        started = call(graph, op, (*arguments, *options), result)
-        waited = call(graph, wait_tensor, (started,), result)
-        made = _as_before(graph, waited, result)
+        started = call(op, (*arguments, *options), result)
+        waited = call(wait_tensor, (started,), result)
+        made = _as_before(waited, result)
     result.replace_all_uses_with(made)
 
 
-def _scattering_batch(graph: fx.Graph, collective: Collective, product: Product) -> fx.Node:
+def _scattering_batch(collective: Collective, product: Product) -> fx.Node:
     """An op for every entry of the batch, and their outputs together."""
     like, parts = collective.result, []
     for entry in range(product.batch):
-        left = call(graph, aten.select.int, (product.left, 0, entry), like)
-        right = call(graph, aten.select.int, (product.right, 0, entry), like)
+        left = call(aten.select.int, (product.left, 0, entry), like)
+        right = call(aten.select.int, (product.right, 0, entry), like)
         arguments = (left, right, None, collective.reduce_op, collective.dim - 1)
         options = (ALGORITHM, None, collective.size, collective.name)
-        parts.append(call(graph, _ops.matmul_reduce_scatter.default, (*arguments, *options), like))
-    waited = [call(graph, wait_tensor, (part,), like) for part in parts]
-    return _stacked(graph, waited, like)
+        parts.append(call(_ops.matmul_reduce_scatter.default, (*arguments, *options), like))
+    waited = [call(wait_tensor, (part,), like) for part in parts]
+    return _stacked(waited, like)
 
 
-def _stacked(graph: fx.Graph, entries: list[fx.Node], like: fx.Node) -> fx.Node:
+def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
     """``aten.stack`` in the ops that Inductor has after its decompositions."""
-    rows = [call(graph, aten.unsqueeze.default, (entry, 0), like) for entry in entries]
-    return call(graph, aten.cat.default, (rows, 0), like)
+    rows = [call(aten.unsqueeze.default, (entry, 0), like) for entry in entries]
+    return call(aten.cat.default, (rows, 0), like)
 
 
-def _rows(graph: fx.Graph, products: list[Product], lengths: list[Any]) -> fx.Node:
+def _rows(products: list[Product], lengths: list[Any]) -> fx.Node:
     """The left operands side by side, with the leading dimensions of the whole product."""
     left = products[0].left
     if len(products) > 1:
-        flat = [_reshaped(graph, p.left, [-1, p.inner]) for p in products]
-        left = call(graph, aten.cat.default, (flat, 1), left)
+        flat = [_reshaped(p.left, [-1, p.inner]) for p in products]
+        left = call(aten.cat.default, (flat, 1), left)
     inner = sum(product.inner for product in products)
-    return _reshaped(graph, left, [*_lengths(lengths), inner])
+    return _reshaped(left, [*_lengths(lengths), inner])
 
 
 def _lengths(lengths: list[Any]) -> list[int]:
@@ -190,22 +187,20 @@ def _lengths(lengths: list[Any]) -> list[int]:
     return [length if static(length) else -1 for length in lengths]
 
 
-def _reshaped(graph: fx.Graph, node: fx.Node, lengths: list[int]) -> fx.Node:
+def _reshaped(node: fx.Node, lengths: list[int]) -> fx.Node:
     if same(shape(node), lengths) or (len(lengths) == value(node).dim() == 2):
         return node
-    return call(graph, aten.reshape.default, (node, lengths), node)
+    return call(aten.reshape.default, (node, lengths), node)
 
 
-def _reduced_bias(
-    graph: fx.Graph, collective: Collective, products: list[Product]
-) -> fx.Node | None:
+def _reduced_bias(collective: Collective, products: list[Product]) -> fx.Node | None:
     """The bias to add once, after the reduction, for those that each rank adds before it."""
     biases = [product.bias for product in products if product.bias is not None]
     if not biases:
         return None
     total = biases[0]
     for bias in biases[1:]:
-        total = call(graph, aten.add.Tensor, (total, bias), bias)
+        total = call(aten.add.Tensor, (total, bias), bias)
     arguments = (total, collective.reduce_op, collective.size, collective.name)
-    started = call(graph, _ops.all_reduce.default, arguments, total)
-    return call(graph, wait_tensor, (started,), total)
+    started = call(_ops.all_reduce.default, arguments, total)
+    return call(wait_tensor, (started,), total)

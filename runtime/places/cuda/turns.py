@@ -35,10 +35,10 @@ class Turns:
     def __init__(self, world_size: int, timeout: float) -> None:
         self._condition = threading.Condition()
         self._running = False
-        self._ranks_left = world_size
+        self.world_size = self._ranks_left = world_size
         self._waiting: list[Meeting] = []
         self._meetings: dict[Any, Meeting] = {}
-        self._timeout = timeout
+        self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self.failed: str | None = None
         self.residencies: dict[Any, Any] = {}  # by rank; see residency.py
@@ -94,7 +94,7 @@ class Turns:
             if self.failed is not None:
                 raise AbortedError(f"rank {rank} stopped in {doing}: {self.failed}")
             missing = tuple(r for r in range(size) if r not in meeting.brought)
-            why = "which will never come" if stuck else f"not finished within {self._timeout} s"
+            why = "which will never come" if stuck else f"not finished within {self.timeout} s"
             raise CollectiveTimeoutError(
                 f"rank {rank} waits in {doing} for ranks {list(missing)}, {why}", missing
             )

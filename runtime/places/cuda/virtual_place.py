@@ -39,20 +39,10 @@ class VirtualRankPlace(DevicePlace):
     name = "cuda"
     virtual = True
 
-    def __init__(
-        self,
-        turns: Turns,
-        members: tuple[int, ...],
-        rank: int,
-        key: Any,
-        virtual_ranks: int,
-        poll_seconds: float,
-    ) -> None:
+    def __init__(self, turns: Turns, members: tuple[int, ...], rank: int, key: Any) -> None:
+        poll_seconds = min(turns.timeout, 20.0)
         super().__init__(rank, len(members), current_device(), poll_seconds=poll_seconds)
-        self._turns = turns
-        self._members = members
-        self._key = key
-        self._virtual_ranks = virtual_ranks
+        self._turns, self._members, self._key = turns, members, key
         self._meetings = 0
 
     # -- meeting the other ranks ---------------------------------------------------------------
@@ -75,14 +65,8 @@ class VirtualRankPlace(DevicePlace):
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         members = tuple(self._members[rank] for rank in ranks)
-        return VirtualRankPlace(
-            self._turns,
-            members,
-            ranks.index(self.rank),
-            (self._key, members, generation),
-            self._virtual_ranks,
-            self._poll_seconds,
-        )
+        key = (self._key, members, generation)
+        return VirtualRankPlace(self._turns, members, ranks.index(self.rank), key)
 
     # -- submission ----------------------------------------------------------------------------
 
@@ -108,7 +92,7 @@ class VirtualRankPlace(DevicePlace):
 
     def program_limit(self) -> int:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return max(2, sms // self._virtual_ranks - 1)
+        return max(2, sms // self._turns.world_size - 1)
 
     # -- failing -------------------------------------------------------------------------------
 
@@ -140,7 +124,7 @@ def run_virtual_ranks(
 
     def main(rank: int) -> Any:
         torch.cuda.set_device(device)
-        place = VirtualRankPlace(turns, members, rank, "world", world_size, min(timeout, 20.0))
+        place = VirtualRankPlace(turns, members, rank, "world")
         places.append(place)
         with torch.cuda.stream(torch.cuda.Stream(device)):
             result = host(place)

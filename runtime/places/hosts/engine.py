@@ -29,9 +29,9 @@ order of summation is its own. Gathering at one rank per host: the others' cores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,28 +51,20 @@ _MOST_CALLS = 256
 class HostsEngine(Engine):
     """The engine of one rank of a group on several hosts. One op at a time.
 
-    ``local()`` is the engine of this host's ranks. ``exchange(payload, doing)`` brings everyone's
-    message to all; ``guarded(doing)`` is entered around what moves bytes, and fails the group on error.
+    ``place``, a HostsPlace, has the engine of this host's ranks, brings everyone's message to all, and
+    fails the group on errors while bytes move.
     """
 
     def __init__(
-        self,
-        rank: int,
-        hosts: HostMap,
-        local: Callable[[], Engine],
-        links: HostLinks,
-        transfers: HostTransfers,
-        exchange: Callable[[bytes, str], list[bytes]],
-        guarded: Callable[[str], AbstractContextManager[None]],
+        self, place: Any, hosts: HostMap, links: HostLinks, transfers: HostTransfers
     ) -> None:
-        self.rank, self.world_size = rank, sum(map(len, hosts.hosts))
-        self._hosts = hosts.hosts
-        self._host = hosts.index(rank)
+        self.rank, self.world_size = place.rank, place.world_size
+        self._place, self._hosts = place, hosts.hosts
+        self._host = hosts.index(place.rank)
         self._mine = hosts.hosts[self._host]
-        self._index = self._mine.index(rank)
+        self._index = self._mine.index(place.rank)
         self._others = [ranks for ranks in self._hosts if ranks is not self._mine]
-        self._local, self._links, self._transfers = local, links, transfers
-        self._exchange, self._guarded = exchange, guarded
+        self._links, self._transfers = links, transfers
         self._calls: dict[Any, Call] = {}
 
     # -- agreement -----------------------------------------------------------------------------
@@ -80,16 +72,16 @@ class HostsEngine(Engine):
     @contextmanager
     def _agreed(self, call: Call) -> Iterator[None]:
         """Around what moves the bytes of ``call``, which is compared before."""
-        call.verify(self._exchange(call.message, call.op))
-        with self._guarded(call.op):
+        call.verify(self._place.exchange(call.message, call.op))
+        with self._place.guarded(call.op):
             yield
 
     def barrier(self, call: Call) -> Event | None:
-        call.verify(self._exchange(call.message, call.op))
+        call.verify(self._place.exchange(call.message, call.op))
         return None
 
     def parts(self, call: Call) -> list[Any]:
-        return call.compared(self._exchange(call.message, call.op))
+        return call.compared(self._place.exchange(call.message, call.op))
 
     def _within(self, op: str, *key: Any) -> Call:
         """The call for a step within the host; ``key`` is all that it depends on."""
@@ -146,7 +138,7 @@ class HostsEngine(Engine):
             for sources in self._rounds(ranks):
                 parts = [nothing if source is None else outputs[source] for source in sources]
                 own = input if ranks is self._mine else parts[self._index]
-                self._wait(self._local().all_gather(self._within(op), parts, own))
+                self._wait(self._place.local_engine().all_gather(self._within(op), parts, own))
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -154,7 +146,11 @@ class HostsEngine(Engine):
         with self._agreed(call):
             self._links.swap(self._far(inputs), self._far(outputs), call.op)
             near_outputs, near_inputs = self._near(outputs), self._near(inputs)
-            self._wait(self._local().all_to_all(self._within(call.op), near_outputs, near_inputs))
+            self._wait(
+                self._place.local_engine().all_to_all(
+                    self._within(call.op), near_outputs, near_inputs
+                )
+            )
         return None
 
     def _far(self, tensors: Sequence[torch.Tensor]) -> list[RankTensor]:
@@ -179,7 +175,7 @@ class HostsEngine(Engine):
             self._links.swap([], [(root, tensor)], op)
         if len(self._mine) > 1:
             local_root = self._mine.index(source)
-            self._wait(self._local().broadcast(self._within(op), tensor, local_root))
+            self._wait(self._place.local_engine().broadcast(self._within(op), tensor, local_root))
 
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
@@ -193,7 +189,9 @@ class HostsEngine(Engine):
                 self._links.swap([], self._far(outputs), call.op)
                 near = self._near(outputs)
             local_root = self._mine.index(root)
-            self._wait(self._local().gather(self._within(call.op), near, input, local_root))
+            self._wait(
+                self._place.local_engine().gather(self._within(call.op), near, input, local_root)
+            )
         return None
 
     def scatter(
@@ -208,7 +206,9 @@ class HostsEngine(Engine):
                 self._links.swap(self._far(inputs), [], call.op)
                 near = self._near(inputs)
             local_root = self._mine.index(root)
-            self._wait(self._local().scatter(self._within(call.op), output, near, local_root))
+            self._wait(
+                self._place.local_engine().scatter(self._within(call.op), output, near, local_root)
+            )
         return None
 
     # -- reducing ------------------------------------------------------------------------------
@@ -245,7 +245,9 @@ class HostsEngine(Engine):
             part = flat.clone()
         if len(self._mine) > 1:
             call = self._within("reduce", part.dtype, part.numel())
-            self._wait(self._local().reduce(call, part, self._mine.index(own), partial.step))
+            self._wait(
+                self._place.local_engine().reduce(call, part, self._mine.index(own), partial.step)
+            )
         if self.rank == own:
             others = [rank for rank in collectors if rank != own]
             receivers = others if everywhere else [root] if own != root else []
@@ -257,7 +259,7 @@ class HostsEngine(Engine):
                 partial.finish([parts[rank] for rank in collectors], flat, self.world_size)
         if everywhere and len(self._mine) > 1:
             call = self._within("broadcast")
-            self._wait(self._local().broadcast(call, flat, self._mine.index(own)))
+            self._wait(self._place.local_engine().broadcast(call, flat, self._mine.index(own)))
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
@@ -300,7 +302,7 @@ class HostsEngine(Engine):
         reduced = torch.empty_like(parts[self._index])
         lengths = tuple(part.numel() for part in parts)
         call = self._within("reduce_scatter", partial.dtype, lengths)
-        self._wait(self._local().reduce_scatter(call, reduced, parts, partial.step))
+        self._wait(self._place.local_engine().reduce_scatter(call, reduced, parts, partial.step))
         return reduced
 
     # -- between two ranks ---------------------------------------------------------------------

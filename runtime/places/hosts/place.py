@@ -106,7 +106,7 @@ class HostsPlace(Place):
         except BaseException:
             self.local.close()
             raise
-        self._transfers = HostTransfers(self._links, self.local_ranks, self._local_engine)
+        self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
         self._local_communicator: Communicator | None = None
         self._links.on_packet = self._transfers.on_packet
         self._links.on_tick = self._transfers.expire
@@ -115,7 +115,7 @@ class HostsPlace(Place):
             parent._children.add(self)
         _places.add(self)
 
-    def _local_engine(self) -> Engine:
+    def local_engine(self) -> Engine:
         with self._engine_lock:
             if self._local_communicator is None:
                 self._local_communicator = Communicator(self.local, self.local_ranks)
@@ -253,15 +253,7 @@ class HostsPlace(Place):
 
     def new_engine(self, communicator: Any) -> Engine:
         assert self._transfers is not None
-        return HostsEngine(
-            self.rank,
-            self.map,
-            self._local_engine,
-            self._links,
-            self._transfers,
-            self.exchange,
-            self.guarded,
-        )
+        return HostsEngine(self, self.map, self._links, self._transfers)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         return self.local.new_stream(name, priority=priority)

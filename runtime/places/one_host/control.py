@@ -139,10 +139,6 @@ class Control:
         """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
         return self.bases[rank] + _AREAS
 
-    def missing(self, sequence: int) -> list[int]:
-        """Peers that have not sent message ``sequence`` yet."""
-        return [p for p in self.peers if self.words[p].acquired(SEQUENCE) < sequence]
-
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
         area = _area(sequence)

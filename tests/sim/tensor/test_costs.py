@@ -23,7 +23,7 @@ import interlace.tensor as tensor
 from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
-from interlace.runtime.tuning.calibration import Link, Measured, Protocol
+from interlace.runtime.tuning.calibration import Link, MeasuredMesh, Protocol
 from interlace.runtime.tuning.cost_model import Problem
 from interlace.tensor.mesh.calibration import Request, fit, link_of, medians
 from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
@@ -118,14 +118,14 @@ def test_other_meshes_and_missing_metadata() -> None:
 # -- given and measured figures ------------------------------------------------------------------------
 
 
-def measurement(mesh: tuple[int, ...], backend: str = "fake") -> Measured:
+def measurement(mesh: tuple[int, ...], backend: str = "fake") -> MeasuredMesh:
     links = []
     for dim, ranks in enumerate(mesh):
         for number, op in enumerate(calibration.OPS):
             small = Protocol(0, 10.0 * (number + 1) + dim, 1.0)
             large = Protocol(1 << 16, 50.0 * (number + 1) + dim, 4.0)
             links.append(Link(dim, ranks, op, (small, large)))
-    return Measured(backend, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
+    return MeasuredMesh(backend, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
 
 
 def test_who_says_what_it_costs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_the_compilers_model_takes_calibrated_links(
         calibrated(4)
     line = (calibration.Protocol(0, 10.0, 1.0), calibration.Protocol(65536, 50.0, 4.0))
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
-    measured = calibration.Measured(
+    measured = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "shm", links
     )
     calibration.add(measured, file)

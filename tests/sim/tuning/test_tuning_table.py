@@ -184,7 +184,7 @@ def test_calibrations_of_gpus_count_for_processes(
     monkeypatch.setenv(calibration.VARIABLE, str(file))
     line = (calibration.Protocol(0, 10.0, 100.0),)
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
-    mesh = calibration.Measured(
+    mesh = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links
     )
     calibration.add(mesh, file)

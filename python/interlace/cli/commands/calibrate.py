@@ -118,7 +118,7 @@ def calibrate(console: Any, options: CalibrateOptions) -> int:
     return 0
 
 
-def _in_processes(request: Any, *, shown: bool) -> calibration.Measured:
+def _in_processes(request: Any, *, shown: bool) -> calibration.MeasuredMesh:
     import interlace
     from interlace.tensor.mesh import calibration as measuring
 
@@ -202,7 +202,7 @@ def _backend(options: CalibrateOptions) -> str:
 
 
 def _print(
-    console: Any, options: CalibrateOptions, found: calibration.Measured, file: pathlib.Path
+    console: Any, options: CalibrateOptions, found: calibration.MeasuredMesh, file: pathlib.Path
 ) -> None:
     if options.json:
         print(json.dumps({"file": str(file), **asdict(found)}, indent=1))

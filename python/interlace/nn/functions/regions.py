@@ -19,6 +19,7 @@ shards. Ranks must agree on which tensors require gradients, which cannot be dif
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from interlace.ops.simulated_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
-_Way = Callable[[Tensor, int, Communicator], Tensor]
+_Move = Callable[[Tensor, int, Communicator], Tensor]
 
 
 def _group(group: Any, *values: Any) -> Communicator:
@@ -59,9 +60,8 @@ def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] *= group.world_size
     result = tensor.new_empty(shape)
-    _all_gather(
-        group, list(result.chunk(group.world_size, dim)), tensor.detach().contiguous(), False
-    )
+    parts = list(result.chunk(group.world_size, dim))
+    _all_gather(group, parts, tensor.detach().contiguous(), False)
     return result
 
 
@@ -77,7 +77,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Way, back: _Way
+        ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Move, back: _Move
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.back = dim, group, back
         return there(tensor, dim, group)
@@ -89,7 +89,14 @@ class _Region(torch.autograd.Function):
 
 
 def _pass(
-    op: str, tensor: Tensor, dim: int | None, group: Any, there: _Way, back: _Way, *, divides: bool
+    op: str,
+    tensor: Tensor,
+    dim: int | None,
+    group: Any,
+    there: _Move,
+    back: _Move,
+    *,
+    divides: bool,
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
@@ -105,9 +112,7 @@ def _pass(
     if communicator.world_size == 1:
         return tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        apply: Any = _Region.apply
-        result: Tensor = apply(tensor, dim, communicator, there, back)
-        return result
+        return _Region.apply(tensor, dim, communicator, there, back)  # type: ignore[no-any-return,no-untyped-call]
     return there(tensor, dim, communicator)
 
 
@@ -123,15 +128,12 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # at least fp32 on the way, as gradients of few rows are summed up in
-        dtype = torch.float32
-        for grad in grads:
-            dtype = torch.promote_types(dtype, grad.dtype)
+        dtypes = [grad.dtype for grad in grads]
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         _all_reduce(ctx.group, flat)
-        parts = torch.split(flat, [grad.numel() for grad in grads])
-        return None, *[
-            part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)
-        ]
+        parts = zip(torch.split(flat, [grad.numel() for grad in grads]), grads, strict=True)
+        return None, *[part.view_as(grad).to(grad.dtype) for part, grad in parts]
 
 
 def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -191,7 +191,9 @@ class DeferredWeightGradients:
         The next input is gathered while the gradients of one are computed. Raises TypeError or ValueError
         for a ``limit`` that is no number of backwards, on all ranks if the oldest has to be gathered.
         """
-        with self._accepting():
+        over = self._pending[0].communicator if self._pending else None
+        op = "DeferredWeightGradients.run"
+        with contextlib.nullcontext() if over is None else over.accepting(op):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
                 raise TypeError(f"limit must be an int or None, got {limit!r}")
             if limit is not None and limit < 0:
@@ -209,12 +211,6 @@ class DeferredWeightGradients:
                 else:
                     _add_to_grad(weight, grad.t() @ input)
         return count
-
-    def _accepting(self) -> Any:
-        communicator = self._pending[0].communicator if self._pending else None
-        if communicator is None:
-            return contextlib.nullcontext()
-        return communicator.accepting("DeferredWeightGradients.run")
 
 
 def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:

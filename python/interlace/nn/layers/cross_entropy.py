@@ -105,11 +105,10 @@ def _checked(
             f"logits must have {count} of vocab_size {classes} classes, got {here} on rank {rank}"
         )
     if target.is_cpu:
-        outside = (target != ignore_index) & ((target < 0) | (target >= classes))
-        if bool(outside.any()):
-            raise ValueError(
-                f"target must be within 0..{classes - 1}, got {int(target[outside][0])} on rank {rank}"
-            )
+        outside = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
+        if len(outside):
+            found = int(outside[0])
+            raise ValueError(f"target must be within 0..{classes - 1}, got {found} on rank {rank}")
     return classes, first
 
 
@@ -177,10 +176,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _pieces(tokens: int, here: int) -> list[slice]:
     """Rows to take at once."""
-    if not here:
-        return []
-    step = max(1, ELEMENTS_AT_ONCE // here)
-    return [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+    step = max(1, ELEMENTS_AT_ONCE // max(1, here))
+    return [slice(first, first + step) for first in range(0, tokens if here else 0, step)]
 
 
 class VocabParallelCrossEntropy(torch.nn.Module):
@@ -212,7 +209,7 @@ class VocabParallelCrossEntropy(torch.nn.Module):
         self.ignore_index, self.reduction = ignore_index, reduction
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = vocab_parallel_cross_entropy(
+        return vocab_parallel_cross_entropy(  # type: ignore[no-any-return]
             logits,
             target,
             group=self._held.communicator,
@@ -221,4 +218,3 @@ class VocabParallelCrossEntropy(torch.nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
         )
-        return loss

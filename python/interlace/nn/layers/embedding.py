@@ -82,10 +82,10 @@ class VocabParallelEmbedding(ShardedModule):
         if self.init_method is None:
             whole = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
             yield "weight", whole.weight
-            return
-        weight = torch.empty(shape, device=device, dtype=dtype)
-        self.init_method(weight)
-        yield "weight", weight
+        else:
+            weight = torch.empty(shape, device=device, dtype=dtype)
+            self.init_method(weight)
+            yield "weight", weight
 
     @eager
     def forward(self, input: Tensor) -> Tensor:

@@ -54,28 +54,26 @@ class LinearParameters(ShardedModule):
                 divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
         self.init_method = init_method
-        made: Any = {"copies": copies, "device": device, "dtype": dtype}
-        self._add_parameter("weight", (out_features, in_features), dim, **made)
-        if bias:
-            made = made if dim == 0 else {**made, "copies": 1}
-            self._add_parameter("bias", (out_features,), 0 if dim == 0 else None, **made)
-        else:
-            self.register_parameter("bias", None)
+        made: Any = {"device": device, "dtype": dtype}
+        self._add_parameter("weight", (out_features, in_features), dim, copies, **made)
+        self.register_parameter("bias", None)
+        if bias and dim == 0:
+            self._add_parameter("bias", (out_features,), 0, copies, **made)
+        elif bias:
+            self._add_parameter("bias", (out_features,), None, **made)
         self.reset_parameters()
 
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
-        sizes, biased = (self.in_features, self.out_features), self.bias is not None
+        sizes, made = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
         if self.init_method is None:
-            whole = torch.nn.Linear(*sizes, bias=biased, device=device, dtype=dtype)
-            yield "weight", whole.weight
-            if biased:
-                yield "bias", whole.bias
-            return
-        weight = torch.empty(sizes[1], sizes[0], device=device, dtype=dtype)
-        self.init_method(weight)
+            whole = torch.nn.Linear(*sizes, self.bias is not None, **made)  # type: ignore[arg-type]
+            weight, bias = whole.weight, whole.bias
+        else:
+            weight, bias = torch.empty(sizes[::-1], **made), torch.zeros(sizes[1], **made)  # type: ignore[call-overload]
+            self.init_method(weight)
         yield "weight", weight
-        if biased:
-            yield "bias", torch.zeros(sizes[1], device=device, dtype=dtype)
+        if self.bias is not None:
+            yield "bias", bias
 
     def extra_repr(self) -> str:
         return (

@@ -105,16 +105,14 @@ def _copies(
         found = state_dict[entry]
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
-        sharding = own.get(key) if value.shape == parameter.shape else None
-        if sharding is not None and sharding.dim is None:
+        sharding = own.get(key)
+        if sharding is not None and (sharding.dim is None or value.shape != parameter.shape):
             sharding = None
         shape = tuple(value.shape)
         if sharding is not None and _is_dtensor(found):
             shape = sharding.full_shape(shape)
-        if tuple(found.shape) != shape:
-            raise ValueError(
-                f"state_dict: {entry} must have shape {shape}, got {tuple(found.shape)}"
-            )
+        if (here := tuple(found.shape)) != shape:
+            raise ValueError(f"state_dict: {entry} must have shape {shape}, got {here}")
         if found is not value:
             result.append((value, found, sharding))
     return result
@@ -136,9 +134,8 @@ def _entries(
                 if value is None:  # momentum that is off
                     continue
                 if not isinstance(value, torch.Tensor):
-                    raise TypeError(
-                        f"optimizer: {name} of {key} is a {type(value).__name__}, not a tensor"
-                    )
+                    kind = type(value).__name__
+                    raise TypeError(f"optimizer: {name} of {key} is a {kind}, not a tensor")
                 yield key, name, parameter, value
 
 
@@ -158,17 +155,15 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     Its gradients are zero, and so is the weight decay, which some optimizers add to them; learning rates
     stay, from which others make their state. The step is not counted.
     """
-    decays: list[tuple[dict[str, Any], Any]] = []
-    kept: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
-    for group in optimizer.param_groups:
-        if "weight_decay" in group:
-            decays.append((group, group["weight_decay"]))
+    decays = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
+    parameters = [parameter for g in optimizer.param_groups for parameter in g["params"]]
+    kept = [(each, each.grad, each.detach().clone()) for each in parameters]
+    try:
+        for group, _ in decays:
             group["weight_decay"] = 0.0
-        for parameter in group["params"]:
-            kept.append((parameter, parameter.grad, parameter.detach().clone()))
+        for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    try:
         optimizer.step()
     finally:
         for group, decay in decays:

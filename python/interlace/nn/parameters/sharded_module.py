@@ -50,19 +50,12 @@ class ShardedModule(torch.nn.Module):
         return self._held.communicator
 
     def _add_parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dim: int | None,
-        *,
-        copies: int = 1,
-        device: Any = None,
-        dtype: Any = None,
+        self, name: str, shape: tuple[int, ...], dim: int | None, copies: int = 1, **made: Any
     ) -> None:
-        """This rank's part of a parameter of ``shape``, not initialised."""
+        """This rank's part of a parameter of ``shape``, not initialised; ``made``: as ``torch.empty``'s."""
         size = 0 if dim is None else shape[dim]
         sharding = self._shardings[name] = Sharding(dim, size, self._held, copies)
-        local = torch.empty(sharding.local_shape(shape), device=device, dtype=dtype)
+        local = torch.empty(sharding.local_shape(shape), **made)
         self.register_parameter(name, torch.nn.Parameter(local))
         self._attach()
 
@@ -187,11 +180,9 @@ def _split_as(parameter: Any, value: torch.Tensor) -> Any:
 def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
     """What this rank, or all of them, holds of a DTensor; communicates if that lies otherwise."""
     mesh, placements = layout(sharding, value.device_mesh.device_type)
-    same = tuple(value.placements) == tuple(placements) and torch.equal(
-        value.device_mesh.mesh, mesh.mesh
-    )
-    local: torch.Tensor = value.to_local() if same else _gathered(value)
-    return local
+    same_ranks = torch.equal(value.device_mesh.mesh, mesh.mesh)
+    same = same_ranks and tuple(value.placements) == tuple(placements)
+    return value.to_local() if same else _gathered(value)
 
 
 @torch.no_grad()
@@ -203,5 +194,4 @@ def _gathered(value: Any) -> torch.Tensor:
         value.device_mesh.get_all_groups()
     except RuntimeError:
         return from_dtensor(value).full_tensor()
-    whole: torch.Tensor = value.full_tensor()
-    return whole
+    return value.full_tensor()  # type: ignore[no-any-return]

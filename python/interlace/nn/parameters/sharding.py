@@ -84,8 +84,7 @@ class Sharding:
         """First index along ``dim`` and length of what ``rank`` holds, by default the calling one."""
         rank = self.group.rank if rank is None else rank
         parts = split_rows(self.size, self.group.world_size // self.copies)
-        first, count = parts[rank // self.copies]
-        return first, count
+        return parts[rank // self.copies]  # type: ignore[no-any-return]
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, a view of ``whole``, which has the unsharded shape. No communication.
@@ -94,17 +93,18 @@ class Sharding:
         """
         return whole if self.dim is None else whole.narrow(self.dim, *self.part())
 
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this rank's part of a whole of ``shape``."""
+    def _with_length(self, shape: tuple[int, ...], length: int) -> tuple[int, ...]:
         if self.dim is None:
             return shape
-        return (*shape[: self.dim], self.part()[1], *shape[self.dim + 1 :])
+        return (*shape[: self.dim], length, *shape[self.dim + 1 :])
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of this rank's part of a whole of ``shape``."""
+        return self._with_length(shape, self.part()[1])
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole of which this rank has a part of ``shape``."""
-        if self.dim is None:
-            return shape
-        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+        return self._with_length(shape, self.size)
 
     def full(self, local: torch.Tensor, *, group_dst: int | None = None) -> torch.Tensor | None:
         """The whole of every rank's ``local``: a parameter, its gradient, an optimizer's moment.
@@ -118,20 +118,13 @@ class Sharding:
         if self.dim is None or group.world_size == 1:
             return local.detach() if here else None
         local = local.detach().contiguous()
-        parts = None
-        if here:
-            parts = [
-                local.new_empty(
-                    (*local.shape[: self.dim], self.part(r)[1], *local.shape[self.dim + 1 :])
-                )
-                for r in range(group.world_size)
-            ]
+        lengths = [self.part(rank)[1] for rank in range(group.world_size)]
+        parts = [local.new_empty(self._with_length(local.shape, each)) for each in lengths if here]
         if group_dst is None:
-            assert parts is not None
             _all_gather(group, parts, local, False)
         else:
-            _gather(group, local, parts, group_dst, False)
-        return None if parts is None else torch.cat(parts[:: self.copies], self.dim)
+            _gather(group, local, parts if here else None, group_dst, False)
+        return torch.cat(parts[:: self.copies], self.dim) if here else None
 
 
 def divisible(argument: str, value: Any, group: Communicator) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 from interlace.runtime.tuning import calibration
-from interlace.runtime.tuning.calibration import Link, Measured, Protocol
+from interlace.runtime.tuning.calibration import Link, MeasuredMesh, Protocol
 
 ITEM = 4  # float32
 SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
@@ -158,7 +158,9 @@ def _rate(slope: float) -> float:
     return float(f"{1e-3 / slope:.6g}")
 
 
-def measured(request: Request, by_rank: Sequence[Times], backend: str, processes: str) -> Measured:
+def measured(
+    request: Request, by_rank: Sequence[Times], backend: str, processes: str
+) -> MeasuredMesh:
     """What the ranks' times say of the mesh. ``processes``: what the ranks were, in a word."""
     found = medians(by_rank)
     links = []
@@ -170,7 +172,7 @@ def measured(request: Request, by_rank: Sequence[Times], backend: str, processes
             small = {size: found[dim, op, size] for size in request.small}
             large = {size: found[dim, op, size] for size in request.large}
             links.append(link_of(dim, ranks, op, small, large))
-    return Measured(
+    return MeasuredMesh(
         backend,
         request.mesh,
         datetime.date.today().isoformat(),

@@ -90,9 +90,8 @@ def mesh_broadcast(
     >>> import interlace, torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
-    ...     rank = interlace.get_rank()
-    ...     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=rank)
-    ...     tensor = torch.tensor(rank)
+    ...     tensor = torch.tensor(interlace.get_rank())
+    ...     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=tensor.item())
     ...     mesh_broadcast(tensor, mesh, mesh_dim=1)
     ...     return tensor.item()
     >>> interlace.run(on_rank, 4)
@@ -144,7 +143,10 @@ def mesh_scatter(
         _take(output, scatter_list, _local_rank(mesh, mesh_dim))
         return _done("scatter", output, async_op)
     if _traced(output):
-        rows = _stacked(output, scatter_list, mesh, mesh_dim)
+        if scatter_list is None:  # only the shape of it counts here
+            rows = output.new_empty((mesh.size(mesh_dim), output.numel()))
+        else:
+            rows = torch.stack([each.reshape(-1) for each in scatter_list])
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
     communicator = _row("scatter", *group).on(output)
@@ -166,15 +168,6 @@ def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: i
             f"{tuple(output.shape)}, on rank {rank}"
         )
     output.copy_(scatter_list[rank])
-
-
-def _stacked(
-    output: torch.Tensor, scatter_list: list[torch.Tensor] | None, mesh: DeviceMesh, mesh_dim: int
-) -> torch.Tensor:
-    """All parts in rank order; where there is no list, memory of that shape."""
-    if scatter_list is None:
-        return output.new_empty((mesh.size(mesh_dim), output.numel()))
-    return torch.stack([each.reshape(-1) for each in scatter_list])
 
 
 def _local_rank(mesh: DeviceMesh, mesh_dim: int) -> int:

@@ -24,7 +24,7 @@ from interlace.arguments.checks import FLOAT_DTYPES
 from interlace.groups.specs import GroupSpec, describe
 
 Placements = tuple[Placement, ...]
-At = int | str  # see at()
+Layout = int | str  # see layout_of()
 REPLICATED = "replicated"
 
 
@@ -39,14 +39,14 @@ class Style:
     output_layouts: Placements
     use_local_output: bool
     group: Any = None
-    input_at: Any = None
-    output_at: Any = None
+    input_layout: Any = None
+    output_layout: Any = None
 
     def __post_init__(self) -> None:
-        """What the forward asks for, as constants where it is compiled: names, sizes and :func:`at`."""
+        """Names, sizes and layouts that the forward asks for: constants where it is compiled."""
         object.__setattr__(self, "group", GroupSpec(*describe((self.mesh, 0))))
-        object.__setattr__(self, "input_at", at(self.input_layouts[0]))
-        object.__setattr__(self, "output_at", at(self.output_layouts[0]))
+        object.__setattr__(self, "input_layout", layout_of(self.input_layouts[0]))
+        object.__setattr__(self, "output_layout", layout_of(self.output_layouts[0]))
 
     @property
     def ranks(self) -> int:
@@ -72,7 +72,7 @@ class FusedLinear(nn.Linear):
             return self._as_torch(input)
         # rows of a product come sequence by sequence; who takes a view of [b, s, h] expects torch's order
         output, style = output.flatten().view(output.shape), self._style
-        as_wanted = found == from_start(style.output_at, output.dim())
+        as_wanted = found == from_start(style.output_layout, output.dim())
         if as_wanted and style.use_local_output:
             return output
         placement = Shard(found) if isinstance(found, int) else Replicate()
@@ -102,26 +102,26 @@ class FusedLinear(nn.Linear):
         return made
 
     @abc.abstractmethod
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
-        """The local output and where it lies. Raises _Unfused before anything has run."""
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """The local output and its layout. Raises _Unfused before anything has run."""
 
-    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
-        """The local input, and where it lies."""
+    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """The local input, and its layout."""
         style = self._style
         if input.dim() < 2:
             raise _Unfused("the input has less than 2 dimensions")
-        lies = style.input_at
+        layout = style.input_layout
         local = input
         if isinstance(input, DTensor):
             if input.device_mesh != style.mesh:
                 raise _Unfused("the input is on another mesh")
-            lies = from_start(at(input.placements[0]), input.dim())
-            if isinstance(lies, int):
-                _even("the input's", input.shape[lies], lies, style.ranks)
+            layout = from_start(layout_of(input.placements[0]), input.dim())
+            if isinstance(layout, int):
+                _even("the input's", input.shape[layout], layout, style.ranks)
             local = input.to_local()
         if local.dtype not in FLOAT_DTYPES:
             raise _Unfused(f"the input is {local.dtype}")
-        return local, from_start(lies, input.dim())
+        return local, from_start(layout, input.dim())
 
     def _parameters_of(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Local input, weight (k, n) and bias, if there is one, in the dtype of autocast."""
@@ -137,17 +137,17 @@ class FusedLinear(nn.Linear):
 class ColwiseLinear(FusedLinear):
     """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         style, last = self._style, input.dim() - 1
-        local, lies = self._local(input)
-        if not isinstance(lies, int) or lies == last:
-            text = f"the input is {_text(lies)}, not sharded by sequence: nothing to gather"
+        local, layout = self._local(input)
+        if not isinstance(layout, int) or layout == last:
+            text = f"the input is {_text(layout)}, not sharded by sequence: nothing to gather"
             raise _Unfused(text)
         _even("out_features", self.weight.shape[0], 0, style.ranks)
         local, weight, *bias = self._parameters_of(local)
-        self._say(f"all_gather_matmul over dimension {lies}")
+        self._say(f"all_gather_matmul over dimension {layout}")
         output = functional.all_gather_matmul(
-            local, weight, lies, bias=bias[0] if bias else None, group=style.group
+            local, weight, layout, bias=bias[0] if bias else None, group=style.group
         )
         return functional.wait(output), last
 
@@ -155,12 +155,12 @@ class ColwiseLinear(FusedLinear):
 class RowwiseLinear(FusedLinear):
     """Weight Shard(1), bias replicated: the sums over ranks are scattered, or added up, by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, At]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         style, last = self._style, input.dim() - 1
-        local, lies = self._local(input)
-        wanted = from_start(style.output_at, input.dim())
-        if lies != last:
-            raise _Unfused(f"the input is {_text(lies)}, not sharded by features")
+        local, layout = self._local(input)
+        wanted = from_start(style.output_layout, input.dim())
+        if layout != last:
+            raise _Unfused(f"the input is {_text(layout)}, not sharded by features")
         _even("in_features", self.weight.shape[1], 1, style.ranks)
         if wanted == REPLICATED:
             local, weight, *bias = self._parameters_of(local)
@@ -219,10 +219,10 @@ class _MatmulAllReduce(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def at(placement: Placement) -> At:
+def layout_of(placement: Placement) -> Layout:
     """The dimension of a Shard, REPLICATED, or what else it is.
 
-    >>> at(Shard(1)), at(Replicate())
+    >>> layout_of(Shard(1)), layout_of(Replicate())
     (1, 'replicated')
     """
     if placement.is_replicate():
@@ -232,13 +232,13 @@ def at(placement: Placement) -> At:
     return str(placement)
 
 
-def from_start(lies: At, ndim: int) -> At:
-    """``lies`` with a dimension counted from 0."""
-    return lies + ndim if isinstance(lies, int) and lies < 0 else lies
+def from_start(layout: Layout, ndim: int) -> Layout:
+    """``layout`` with a dimension counted from 0."""
+    return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
-def _text(lies: At) -> str:
-    return f"Shard({lies})" if isinstance(lies, int) else lies
+def _text(layout: Layout) -> str:
+    return f"Shard({layout})" if isinstance(layout, int) else layout
 
 
 def _even(what: str, length: int, dim: int, ranks: int) -> None:

@@ -72,9 +72,8 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymIn
     if _does_nothing(pad_size):
         return tensor
     known = isinstance(tensor, torch.Tensor) and -tensor.dim() <= pad_dim < tensor.dim()
-    dim = _checked(
-        "unpad_tensor", tensor, pad_dim, pad_size, tensor.size(pad_dim) if known else "any"
-    )
+    most = tensor.size(pad_dim) if known else "any"
+    dim = _checked("unpad_tensor", tensor, pad_dim, pad_size, most)
     return tensor.narrow(dim, 0, tensor.size(dim) - pad_size)
 
 
@@ -122,24 +121,21 @@ def check_tensor_meta(
                 f"local_tensor must be a tensor, got {type(local_tensor).__name__} "
                 f"on rank {communicator.rank}"
             )
-        mine: dict[str, Any] = {
-            "dtype": local_tensor.dtype,
-            "requires_grad": local_tensor.requires_grad,
-        }
+        names = ("dtype", "requires_grad")
+        mine: dict[str, Any] = {name: getattr(local_tensor, name) for name in names}
         if check_shape_stride:
-            mine["shape"] = tuple(local_tensor.shape)
-            mine["stride"] = tuple(local_tensor.stride())
+            mine |= {"shape": tuple(local_tensor.shape), "stride": tuple(local_tensor.stride())}
     except Exception:
         with communicator.accepting("check_tensor_meta"):
             raise
-    everyone = communicator.agree("check_tensor_meta", mine)
-    for rank, theirs in enumerate(everyone):
-        if set(theirs) != set(everyone[0]):
+    first, *others = communicator.agree("check_tensor_meta", mine)
+    for rank, theirs in enumerate(others, 1):
+        if set(theirs) != set(first):
             raise ValueError(
-                f"check_tensor_meta: check_shape_stride differs between ranks: {'shape' in everyone[0]} on "
-                f"rank 0, {'shape' in theirs} on rank {rank}"
+                f"check_tensor_meta: check_shape_stride differs between ranks: {'shape' in first} on rank "
+                f"0, {'shape' in theirs} on rank {rank}"
             )
-        for name, value in everyone[0].items():
+        for name, value in first.items():
             if theirs[name] != value:
                 raise ValueError(
                     f"check_tensor_meta: {name} of local_tensor differs between ranks: {value} on rank 0, "

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from interlace.runtime.tuning import calibration
-from interlace.runtime.tuning.calibration import Link, Measured
+from interlace.runtime.tuning.calibration import Link, MeasuredMesh
 
 BANDWIDTH, LATENCY, BASE = 87.7, 0.6, 6.6
 BETWEEN_HOSTS, LATENCY_BETWEEN_HOSTS = 0.22, 2.7
@@ -74,7 +74,7 @@ class MeshTopoInfo:
         *,
         bandwidth: float | Sequence[float] | None = None,
         latency: float | Sequence[float] | None = None,
-        calibrated: bool | str | os.PathLike[str] | Measured = True,
+        calibrated: bool | str | os.PathLike[str] | MeasuredMesh = True,
     ) -> MeshTopoInfo:
         """The topology of ``mesh``, without communication.
 
@@ -95,7 +95,7 @@ class MeshTopoInfo:
                 _figures("latency", latency, base.mesh_dim_latency),
                 source=GIVEN,
             )
-        if isinstance(calibrated, Measured):
+        if isinstance(calibrated, MeasuredMesh):
             return _of_measured(mesh, sizes, calibrated, range(mesh.ndim), "given")
         if calibrated is False:
             return base
@@ -172,7 +172,7 @@ def _backend(mesh: DeviceMesh) -> str:
 
 def _calibration(
     mesh: DeviceMesh, sizes: list[int], file: pathlib.Path | None
-) -> tuple[Measured, Sequence[int]] | None:
+) -> tuple[MeasuredMesh, Sequence[int]] | None:
     """What the file has of this mesh, or of the mesh from which it was cut; and its dimensions there."""
     meshes = calibration.read(mesh.device_type, file)
     backend, dims = _backend(mesh), list(range(mesh.ndim))
@@ -187,7 +187,7 @@ def _calibration(
 
 
 def _of_measured(
-    mesh: DeviceMesh, sizes: list[int], measured: Measured, dims: Sequence[int], where: str
+    mesh: DeviceMesh, sizes: list[int], measured: MeasuredMesh, dims: Sequence[int], where: str
 ) -> MeshTopoInfo:
     if [measured.mesh[dim] for dim in dims if dim < len(measured.mesh)] != sizes:
         raise ValueError(

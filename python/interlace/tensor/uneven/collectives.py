@@ -30,8 +30,7 @@ from interlace.collectives.all_to_all import _all_to_all
 from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven import facts
+from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.recorded import recorded
 
@@ -59,7 +58,7 @@ def scatter_v(
     src, group_src : the source as a rank of the default group, 0 by default, or of ``group``.
 
     The result is a new, dense tensor, and requires gradients if the source's tensor does. Raises ValueError
-    or TypeError on every rank before the tensor moves. As ``torch.distributed.scatter``, of unequal parts.
+    or TypeError on every rank before the tensor blocks. As ``torch.distributed.scatter``, of unequal parts.
 
     >>> import interlace, torch
     >>> def part():
@@ -70,7 +69,7 @@ def scatter_v(
     """
     op = "scatter_v"
     communicator = resolve(group)
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         root = group_rank("src", src, group_src, communicator, default=0)
         tensor = facts.source_tensor(tensor, root, communicator)
         own = facts.checked_facts(tensor, dim, sizes, communicator)
@@ -80,8 +79,10 @@ def scatter_v(
     )
     source: facts.TensorFacts = parts[root]
     assert source.shape is not None and source.dtype is not None
-    lengths = source.sizes or moves.chunk_lengths(source.shape[source.dim], communicator.world_size)
-    cuts = moves.along(source.shape, source.dim, lengths)
+    lengths = source.sizes or blocks.chunk_lengths(
+        source.shape[source.dim], communicator.world_size
+    )
+    cuts = blocks.along(source.shape, source.dim, lengths)
     there = communicator.on(Placeholder((), device=source.device))
     return scattered(there, tensor, cuts, root, source.shape, source.dtype, source.requires_grad)
 
@@ -89,7 +90,7 @@ def scatter_v(
 def scattered(
     communicator: Communicator,
     tensor: torch.Tensor | None,
-    cuts: Sequence[moves.Block],
+    cuts: Sequence[blocks.Block],
     root: int,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -98,7 +99,7 @@ def scattered(
     """This rank's block of ``tensor`` of ``root``; in backward ``root`` gets the sum of the gradients."""
     is_root = communicator.rank == root
     whole = tensor.detach() if is_root and tensor is not None else None
-    part = moves.scatter(communicator, whole, cuts, root, dtype)
+    part = blocks.scatter(communicator, whole, cuts, root, dtype)
     assert part is not None
     if not requires_grad:
         return part
@@ -106,7 +107,7 @@ def scattered(
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
         mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
-        whole = moves.gather_sum(communicator, mine, cuts, root, shape)
+        whole = blocks.gather_sum(communicator, mine, cuts, root, shape)
         if is_root:
             return whole
         return Placeholder(shape, dtype=dtype, device=device, ranks=[communicator.ranks[root]])
@@ -147,7 +148,7 @@ def gather_v(
     """
     op = "gather_v"
     communicator = resolve(group).on(tensor)
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         root = group_rank("dst", dst, group_dst, communicator, default=0)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
     return gathered(communicator, tensor, cuts, root, shape, needs)
@@ -156,7 +157,7 @@ def gather_v(
 def gathered(
     communicator: Communicator,
     tensor: torch.Tensor,
-    cuts: Sequence[moves.Block | None],
+    cuts: Sequence[blocks.Block | None],
     root: int,
     shape: tuple[int, ...],
     requires_grad: bool,
@@ -164,7 +165,7 @@ def gathered(
     """The whole on ``root``, a Placeholder elsewhere; in backward every rank gets its block's gradient."""
     is_root = communicator.rank == root
     own = tensor.detach()
-    whole = moves.gather(communicator, own, cuts, root, shape)
+    whole = blocks.gather(communicator, own, cuts, root, shape)
     if whole is None:
         whole = Placeholder(
             shape, dtype=tensor.dtype, device=tensor.device, ranks=[communicator.ranks[root]]
@@ -176,7 +177,7 @@ def gathered(
         given = None
         if is_root:
             given = facts.gradient_here(communicator, "gather_v", grad, shape, own.dtype)
-        part = moves.scatter(communicator, given, cuts, root, own.dtype)
+        part = blocks.scatter(communicator, given, cuts, root, own.dtype)
         return torch.zeros_like(own) if part is None else part
 
     return recorded(communicator, "gather_v", whole, tensor, gradient)
@@ -211,20 +212,20 @@ def all_gather_v(
     """
     op = "all_gather_v"
     communicator = resolve(group).on(tensor)
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         facts.check_accumulate(accumulate, communicator)
     terms = (("accumulate", accumulate),)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
     own = tensor.detach()
-    whole = moves.empty(communicator, shape, own.dtype)
-    into = [moves.cut(whole, each) for each in cuts]
+    whole = blocks.empty(communicator, shape, own.dtype)
+    into = [blocks.cut(whole, each) for each in cuts]
     in_rank(lambda: rootless._all_gather(communicator, into, own, False))
     if not needs:
         return whole
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
         given = facts.gradient_here(communicator, op, grad, shape, own.dtype)
-        parts = [moves.cut(given, each) for each in cuts]
+        parts = [blocks.cut(given, each) for each in cuts]
         return _reduced(communicator, parts, own, accumulate)
 
     return recorded(communicator, op, whole, tensor, gradient)
@@ -234,7 +235,7 @@ def _reduced(
     communicator: Communicator, parts: list[torch.Tensor], own: torch.Tensor, accumulate: str | None
 ) -> torch.Tensor:
     """The sum over ranks of their ``parts[own rank]``, in rank order."""
-    if moves.wide(own.dtype) == moves.wide(own.dtype, accumulate):
+    if blocks.wide(own.dtype) == blocks.wide(own.dtype, accumulate):
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         rootless._reduce_scatter(communicator, out, parts, "sum", False)
         return out

@@ -13,7 +13,7 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks as moves
+from interlace.tensor.uneven import blocks
 from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
@@ -23,7 +23,7 @@ Check = Callable[[list[Any]], None]
 def exchange(
     communicator: Communicator, op: str, terms: Terms, part: Any, check: Check | None = None
 ) -> list[Any]:
-    """Every rank's ``part``, by rank: one small message, before any tensor moves. Collective.
+    """Every rank's ``part``, by rank: one small message, before any tensor blocks. Collective.
 
     ``terms``, pairs of a name and a value, are equal on all ranks, else ValueError, or TypeError if the
     name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
@@ -134,7 +134,7 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
     source = parts[root]
     assert source.shape is not None
     ndim, total = len(source.shape), source.shape[source.dim]
-    lengths = source.sizes or moves.chunk_lengths(total, len(parts))
+    lengths = source.sizes or blocks.chunk_lengths(total, len(parts))
     if sum(lengths) != total:
         raise ValueError(
             f"sizes {list(lengths)} add up to {sum(lengths)} on rank {root}, its tensor of shape "
@@ -151,9 +151,9 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
 
 def shared(
     op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
-) -> tuple[tuple[int, ...], list[moves.Block], bool]:
+) -> tuple[tuple[int, ...], list[blocks.Block], bool]:
     """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
     terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
     parts: list[TensorFacts] = exchange(communicator, op, terms, own, _check_parts)
@@ -161,7 +161,7 @@ def shared(
     lengths = [shape[own.dim] for shape in shapes]
     whole = (*shapes[0][: own.dim], sum(lengths), *shapes[0][own.dim + 1 :])
     needs = any(facts.requires_grad for facts in parts)
-    return whole, moves.along(whole, own.dim, lengths), needs
+    return whole, blocks.along(whole, own.dim, lengths), needs
 
 
 def _check_parts(parts: list[TensorFacts]) -> None:
@@ -193,5 +193,5 @@ def gradient_here(
     """The gradient of a result that is on this rank, with its data; zeros if nothing was made of it."""
     if grad is None:
         return torch.zeros(tuple(shape), dtype=dtype, device=communicator.place.device)
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         return with_data(f"the gradient of {op}'s result", grad, communicator)

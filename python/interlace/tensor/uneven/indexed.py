@@ -11,8 +11,7 @@ from interlace.collectives.all_to_all import _all_to_all
 from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven import facts
+from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.recorded import recorded
 
 
@@ -57,7 +56,7 @@ def indexed_all_to_all_v(
     op = "indexed_all_to_all_v"
     communicator = resolve(group).on(tensor)
     rank = communicator.rank
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         facts.check_accumulate(accumulate, communicator)
         facts.with_data("tensor", tensor, communicator)
         about = facts.checked_facts(tensor, dim, None, communicator)
@@ -79,10 +78,10 @@ def indexed_all_to_all_v(
     picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
     lengths = [each.counts[rank] for each in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
-    whole = moves.empty(communicator, shape, own.dtype)
-    cuts = moves.along(whole.shape, dim, lengths)
+    whole = blocks.empty(communicator, shape, own.dtype)
+    cuts = blocks.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]
-    into = [moves.cut(whole, each) for each in cuts]
+    into = [blocks.cut(whole, each) for each in cuts]
     in_rank(lambda: _all_to_all(communicator, into, sent))
     if not any(each.requires_grad for each in parts):
         return whole
@@ -90,8 +89,8 @@ def indexed_all_to_all_v(
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
         given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
         back = [torch.empty_like(each) for each in sent]
-        _all_to_all(communicator, back, [moves.cut(given, each) for each in cuts])
-        wide = moves.wide(own.dtype, accumulate)
+        _all_to_all(communicator, back, [blocks.cut(given, each) for each in cuts])
+        wide = blocks.wide(own.dtype, accumulate)
         total = torch.zeros(own.shape, dtype=wide, device=own.device)
         for where, each in zip(picked, back, strict=True):
             total.index_add_(dim, where, each.to(wide))

@@ -18,8 +18,7 @@ from interlace.arguments.roots import group_rank
 from interlace.collectives.all_to_all import whole_numbers
 from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks as moves
-from interlace.tensor.uneven import facts
+from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.sharding import (
@@ -134,7 +133,7 @@ class ShardedTensor:
         zeros. Raises ValueError or TypeError on every rank before the parts move.
         """
         op, communicator = "gather", self._ranks.communicator.on(self._local)
-        with moves.refused_by_all(communicator, op):
+        with blocks.refused_by_all(communicator, op):
             root = group_rank("dst", None, group_dst, communicator)
             local = facts.with_data("local", self._local, communicator)
         needs = local.requires_grad and torch.is_grad_enabled()
@@ -212,7 +211,7 @@ def from_local(
     op, ranks = "from_local", _ranks(mesh)
     communicator = ranks.communicator
     rank = communicator.rank
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         local = facts.with_data("local", local, communicator.on(local))
         own = tuple(local.shape)
         checked = for_dims(checked_placements(placements, len(ranks.shape), rank), len(own), rank)
@@ -253,7 +252,7 @@ def _given_sharding(
         sharding = chunked(ranks.shape, placements, whole)
     else:
         sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes, rank), own, rank)
-    expected = moves.shape_of(sharding.blocks[rank])
+    expected = blocks.shape_of(sharding.blocks[rank])
     if expected != own:
         raise ValueError(
             f"local has shape {own} on rank {rank}, where sizes={sizes!r} makes it {expected}"
@@ -287,7 +286,7 @@ def scatter(
     group_src : counts the ranks of the mesh in row-major order.
 
     Differentiable: the source gets the gradients of all parts, summed over replicas in fp32. Raises
-    ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
+    ValueError or TypeError on every rank before the tensor blocks. ``torch.distributed.tensor``'s
     ``distribute_tensor`` of one rank's tensor.
 
     >>> import interlace, torch
@@ -302,7 +301,7 @@ def scatter(
     communicator = ranks.communicator
     rank = communicator.rank
     own = facts.TensorFacts()
-    with moves.refused_by_all(communicator, op):
+    with blocks.refused_by_all(communicator, op):
         root = group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape), rank)
         tensor = facts.source_tensor(tensor, root, communicator)
