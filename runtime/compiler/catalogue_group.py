@@ -56,6 +56,7 @@ class AbsentGroup:
         self.compute = self.copying = Passed(launch=self.launches.append)
         self.place = Passed(
             nodes=self.nodes if put else None,
+            recorder=None,
             interpreted=False,
             direct_access=False,
             program_limit=lambda: 1 << 16,
@@ -65,7 +66,8 @@ class AbsentGroup:
         address = MULTICAST if multicast else 0
         self.buffer = SymmetricBuffer(0, _BYTES, meta(world_size), memory, address)
         offsets = {"epochs_offset": HEADER_WORDS * WORD, "words_offset": 2 * HEADER_WORDS * WORD}
-        self.words = SimpleNamespace(buffer=self.buffer, programs=1 << 16, **offsets)
+        words = SimpleNamespace(buffer=self.buffer, programs=1 << 16, **offsets)
+        self.arena = SimpleNamespace(words=words)
 
     def workspace(self, op: str = "") -> Workspace:
         """What an op leases."""
@@ -76,9 +78,6 @@ class AbsentGroup:
 
     def table(self, key: Any, rows: Any, *, passing: bool = False) -> torch.Tensor:
         return meta(1)
-
-    def watch_words(self, buffer: SymmetricBuffer, programs: int) -> None:
-        pass
 
 
 def launched(run: Callable[[Any], object], group: AbsentGroup | None = None) -> list[KernelLaunch]:
