@@ -19,6 +19,7 @@ SIGNAL = KERNELS / "signal.py"
 # A table of extern functions; kernels call them behind a constexpr.
 EXTERNS = KERNELS / "nodes/nvshmem.py"
 CONSTEXPR = re.compile(r"[A-Z][A-Z0-9_]*\Z")
+MOST_PARAMETERS = 14
 PER_RANK = re.compile(r"peer|rank|base|buf|remote|symm")
 FunctionDef = ast.FunctionDef
 
@@ -126,6 +127,15 @@ def kernel_docstrings(source: str) -> list[str]:
     return found
 
 
+def long_parameter_lists(source: str) -> list[str]:
+    """What belongs together travels together (``kernels/arguments.py``): few parameters are left."""
+    return [
+        f"line {function.lineno}: {function.name} has {len(function.args.args)} parameters"
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, FunctionDef) and len(function.args.args) > MOST_PARAMETERS
+    ]
+
+
 def breaches(law: Callable[[str], list[str]], files: list[pathlib.Path]) -> dict[str, list[str]]:
     found = {str(f.relative_to(ROOT)): law(f.read_text()) for f in files}
     return {file: bad for file, bad in found.items() if bad}
@@ -162,6 +172,10 @@ def test_law_11_memory_ordering_in_signal() -> None:
     assert breaches(memory_ordering, device_files(outside_ordering=True) + host) == {}
 
 
+def test_parameter_lists_are_short() -> None:
+    assert breaches(long_parameter_lists, device_files(outside_ordering=False)) == {}
+
+
 def test_law_12_kernels_explain_themselves() -> None:
     assert breaches(kernel_docstrings, device_files(outside_ordering=False)) == {}
 
@@ -183,6 +197,7 @@ BAD = [
     (memory_ordering, JIT + "def f(p):\n    publish(p, scope='gpu')"),
     (memory_ordering, JIT + "def f(p):\n    publish(p, sem='relaxed')"),
     (kernel_docstrings, JIT + "def copy_kernel(p):\n    pass"),
+    (long_parameter_lists, JIT + "def f(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o):\n    pass"),
     (kernel_docstrings, JIT + 'def copy_kernel(p):\n    """Copy.\n\n    Ordering: none.\n    """'),
 ]
 GOOD = [
@@ -200,6 +215,7 @@ GOOD = [
         JIT + 'def copy_kernel(p):\n    """C.\n\n    Ordering: -\n    Example: -\n    """',
     ),
     (kernel_docstrings, JIT + "def helper(p):\n    pass"),
+    (long_parameter_lists, JIT + "def f(a, b, c, d, e, f, g, h, i, j, k, l, m, n):\n    pass"),
 ]
 
 

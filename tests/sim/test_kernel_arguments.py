@@ -1,0 +1,67 @@
+"""Arguments that are tuples with names: taken apart, put together, and compiled once for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import mangle_type
+
+from interlace.kernels import signal, transfer
+from interlace.kernels.arguments import Peers, Rows, Table, Workspace
+from interlace.kernels.fused import matmul_all_reduce
+from interlace.runtime.core.kernel_arguments import (
+    compiled_with,
+    joined,
+    leaves,
+    outside,
+    specialised,
+)
+
+TABLE = torch.zeros(4, dtype=torch.int64)
+ARGUMENTS = {"input": Rows(TABLE, 8), "sends": Table(TABLE, 3), "peers": Peers(TABLE, 1, 4), "N": 5}
+
+
+def test_taken_apart_and_put_together() -> None:
+    apart = leaves(ARGUMENTS)
+    assert list(apart)[:4] == ["input.ptr", "input.stride", "sends.ptr", "sends.count"]
+    again = joined(apart)
+    assert again == ARGUMENTS and again["peers"].world_size == 4
+
+
+def test_names_outside() -> None:
+    names = ["input_ptr", "input_stride", "sends_ptr", "num_sends"]
+    assert list(outside(ARGUMENTS)) == [*names, "peers_ptr", "rank", "world_size", "N"]
+
+
+def _tritons(value: Any) -> Any:
+    return mangle_type(value, specialize=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 16])
+def test_ranks_share_a_compilation(rank: int) -> None:
+    """With the control that Triton by itself compiles rank 1 in."""
+    launch = {"peers": Peers(TABLE, rank, 32)}
+    compiled = compiled_with(signal.finish_kernel, launch)["peers"]
+    assert _tritons(compiled) == ("*i64", "i32", "i32")
+    assert compiled == compiled_with(signal.finish_kernel, {"peers": Peers(TABLE, 3, 5)})["peers"]
+    assert (_tritons(launch["peers"]) == _tritons(compiled)) == (rank != 1)
+    types, constants, divisible = specialised(signal.finish_kernel, launch)
+    assert (list(types.values()), constants) == (["*i64", "i32", "i32"], {})
+    assert divisible == ("peers.peers_ptr",)
+
+
+def test_wide_numbers_stay_wide() -> None:
+    workspace = Workspace(TABLE, 1, 4, 1 << 12, 1 << 33)
+    compiled = compiled_with(transfer.all_gather_kernel, {"workspace": workspace})
+    assert _tritons(compiled["workspace"]) == ("*i64", "i32", "i32", "i32", "i64")
+
+
+def test_what_is_specialised_tells_ones_and_multiples() -> None:
+    arguments = {"input": Rows(TABLE, 1), "K": 48, "N": 47, "M": 16}
+    types, constants, divisible = specialised(matmul_all_reduce.matmul_all_reduce_kernel, arguments)
+    assert types == {"input.ptr": "*i64", "input.stride": "constexpr", "K": "i32"} | dict.fromkeys(
+        "NM", "i32"
+    )
+    assert constants == {"input.stride": 1} and divisible == ("input.ptr", "K")
