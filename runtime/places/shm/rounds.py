@@ -71,19 +71,17 @@ class Rounds:
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._around = around(group.rank, group.world_size)
         self.section = SLOT_BYTES // group.world_size & ~63
+        self.opened = False
         self._rings: list[NDArray[Any]] = []
         self._bases: list[int] = []
 
     def open(self) -> None:
-        if not self._rings:
+        if not self.opened:
             nbytes = SLOTS * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
             mappings = self._group.allocate(nbytes, self._steps.call.op)
             self._rings = [mapping.array() for mapping in mappings]
             self._bases = [mapping.data_address for mapping in mappings]
-
-    @property
-    def opened(self) -> bool:
-        return bool(self._rings)
+            self.opened = True
 
     @functools.cached_property
     def ways(self) -> Ways:
