@@ -101,15 +101,15 @@ class MeshTopoInfo:
             return base
         file = None if calibrated is True else pathlib.Path(calibrated)
         found = _calibration(mesh, sizes, file)
-        if found is None:
-            if file is not None:
-                raise ValueError(
-                    f"calibrated: {file} has no measurement of a mesh {sizes} on backend "
-                    f"{_backend(mesh)!r} of this machine; python -m interlace calibrate makes one"
-                )
+        if found is not None:
+            where = file or calibration.path(mesh.device_type)
+            return _of_measured(mesh, sizes, *found, str(where))
+        if file is None:
             return base
-        where = file or calibration.path(mesh.device_type)
-        return _of_measured(mesh, sizes, *found, str(where))
+        raise ValueError(
+            f"calibrated: {file} has no measurement of a mesh {sizes} on backend {_backend(mesh)!r} of "
+            "this machine; python -m interlace calibrate makes one"
+        )
 
     def us(self, op: str, gib: float, mesh_dim: int) -> float | None:
         """The measured time of ``op`` on ``gib`` GiB; None if nothing was measured."""

@@ -20,7 +20,6 @@ from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
-from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.sharding import (
     Placements,
     Sharding,
@@ -286,7 +285,7 @@ def scatter(
     group_src : counts the ranks of the mesh in row-major order.
 
     Differentiable: the source gets the gradients of all parts, summed over replicas in fp32. Raises
-    ValueError or TypeError on every rank before the tensor blocks. ``torch.distributed.tensor``'s
+    ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
     ``distribute_tensor`` of one rank's tensor.
 
     >>> import interlace, torch
@@ -323,15 +322,10 @@ def scatter(
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
-    source: facts.TensorFacts = facts.exchange(communicator, op, terms, (own, checked), check)[
-        root
-    ][0]
-    assert source.dtype is not None
+    everyone = facts.exchange(communicator, op, terms, (own, checked), check)
+    source: facts.TensorFacts = everyone[root][0]
     sharding = _cut(ranks, checked, source, root)
-    there = communicator.on(Placeholder((), device=source.device))
-    local = scattered(
-        there, tensor, sharding.blocks, root, sharding.shape, source.dtype, source.requires_grad
-    )
+    local = scattered(communicator, tensor, sharding.blocks, root, source)
     return ShardedTensor(local, ranks, sharding)
 
 
