@@ -17,7 +17,7 @@ from interlace.tensor.uneven import blocks
 from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
-Check = Callable[[list[Any]], None]
+Check = Callable[[list[Any]], object]
 
 
 def exchange(

@@ -6,6 +6,7 @@ with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -221,13 +222,8 @@ def from_local(
             sharding = _given_sharding(ranks, checked, own, sizes, shape)
     if sharding is None:
         terms = (("placements", str(checked)), ("mesh", ranks.shape), ("dtype", local.dtype))
-        made: list[Sharding] = []
-
-        def check(shapes: list[tuple[int, ...]]) -> None:
-            made.append(from_shapes(ranks.shape, checked, shapes))
-
-        facts.exchange(communicator, op, terms, own, check)
-        (sharding,) = made
+        together = functools.partial(from_shapes, ranks.shape, checked)
+        sharding = together(facts.exchange(communicator, op, terms, own, together))
     return ShardedTensor(local, ranks, sharding)
 
 
