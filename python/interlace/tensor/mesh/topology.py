@@ -137,11 +137,9 @@ class MeshTopoInfo:
 
 def _of_torch(mesh: DeviceMesh, sizes: list[int]) -> MeshTopoInfo:
     on_host = _mesh_resources.num_devices_per_host(mesh.device_type)
-    bandwidth, latency = [BANDWIDTH] * mesh.ndim, [LATENCY] * mesh.ndim
-    for dim in range(mesh.ndim):
-        if math.prod(sizes[dim:]) > on_host:
-            bandwidth[dim] *= BETWEEN_HOSTS
-            latency[dim] = LATENCY_BETWEEN_HOSTS
+    far = [math.prod(sizes[dim:]) > on_host for dim in range(mesh.ndim)]
+    bandwidth = [BANDWIDTH * BETWEEN_HOSTS if each else BANDWIDTH for each in far]
+    latency = [LATENCY_BETWEEN_HOSTS if each else LATENCY for each in far]
     return MeshTopoInfo(mesh, sizes, bandwidth, latency)
 
 
