@@ -217,13 +217,20 @@ class Communicator:
             _refuse_other_tensors(op)
         place.check()
         if place.idle and (not async_op or place.alone):
-            outcome = self._started(op, start)
+            try:
+                made = start()
+            except BaseException as error:
+                self._failed(op, error)
+                raise
+            result, event = (made.result, made.event) if isinstance(made, Outcome) else (None, made)
             if self.plans is not None:
-                self.plans.learn(op, outcome.result)
-            if outcome.event is not None:
-                place.hold_current(outcome.event, f"the end of {op}")
+                self.plans.learn(op, result)
+            if event is not None:
+                place.hold_current(event, f"the end of {op}")
                 place.check()
-            return Work(op, place, Settled(outcome), outputs) if async_op else outcome.result
+            if async_op:
+                return Work(op, place, Settled(Outcome(result, event)), outputs)
+            return result
         future = place.submit(functools.partial(self._started, op, start), asynchronous=async_op)
         work = Work(op, place, future, outputs)
         if self.plans is not None:
@@ -234,19 +241,23 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """What the host part of an op leaves; an error of its own would leave the other ranks waiting."""
+        """What the host part of an op that may have been queued leaves."""
         if self._out_of_step:  # since an op that was queued before this one
             raise self._over(op)
         try:
             made = start()
         except BaseException as error:
-            self.place.recorder = None
-            if isinstance(error, (TypeError, ValueError, InterlaceError)):
-                self._number(error)
-            elif self.world_size > 1:
-                self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
+            self._failed(op, error)
             raise
         return made if isinstance(made, Outcome) else Outcome(None, made)
+
+    def _failed(self, op: str, error: BaseException) -> None:
+        """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
+        self.place.recorder = None
+        if isinstance(error, (TypeError, ValueError, InterlaceError)):
+            self._number(error)
+        elif self.world_size > 1:
+            self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 
     def transfer(
         self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor

@@ -226,19 +226,12 @@ def capability_of(place: Place) -> int | None:
 
 
 def choose(
-    place: Place,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    inner: int,
-    *,
-    fast_accum: bool = True,
-    grouped: bool = False,
+    place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int, *, grouped: bool = False
 ) -> Configuration:
     """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
     capability, extents = capability_of(place), (rows, columns, inner)
     if capability is None:
         chosen = interpreted_default(*extents)
     else:
-        chosen = gpu_default(capability, dtype, *extents, fast_accum=fast_accum, grouped=grouped)
+        chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
     return replace(chosen, **current_override())  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import os
 import pathlib
 import secrets
 import stat
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +64,7 @@ class MeasuredFile(Generic[Content]):
         """The file, by default ``usual()`` in the user's cache folder; None if the user wants none."""
         named = os.environ.get(self.variable)
         if named is None:
-            import platformdirs  # where it is needed: 3 ms
-
-            return platformdirs.user_cache_path("interlace") / usual()
+            return _cache_folder() / "interlace" / usual()
         if named.strip().lower() in OFF:
             return None
         return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
@@ -141,6 +140,18 @@ class MeasuredFile(Generic[Content]):
             _replace(target, json.dumps(whole, indent=1))
 
 
+def _cache_folder() -> pathlib.Path:
+    """The user's, by the conventions of the system; without platformdirs, which torch does not bring."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(os.environ["XDG_CACHE_HOME"])
+    home = pathlib.Path(os.path.expanduser("~"))
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches"
+    if sys.platform == "win32":
+        return pathlib.Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    return home / ".cache"
+
+
 def _text_of(file: pathlib.Path) -> str:
     about = file.stat()  # before it is opened: that of a pipe may never end
     if not stat.S_ISREG(about.st_mode):
@@ -157,7 +168,7 @@ def _target(file: pathlib.Path) -> pathlib.Path:
 
 def _locked(target: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
     """One process at a time. The lock ends with its holder, so nobody waits for one that died."""
-    import filelock  # where it is needed: 12 ms beside torch
+    import filelock  # comes with torch; where it is needed: 12 ms
 
     target.parent.mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(target.with_name(target.name + ".lock"))

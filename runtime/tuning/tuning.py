@@ -128,12 +128,9 @@ def cached_rows(rows: Sequence[cache.Row], problem: Problem) -> list[cache.Row]:
 def table_rows(capability: int, problem: Problem) -> list[tuning_table.Shape]:
     """Likewise; the table's rows are all for extents that are multiples of 16."""
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
-    kind = (problem.op, capability, dtype, "even")
-    return [
-        row
-        for row in tuning_table.SHAPES
-        if (row.op, row.arch, row.dtype, extents_of(problem)) == kind
-    ]
+    kind = (problem.op, capability, dtype)
+    rows = tuning_table.SHAPES if extents_of(problem) == "even" else ()
+    return [row for row in rows if (row.op, row.arch, row.dtype) == kind]
 
 
 # -- without a group -------------------------------------------------------------------------------
@@ -144,11 +141,9 @@ def default(capability: int | None, problem: Problem) -> Configuration:
     p = problem
     if capability is None:
         return configuration.interpreted_default(p.rows, p.columns, p.inner)
-    odd = extents_of(p)
-    columns, inner = (1 if odd == "odd N" else 16), (1 if odd == "odd K" else 16)
-    return configuration.gpu_default(
-        capability, p.dtype, p.rows, columns, inner, fast_accum=p.fast_accum
-    )
+    kind = extents_of(p)
+    extents = (p.rows, 1 if kind == "odd N" else 16, 1 if kind == "odd K" else 16)
+    return configuration.gpu_default(capability, p.dtype, *extents, fast_accum=p.fast_accum)
 
 
 def decide(

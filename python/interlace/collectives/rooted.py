@@ -50,7 +50,9 @@ def checked_broadcast(
         call = dense.remember(communicator, key, Call("broadcast", terms))
 
     def start() -> Event | None:
-        engine = chosen_algorithm.serving(communicator, algorithm)
+        engine = communicator.engine
+        if algorithm != "auto":
+            engine = chosen_algorithm.serving(communicator, algorithm)
         if is_root or data.is_contiguous():
             return engine.broadcast(call, data.contiguous(), root)
         return dense.filled(

@@ -24,7 +24,7 @@ class FusionPass(CustomGraphPass):
     """Fuses collectives with matmuls; for Inductor, ``options={"post_grad_custom_post_pass": ...}``.
 
     ``policy``: "auto" fuses what is predicted to be faster so, "always" whatever can be, "never" nothing.
-    ``machine`` replaces the cost model's numbers. ``on_report`` is called with the Report of every graph;
+    ``machine`` replaces the prediction's numbers. ``on_report`` is called with the Report of every graph;
     every graph also gets one line in the log of "interlace.compile".
 
     Raises ValueError for another policy. It is a pass of ``torch.fx`` graphs:

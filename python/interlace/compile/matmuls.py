@@ -138,15 +138,12 @@ def readers(gathered: fx.Node) -> tuple[list[Product], list[tuple[fx.Node, str]]
     """The products that have ``gathered`` for their rows; and matmuls that read it otherwise, with why
     they are not among these."""
     products, others = [], []
+    summed = "the gathered dimension is summed over"
     for source in chain_of_reshapes(gathered):
         for user in source.users:
+            if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
+                others += [(each, summed) for each in user.users if is_call(each, *MATMULS)]
             if not is_call(user, *MATMULS):
-                if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
-                    others += [
-                        (each, "the gathered dimension is summed over")
-                        for each in user.users
-                        if is_call(each, *MATMULS)
-                    ]
                 continue
             try:
                 product = product_at(user)

@@ -1,7 +1,7 @@
 """Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
 
 ``mesh/collectives.py`` and ``mesh/shards.py`` have the utilities of DTensor's ``_collective_utils.py``,
-``mesh/topology.py`` and ``mesh/redistribute_cost.py`` its cost model, by torch's figures or by measured
+``mesh/topology.py`` and ``mesh/redistribute_cost.py`` its costs, by torch's figures or by measured
 ones (``python -m interlace calibrate``), ``mesh/styles.py`` what ``parallelize_module`` takes.
 ``uneven/collectives.py`` and ``uneven/indexed.py`` have differentiable collectives of parts that differ in
 length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that have none,

@@ -110,8 +110,10 @@ class Gather(NamedTuple):
         return self.rows
 
 
-def gather(communicator: Communicator, rows: torch.Tensor) -> Gather:
-    """Start to gather ``rows``, equally many on all ranks."""
+def gather(communicator: Communicator | None, rows: torch.Tensor) -> Gather:
+    """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
+    if communicator is None:
+        return Gather(rows, None)
     rows = rows.contiguous()
     whole = rows.new_empty(communicator.world_size * rows.shape[0], rows.shape[1])
     return Gather(whole, _all_gather(communicator, whole, rows, async_op=True))
@@ -127,8 +129,6 @@ class _Pending(NamedTuple):
     fused: bool
 
     def start(self) -> Gather:
-        if self.communicator is None:
-            return Gather(self.input, None)
         return gather(self.communicator, self.input)
 
 

@@ -15,13 +15,10 @@ from interlace.nn.parameters.sharding import divisible
 
 Tensor = torch.Tensor
 InitMethod = Callable[[Tensor], Any]
-_disable: Any = torch.compiler.disable
+Function = Callable[..., Any]
 
-
-def eager(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` leaves ``forward`` as it is, between two graphs."""
-    disabled: Callable[..., Any] = _disable(forward)
-    return disabled
+eager: Callable[[Function], Function] = torch.compiler.disable
+"""For a function that ``torch.compile`` leaves as it is, between two graphs."""
 
 
 class LinearParameters(ShardedModule):

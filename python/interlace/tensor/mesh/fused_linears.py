@@ -123,15 +123,19 @@ class FusedLinear(nn.Linear):
             raise _Unfused(f"the input is {local.dtype}")
         return local, from_start(layout, input.dim())
 
-    def _parameters_of(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Local input, weight (k, n) and bias, if there is one, in the dtype of autocast."""
-        weight: Any = self.weight
-        bias: Any = self.bias
-        found = [input, weight.to_local()] + ([] if bias is None else [bias.to_local()])
+    def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Local input, weight (k, n) and bias or None, in the dtype of autocast."""
+        parameters: list[Any] = [self.weight, self.bias]
+        found: list[Any] = [
+            input,
+            *(None if each is None else each.to_local() for each in parameters),
+        ]
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-            found = [each.to(torch.get_autocast_dtype(kind)) for each in found]
-        return found[0], found[1].t(), *found[2:]
+            dtype = torch.get_autocast_dtype(kind)
+            found = [None if each is None else each.to(dtype) for each in found]
+        local, weight, bias = found
+        return local, weight.t(), bias
 
 
 class ColwiseLinear(FusedLinear):
@@ -144,11 +148,9 @@ class ColwiseLinear(FusedLinear):
             text = f"the input is {_text(layout)}, not sharded by sequence: nothing to gather"
             raise _Unfused(text)
         _even("out_features", self.weight.shape[0], 0, style.ranks)
-        local, weight, *bias = self._parameters_of(local)
+        local, weight, bias = self._operands(local)
         self._say(f"all_gather_matmul over dimension {layout}")
-        output = functional.all_gather_matmul(
-            local, weight, layout, bias=bias[0] if bias else None, group=style.group
-        )
+        output = functional.all_gather_matmul(local, weight, layout, bias=bias, group=style.group)
         return functional.wait(output), last
 
 
@@ -163,24 +165,21 @@ class RowwiseLinear(FusedLinear):
             raise _Unfused(f"the input is {_text(layout)}, not sharded by features")
         _even("in_features", self.weight.shape[1], 1, style.ranks)
         if wanted == REPLICATED:
-            local, weight, *bias = self._parameters_of(local)
             self._say("matmul_all_reduce")
-            made = _MatmulAllReduce.apply(local, weight, bias[0] if bias else None, style.group)  # type: ignore[no-untyped-call]
+            made = _MatmulAllReduce.apply(*self._operands(local), style.group)  # type: ignore[no-untyped-call]
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
-            raise _Unfused(
+            text = (
                 f"the output is to be {_text(wanted)}, neither replicated nor sharded by sequence"
             )
+            raise _Unfused(text)
         _even("the output's", local.shape[wanted], wanted, style.ranks)
-        local, weight, *bias = self._parameters_of(local)
+        local, weight, bias = self._operands(local)
         self._say(f"matmul_reduce_scatter over dimension {wanted}")
+        if bias is not None:
+            bias = _Replicated.apply(bias, style.group)  # type: ignore[no-untyped-call]
         output = functional.matmul_reduce_scatter(
-            local,
-            weight,
-            "sum",
-            wanted,
-            bias=_Replicated.apply(bias[0], style.group) if bias else None,  # type: ignore[no-untyped-call]
-            group=style.group,
+            local, weight, "sum", wanted, bias=bias, group=style.group
         )
         return functional.wait(output), wanted
 

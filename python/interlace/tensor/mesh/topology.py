@@ -101,15 +101,15 @@ class MeshTopoInfo:
             return base
         file = None if calibrated is True else pathlib.Path(calibrated)
         found = _calibration(mesh, sizes, file)
-        if found is None:
-            if file is not None:
-                raise ValueError(
-                    f"calibrated: {file} has no measurement of a mesh {sizes} on backend "
-                    f"{_backend(mesh)!r} of this machine; python -m interlace calibrate makes one"
-                )
+        if found is not None:
+            where = file or calibration.path(mesh.device_type)
+            return _of_measured(mesh, sizes, *found, str(where))
+        if file is None:
             return base
-        where = file or calibration.path(mesh.device_type)
-        return _of_measured(mesh, sizes, *found, str(where))
+        raise ValueError(
+            f"calibrated: {file} has no measurement of a mesh {sizes} on backend {_backend(mesh)!r} of "
+            "this machine; python -m interlace calibrate makes one"
+        )
 
     def us(self, op: str, gib: float, mesh_dim: int) -> float | None:
         """The measured time of ``op`` on ``gib`` GiB; None if nothing was measured."""
@@ -137,11 +137,9 @@ class MeshTopoInfo:
 
 def _of_torch(mesh: DeviceMesh, sizes: list[int]) -> MeshTopoInfo:
     on_host = _mesh_resources.num_devices_per_host(mesh.device_type)
-    bandwidth, latency = [BANDWIDTH] * mesh.ndim, [LATENCY] * mesh.ndim
-    for dim in range(mesh.ndim):
-        if math.prod(sizes[dim:]) > on_host:
-            bandwidth[dim] *= BETWEEN_HOSTS
-            latency[dim] = LATENCY_BETWEEN_HOSTS
+    far = [math.prod(sizes[dim:]) > on_host for dim in range(mesh.ndim)]
+    bandwidth = [BANDWIDTH * BETWEEN_HOSTS if each else BANDWIDTH for each in far]
+    latency = [LATENCY_BETWEEN_HOSTS if each else LATENCY for each in far]
     return MeshTopoInfo(mesh, sizes, bandwidth, latency)
 
 

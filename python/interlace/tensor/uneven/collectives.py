@@ -58,7 +58,7 @@ def scatter_v(
     src, group_src : the source as a rank of the default group, 0 by default, or of ``group``.
 
     The result is a new, dense tensor, and requires gradients if the source's tensor does. Raises ValueError
-    or TypeError on every rank before the tensor blocks. As ``torch.distributed.scatter``, of unequal parts.
+    or TypeError on every rank before the tensor moves. As ``torch.distributed.scatter``, of unequal parts.
 
     >>> import interlace, torch
     >>> def part():
@@ -78,13 +78,11 @@ def scatter_v(
         communicator, op, terms, own, lambda parts: facts.check_source(parts, root)
     )
     source: facts.TensorFacts = parts[root]
-    assert source.shape is not None and source.dtype is not None
-    lengths = source.sizes or blocks.chunk_lengths(
-        source.shape[source.dim], communicator.world_size
-    )
+    assert source.shape is not None
+    total = source.shape[source.dim]
+    lengths = source.sizes or blocks.chunk_lengths(total, communicator.world_size)
     cuts = blocks.along(source.shape, source.dim, lengths)
-    there = communicator.on(Placeholder((), device=source.device))
-    return scattered(there, tensor, cuts, root, source.shape, source.dtype, source.requires_grad)
+    return scattered(communicator, tensor, cuts, root, source)
 
 
 def scattered(
@@ -92,25 +90,29 @@ def scattered(
     tensor: torch.Tensor | None,
     cuts: Sequence[blocks.Block],
     root: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    requires_grad: bool,
+    source: facts.TensorFacts,
 ) -> torch.Tensor:
-    """This rank's block of ``tensor`` of ``root``; in backward ``root`` gets the sum of the gradients."""
+    """This rank's block of ``tensor`` of ``root``; in backward ``root`` gets the sum of the gradients.
+
+    ``source``: facts of that tensor, from which the others know where their blocks are to lie.
+    """
+    shape, dtype = source.shape, source.dtype
+    assert shape is not None and dtype is not None
+    communicator = communicator.on(Placeholder((), device=source.device))
     is_root = communicator.rank == root
     whole = tensor.detach() if is_root and tensor is not None else None
     part = blocks.scatter(communicator, whole, cuts, root, dtype)
     assert part is not None
-    if not requires_grad:
+    if not source.requires_grad:
         return part
-    device = communicator.place.device
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
         mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
         whole = blocks.gather_sum(communicator, mine, cuts, root, shape)
         if is_root:
             return whole
-        return Placeholder(shape, dtype=dtype, device=device, ranks=[communicator.ranks[root]])
+        device, ranks = communicator.place.device, [communicator.ranks[root]]
+        return Placeholder(shape, dtype=dtype, device=device, ranks=ranks)
 
     return recorded(communicator, "scatter_v", part, tensor, gradient)
 
@@ -167,9 +169,8 @@ def gathered(
     own = tensor.detach()
     whole = blocks.gather(communicator, own, cuts, root, shape)
     if whole is None:
-        whole = Placeholder(
-            shape, dtype=tensor.dtype, device=tensor.device, ranks=[communicator.ranks[root]]
-        )
+        ranks = [communicator.ranks[root]]
+        whole = Placeholder(shape, dtype=own.dtype, device=own.device, ranks=ranks)
     if not requires_grad:
         return whole
 

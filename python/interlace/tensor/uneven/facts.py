@@ -17,13 +17,13 @@ from interlace.tensor.uneven import blocks
 from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
-Check = Callable[[list[Any]], None]
+Check = Callable[[list[Any]], object]
 
 
 def exchange(
     communicator: Communicator, op: str, terms: Terms, part: Any, check: Check | None = None
 ) -> list[Any]:
-    """Every rank's ``part``, by rank: one small message, before any tensor blocks. Collective.
+    """Every rank's ``part``, by rank: one small message, before any tensor moves. Collective.
 
     ``terms``, pairs of a name and a value, are equal on all ranks, else ValueError, or TypeError if the
     name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.

@@ -95,10 +95,8 @@ class Placeholder(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
-        text += f", ranks={self.ranks}"
-        if self.requires_grad:
-            text += ", requires_grad=True"
-        return f"Placeholder({text})"
+        needs = ", requires_grad=True" if self.requires_grad else ""
+        return f"Placeholder({text}, ranks={self.ranks}{needs})"
 
     def __format__(self, spec: str) -> str:
         return repr(self)
@@ -138,9 +136,8 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:
     make: Any = torch.Tensor._make_wrapper_subclass
-    made = make(
-        Placeholder, meta.shape, meta.stride(), dtype=meta.dtype, device=device, storage_size=0
-    )
+    about: Any = {"dtype": meta.dtype, "device": device, "storage_size": 0}
+    made = make(Placeholder, meta.shape, meta.stride(), **about)
     made.ranks = ranks
     return made  # type: ignore[no-any-return]
 
@@ -163,8 +160,8 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check_written(func, name, args, kwargs, first)
     ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in given))
     device = first.device
-    stand_ins: dict[int, Any] = {}
-    kept: list[torch.Tensor] = []
+    # with the meta tensor: an id is nobody else's only as long as its owner lives
+    stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}
 
     def to_meta(value: Any) -> Any:
         nonlocal device
@@ -175,16 +172,15 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, Placeholder):
-            stand_ins[id(meta)] = value
-            kept.append(meta)  # an id is nobody else's only as long as its owner lives
+            stand_ins[id(meta)] = value, meta
         return meta
 
     def to_placeholder(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        known = stand_ins.get(id(value))
-        if known is None:
+        if id(value) not in stand_ins:
             return _standing_for(value, device, ranks)
+        known, _ = stand_ins[id(value)]
         if known.shape != value.shape:
             raise first._refuse(f"{name}, which changes a shape in place")
         return known
@@ -201,10 +197,7 @@ def _check_written(
     func: Any, name: str, args: Any, kwargs: dict[str, Any], first: Placeholder
 ) -> None:
     """Nothing with data may be written: it would keep values that it should not have any more."""
-    arguments = func._schema.arguments
-    if not func._schema.is_mutable:
-        return
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -6,6 +6,7 @@ with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,6 @@ from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
-from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.sharding import (
     Placements,
     Sharding,
@@ -222,13 +222,8 @@ def from_local(
             sharding = _given_sharding(ranks, checked, own, sizes, shape)
     if sharding is None:
         terms = (("placements", str(checked)), ("mesh", ranks.shape), ("dtype", local.dtype))
-        made: list[Sharding] = []
-
-        def check(shapes: list[tuple[int, ...]]) -> None:
-            made.append(from_shapes(ranks.shape, checked, shapes))
-
-        facts.exchange(communicator, op, terms, own, check)
-        (sharding,) = made
+        together = functools.partial(from_shapes, ranks.shape, checked)
+        sharding = together(facts.exchange(communicator, op, terms, own, together))
     return ShardedTensor(local, ranks, sharding)
 
 
@@ -286,7 +281,7 @@ def scatter(
     group_src : counts the ranks of the mesh in row-major order.
 
     Differentiable: the source gets the gradients of all parts, summed over replicas in fp32. Raises
-    ValueError or TypeError on every rank before the tensor blocks. ``torch.distributed.tensor``'s
+    ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
     ``distribute_tensor`` of one rank's tensor.
 
     >>> import interlace, torch
@@ -323,15 +318,10 @@ def scatter(
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
-    source: facts.TensorFacts = facts.exchange(communicator, op, terms, (own, checked), check)[
-        root
-    ][0]
-    assert source.dtype is not None
+    everyone = facts.exchange(communicator, op, terms, (own, checked), check)
+    source: facts.TensorFacts = everyone[root][0]
     sharding = _cut(ranks, checked, source, root)
-    there = communicator.on(Placeholder((), device=source.device))
-    local = scattered(
-        there, tensor, sharding.blocks, root, sharding.shape, source.dtype, source.requires_grad
-    )
+    local = scattered(communicator, tensor, sharding.blocks, root, source)
     return ShardedTensor(local, ranks, sharding)
 
 
