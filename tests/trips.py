@@ -52,8 +52,10 @@ def taken(call: Callable[[], Any], end: str = "") -> Trip:
     sys.setprofile(entered)
     try:
         call()
+        reached = not end or sys.getprofile() is None
     finally:
         sys.setprofile(None)
+    assert reached, f"the call has not come to {end}"
     return trip
 
 
@@ -86,7 +88,7 @@ def trips() -> dict[str, Trip]:
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeGpu(3))
         found["all_gather_matmul, planned, cuda"] = fake_host.run(
-            lambda: fused("Prepared.again"), 2
+            lambda: fused("PreparedLaunch.again"), 2
         )[0]
     with tempfile.TemporaryDirectory() as folder:
         found["dist.all_reduce, 4 KiB, shm"] = interlace.run(

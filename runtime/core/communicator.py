@@ -205,7 +205,7 @@ class Communicator:
     def run(
         self, op: str, start: Start, outputs: Sequence[torch.Tensor] = (), *, async_op: bool
     ) -> Any:
-        """Run the host part of an op, whose arguments were checked; it is given to the ranks' agreement.
+        """Run the host part of an op, whose arguments were checked on this rank.
 
         ``outputs`` are the caller's tensors that it fills. A :class:`Work` if ``async_op``; otherwise the
         result, when the caller's later work is ordered after the op.
