@@ -113,6 +113,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip it where there is no GPU; sort for several workers."""
+    config.stash[order.FILES] = {item.path for item in items}
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
     for item in items:
         if GPU_TESTS in item.path.parents:

@@ -43,6 +43,9 @@ LONGEST = (
 
 assert all((TESTS / name).exists() for name in LONGEST)
 
+FILES = pytest.StashKey[set[pathlib.Path]]()
+"""The files in which tests were found, those that the run leaves out too."""
+
 _PLACES = {TESTS / name: place for place, name in enumerate(LONGEST)}
 
 

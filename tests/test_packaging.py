@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import order
+
 ROOT = pathlib.Path(__file__).parents[1]
 TOP = {
     "interlace": "python/interlace",
@@ -100,7 +102,7 @@ def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
     """pytest skips folders named build, dist and others unless it is told not to."""
     if request.config.args != ["tests"]:
         pytest.skip("only a part of the tests was asked for")
-    collected = {item.path for item in request.session.items}
+    collected = request.config.stash[order.FILES]
     files = set((ROOT / "tests").rglob("test_*.py"))
     assert files <= collected, sorted(map(str, files - collected))
 

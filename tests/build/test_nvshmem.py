@@ -36,13 +36,18 @@ EVERYTHING = Entry(
     "every_function_kernel",
     "",
     90,
-    {"address_ptr": "*i64", "nbytes": "i32", "pe": "i32"},
+    {"address_ptr": "*i64", "nbytes": "i32", "pe": "i32", "LINKED": "constexpr"},
     {"LINKED": True},
     num_warps=1,
     default=False,
 )
 MISSING = Entry(
-    "nvshmem_kernels", "missing_function_kernel", "", 90, {"address_ptr": "*i64"}, {"LINKED": True}
+    "nvshmem_kernels",
+    "missing_function_kernel",
+    "",
+    90,
+    {"address_ptr": "*i64", "LINKED": "constexpr"},
+    {"LINKED": True},
 )
 DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
 

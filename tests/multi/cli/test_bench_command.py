@@ -198,7 +198,7 @@ def test_parts_of_a_kernel_give_an_overlap(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_example_of_the_documentation(tmp_path: pathlib.Path) -> None:
-    target = KERNELS.parents[2] / "docs" / "examples" / "bench_kernel.py"
+    target = KERNELS.parents[3] / "docs" / "examples" / "bench_kernel.py"
     code, _, facts = run(f"{target}::one_shot", tmp_path, sizes="4K", place="sim")
     assert code == 0 and rows(facts)["one_shot"]["right"] is True
     wrong = target.read_text().replace("+ number) + ranks", "+ number)")
