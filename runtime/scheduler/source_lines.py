@@ -92,7 +92,7 @@ def _expected(frame: Any) -> int | None:
 def _instruction(frame: Any) -> str:
     """The PTX instruction that inline assembly is at."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").endswith(".inline_ptx"):
+        if frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads"):
             text = getattr(frame.f_locals.get("step"), "text", "")
             if text:
                 return str(text)
