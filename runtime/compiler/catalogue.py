@@ -169,8 +169,9 @@ class Operands:
             fast_accum=self.fast_accum,
             grouped=self.grouped,
         )
-        own: dict[str, Any] = {"multimem": self.multimem, **self.overrides}
-        return replace(default, descriptors=default.descriptors and self.tma, **own)
+        descriptors = default.descriptors and self.tma
+        own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
+        return replace(default, **own | self.overrides)
 
     def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear, torch.Tensor | None]:
         """The input, of ``rows``; the weight, with what belongs to it; and the input's scales."""
