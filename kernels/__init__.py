@@ -1,1 +1,1 @@
-"""Device code: Triton kernels on symmetric memory. Imports triton and nothing else."""
+"""Device code: Triton kernels on symmetric memory. Imports triton, typing and collections.abc only."""

@@ -1,11 +1,11 @@
-"""What kernels are given, by name: values that belong together travel together, as a ``NamedTuple``.
+"""Arguments of kernels: values that belong together travel together, as a ``NamedTuple``.
 
 A kernel's parameter may be such a tuple. In machine code it is one parameter per field, in order; in the
-source it is ``input.ptr`` and ``input.stride``. The host makes it with the same class, so an argument
+source it is ``input.ptr`` and ``input.stride``. The launch makes it with the same class, so an argument
 list is written here, and nowhere else::
 
     @triton.jit(do_not_specialize=["workspace"])
-    def kernel(workspace, input, TILES: tl.constexpr):   # host: workspace=Workspace(...), input=Rows(...)
+    def kernel(workspace, input, TILES: tl.constexpr):   # launch: workspace=Workspace(...), input=Rows(...)
 
 Three things to know:
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 
 class Peers(NamedTuple):
-    """How to reach the ranks of a group: the table of their buffers' addresses, and which rank this is."""
+    """The ranks of a group: the table of their buffers' addresses, and which of them this rank is."""
 
     peers_ptr: Any
     rank: Any
@@ -82,7 +82,7 @@ class Part(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a finished tile is made into: see ``epilogue.py``. What is off is never looked at."""
+    """Operands of what is done to a finished tile (``epilogue.py``); unused where an option is off."""
 
     bias_ptr: Any
     row_scale_ptr: Any
@@ -90,10 +90,10 @@ class Epilogue(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Constants of who sends chunks: how many programs, and how much each moves at a time.
+    """Constants of the programs that send chunks: how many there are, and how much each moves at a time.
 
-    ``MULTICAST``: "" to each rank by itself; "multimem" once for all ranks, through the switch; "peers",
-    to try that without one.
+    ``MULTICAST``: "" sends to each rank by itself; "multimem" once for all ranks, through the switch;
+    "peers" does the same without a switch, for tests.
     """
 
     COPIERS: int
@@ -131,8 +131,8 @@ class Tiles(NamedTuple):
 class Node(NamedTuple):
     """The ranks of this node, of which this one is number ``own_member``; and the nodes of the group.
 
-    ``sums``: for every node who sends its sum here, and as which of its duties; this node is number
-    ``own_node``.
+    ``sums``: a line per node: the rank that puts that node's sum here, and which of its duties that is.
+    This node is number ``own_node``.
     """
 
     members_ptr: Any
@@ -144,7 +144,7 @@ class Node(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """Where sums over nodes lie: contributions are ``region_stride`` elements apart, a multiple of 16.
+    """The places of sums over nodes. Contributions are ``region_stride`` elements apart.
 
     In bytes, multiples of 256: own partial sums at ``partial_offset``, those that land here from other
     nodes at ``landing_offset``.
@@ -158,7 +158,7 @@ class Regions(NamedTuple):
 class NodeSlots(NamedTuple):
     """Slots of sums over nodes: ``slots_each`` for a contribution of one rank, and for a sum of one node.
 
-    What lands has its slots from ``landing_slot`` on, and ``landed_slot`` where that is told once more.
+    Puts set those from ``landing_slot`` on; this rank repeats them from ``landed_slot`` on for readers.
     """
 
     slots_each: Any

@@ -1,7 +1,7 @@
-"""What is done to a finished tile of a matmul, in registers: scale, bias, activation, store.
+"""The end of a tile of a matmul, in registers: scale, bias, activation, store.
 
-In this order, all in fp32, and rounded once, when it is stored. What is off costs nothing: it is a
-constexpr, and no instruction is left of it.
+In this order, all in fp32, and rounded once, when it is stored. Options are constexprs: one that is off
+leaves no instruction.
 
 ``SCALES``      "" none; "tensor" one number for A and one for B; "row" one per row of A and column of B
 ``BIAS``        "" none; "n" one value per column; "m" one per row
@@ -40,6 +40,7 @@ def add_bias(acc, bias_ptr, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOC
     """Add a bias in fp32."""
     if TILES.BIAS == "n":
         offs_n = tile_offsets(tile_n, BLOCK_N)
+        # To fp32 before the sum: a sum in the bias's 16 bits would be one rounding more.
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     if TILES.BIAS == "m":
         offs_m = tile_offsets(tile_m, BLOCK_M)
@@ -57,6 +58,7 @@ def activate(x, TILES: tl.constexpr):
     if TILES.ACTIVATION == "relu":
         x = tl.where(x < 0.0, 0.0, x)  # not maximum, which would hide a nan
     if TILES.ACTIVATION == "gelu":
+        # 0.7071... is 1 / sqrt(2); below, 1.5957... is 2 * sqrt(2 / pi).
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     if TILES.ACTIVATION == "gelu_tanh":
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
@@ -70,6 +72,8 @@ def store_tile(c_ptr, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK
     """Round a tile to C's dtype and store it. Always ``tl.store``: a tile may be published next."""
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
+    # Rows beyond `rows` are those of the next part of C, which others compute: unmasked, the last to
+    # store would win. Columns beyond N are the next row's, as C is dense.
     mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
     pointers = c_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(pointers, acc.to(c_ptr.dtype.element_ty), mask=mask)
@@ -100,10 +104,13 @@ def _emit_part(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
                PARTIAL: tl.constexpr):  # fmt: skip
     PART: tl.constexpr = TILES.BLOCK_N // TILES.SUBTILE
     acc = scale_tile(acc, epilogue, tile_m, tile_n, rows, N, PART, TILES)
+    # Scales are this rank's, and go into its contribution; the bias is added once, to the sum, and no
+    # activation can be taken of the parts of a sum.
     if not PARTIAL:
         acc = add_bias(acc, epilogue.bias_ptr, tile_m, tile_n, rows, N, TILES.BLOCK_M, PART, TILES)
         acc = activate(acc, TILES)
     if TILES.OUT_DESCRIPTOR:
+        # No mask: a descriptor stores nothing beyond its shape. Coordinates of TMA are 32 bits wide.
         row = (tile_m * TILES.BLOCK_M).to(tl.int32)
         column = (tile_n * PART).to(tl.int32)
         c.store([row, column], acc.to(c.dtype))
@@ -127,6 +134,7 @@ def emit_tile(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
     else:
         left, right = _halves(acc)
         parts = _halves(left) + _halves(right)
+    # Unrolled: a tuple is indexed by constants only.
     for part in tl.static_range(PARTS):
         place = tile_n * PARTS + part
         _emit_part(c, parts[part], epilogue, tile_m, place, rows, N, TILES, PARTIAL)

@@ -37,10 +37,10 @@ def send_words(peers, peer, byte_offsets, payload, epoch, COMPILED: tl.constexpr
 @triton.jit
 def receive_words(peers, source, byte_offsets, epoch, valid,
                   COMPILED: tl.constexpr):  # fmt: skip
-    """Poll own words until ``source`` has sent all that are ``valid``; their payload, int32.
+    """Poll own words until ``source`` has sent all that are ``valid``.
 
-    Bounded as ``wait`` is. Returns (payload, how many are missing); in the record of giving up SEEN is
-    the epoch before, and SLOT the first word's byte.
+    Bounded as ``wait`` is. Returns (payload, int32; how many words are missing). The record of giving up
+    has the first word's byte as SLOT, and the epoch before as SEEN.
     """
     addresses = tl.load(peers.peers_ptr + peers.rank) + byte_offsets
     payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
@@ -49,10 +49,13 @@ def receive_words(peers, source, byte_offsets, epoch, valid,
         polls_left = tl.load(header + _SPIN_LIMIT)
         while (missing > 0) & (polls_left > 0):
             payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
+            # Compiled, look_for_words polls up to 64 times: ABORT is looked at as often as by `wait`.
             polls_left -= 64 if COMPILED else 1
             if is_aborted(header):
+                # times 0: the variable of a loop keeps its type
                 polls_left = polls_left * 0
         if missing > 0:
             first_byte = tl.min(byte_offsets)
+            # Kernels of words have no descriptor stores, hence False.
             give_up(peers, source, first_byte, epoch, epoch - 1, False)
     return payload, missing

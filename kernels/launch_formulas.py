@@ -1,9 +1,9 @@
-"""How large and in which order: grids, signal slots, workspaces and tables, from whole numbers alone.
+"""Sizes and orders of launches: grids, signal slots, workspaces and tables, from whole numbers alone.
 
-The host halves of the algorithms call these functions when they launch. A bundle that is built ahead of
-time carries their source text (``bundle/formula_text.py``), and its loader evaluates that, so a launch
-without Triton has the same numbers. Hence the plain style: only whole numbers, lists and tuples of them,
-and what ``interlace/aot.py`` allows.
+The launch side of the algorithms calls these functions. A bundle that is built ahead of time carries their
+source text (``bundle/formula_text.py``), and its loader evaluates that, so a launch without Triton has the
+same numbers. Hence the plain style: only whole numbers, lists and tuples of them, and what
+``interlace/aot.py`` allows.
 
 Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); ``tiles_n`` is the number
 of tiles side by side; ``resident`` is how many programs the device keeps resident at once.
@@ -19,7 +19,7 @@ Line = list[int]
 
 
 def ceil_div(total: int, part: int) -> int:
-    """How many parts ``total`` makes, the last of which may be short."""
+    """Number of parts that ``total`` makes, the last of which may be short."""
     return -(-total // part)
 
 
@@ -55,7 +55,7 @@ def chunk_slots(rows: Sequence[int], chunk_size: int) -> int:
 
 
 def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> int:
-    """How many chunks a rank sends, one to each peer counted singly."""
+    """Number of sends of a rank: a chunk that goes to every peer counts once for each."""
     return ceil_div(rows[rank], chunk_size) * (world_size - 1)
 
 
@@ -73,7 +73,7 @@ def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk
 
 
 def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
-    """What a rank sends, in order."""
+    """Lines of a rank's sends, in order."""
     count = ceil_div(rows[rank], chunk_size)
     return [
         transfer_line(peer, rank, chunk, rows, chunk_size)
@@ -84,7 +84,7 @@ def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int)
 def arrival_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, own: bool
 ) -> list[Line]:
-    """What a rank takes, in order; ``own`` chunks are taken too or are in place."""
+    """Lines of the chunks that a rank takes, in order, with its own chunks if ``own``."""
     counts = [ceil_div(count, chunk_size) for count in rows]
     return [
         transfer_line(source, source, chunk, rows, chunk_size)

@@ -25,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_offsets(tile, BLOCK: tl.constexpr):
-    """Indices of a tile's rows or columns, int64 so that a product with a stride cannot wrap."""
+    """Indices of a tile's rows or columns; int64, because their product with a stride may pass 2**31."""
     return tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
@@ -38,6 +38,7 @@ def _accumulate(a, b, acc, TILES: tl.constexpr):
     if TILES.FAST_ACCUM or not a.dtype.is_fp8():
         acc = tl.dot(a, b, acc, input_precision=TILES.INPUT_PRECISION)
     else:
+        # A whole step may be imprecise; the running sum is kept in fp32, outside the tensor cores.
         acc = tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
     return acc
 
@@ -51,8 +52,10 @@ def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
+    # Rows beyond the edge are of a chunk that may not have come, or past the end of the tensor.
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
+    # A is contiguous along K, so 32 bits do for its `offs_k`; B's are multiplied by a stride.
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :]
     b_ptrs = (
         b_ptr + offs_k.to(tl.int64)[:, None] * weight.stride_k + offs_n[None, :] * weight.stride_n
@@ -74,6 +77,8 @@ def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile
 @triton.jit
 def rows_operand(a_ptr, stride_am, rows, K, TILES: tl.constexpr):
     """A as ``multiply_tile`` takes it."""
+    # Constants, so that one path is compiled. Triton cannot join a pointer and a descriptor after a
+    # branch that is taken at run time.
     if TILES.DESCRIPTORS == "":
         operand = a_ptr
     else:
@@ -101,17 +106,21 @@ def columns_operand(b_ptr, weight, N, K, TILES: tl.constexpr):
 
 @triton.jit
 def _multiply_descriptors(a, b, K, tile_m, tile_n, TILES: tl.constexpr):
-    # Coordinates of TMA are 32 bits wide, whatever counts the tiles.
+    # Coordinates of TMA are 32 bits wide, whatever counts the tiles. No masks: beyond the shape that the
+    # descriptor was made with, TMA reads zeros.
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     row = (tile_m * BLOCK_M).to(tl.int32)
     column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # A loop of its own below the caller's wait: flattened by hand into the tile loop, with the wait
+    # inside it, its loads would be pipelined to before the wait.
     for k in range(0, K, TILES.BLOCK_K):
         a_tile = a.load([row, k])
         if TILES.DESCRIPTORS == "kn":
             b_tile = b.load([k, column])
         else:
+            # The weight as nn.Linear keeps it: turned around tile by tile, no copy of it is made.
             b_tile = b.load([column, k]).T
         acc = _accumulate(a_tile, b_tile, acc, TILES)
     return acc

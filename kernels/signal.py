@@ -1,9 +1,9 @@
 """Publish and wait: every memory ordering of interlace's kernels is in this file.
 
 A *signal slot* is an int64 in symmetric memory that only grows. Whoever has written data for a peer
-*publishes*: it sets a slot in the peer's memory to the op's *epoch*. The peer *waits* until its slot
-is at least that epoch, and may then read the data. There are no resets and no phases, so a captured
-graph may replay an op any number of times.
+*publishes*: it sets a slot in the peer's memory to the op's *epoch*. The peer *waits* until its slot is
+at least that epoch, and may then read the data. Without resets and phases a captured graph may replay an
+op any number of times.
 
 Guarantees
 ----------
@@ -15,31 +15,31 @@ Guarantees
     Loads after it see what was published. It returns the value it saw: a load that has to come after
     should use it in its address, or be in a loop nested inside, because the pipeliner may otherwise
     move the load up. Bounded: after ``SPIN_LIMIT`` polls, or once the group is aborted, it returns a
-    smaller value, and the first to give up has written into the header for whom it waited.
+    smaller value, and the first to give up has written into the header which rank it waited for.
 
 Giving up
 ---------
 A wait that was given up holds back every store into a peer's memory, every signal and every credit that
-comes after it. Within a kernel whoever waits looks at what ``wait`` returns. For all that follows on the
-stream, ABORT is not 0: the channel is *void* on this rank, and stays so. A void channel's epoch is one that
-no slot reaches, so every kernel that begins there gives up before it stores; ``publish_kernel`` sends
-nothing; ``finish_kernel`` gives no credit. It tells that it has come: CREDIT becomes negative, which says
-that nothing this rank does reads the channel as valid any more, and which satisfies no wait.
+comes after it. Within a kernel, the code that waits looks at what ``wait`` returns. For all that follows on
+the stream, ABORT is not 0: the channel is *void* on this rank, and stays so. A void channel's epoch is one
+that no slot reaches, so every kernel that begins there gives up before it stores; ``publish_kernel`` sends
+nothing; ``finish_kernel`` gives no credit. It sets CREDIT to a negative number instead. That satisfies no
+wait, and tells the peers that this rank takes nothing it reads in the channel as valid any more.
 
 A copy on a stream cannot look. So a stream's wait for credits, which is what protects a peer's memory,
-holds the stream until the peer has told so, or ``LINGER_POLLS`` more are over: who is alive and in the
-middle of a read is through by then, and what begins later finds the channel void.
+holds the stream until the peer's CREDIT is negative, or for ``LINGER_POLLS`` more polls: a peer that is
+alive and in the middle of a read has ended it by then, and what begins later finds the channel void.
 
 Preconditions
 -------------
-Data that is published was stored with ``tl.store``. A descriptor (TMA) store is complete only after
-the kernel, or after a wait that Triton does not emit. Data that is loaded through a descriptor after a
-wait needs ``fence_descriptor_loads`` in between.
+Data that is published was stored with ``tl.store``. A descriptor (TMA) store is complete only after the
+kernel, or after ``complete_descriptor_stores``. Data that is loaded through a descriptor after a wait needs
+``fence_descriptor_loads`` in between.
 
-Who stores into a peer's memory does so only after ``wait_credit`` has returned ``epoch - 1`` or more: what
-is smaller means that the wait was given up, and that the peer may still be reading what is there.
+A program stores into a peer's memory only after ``wait_credit`` has returned ``epoch - 1`` or more: a
+smaller value means that the wait was given up, and that the peer may still be reading what is there.
 
-Words that carry their own flag need no ordering: ``flagged_words.py``, the other file that names atomics.
+Words that carry their own flag need no ordering: see ``flagged_words.py``. Their atomics are here, too.
 
 Header of a channel, in int64 words; every rank has its own::
 
@@ -63,14 +63,12 @@ handle, mix as they do there::
     put    source   0 -> 1, a compare-and-swap with release; waits first while the flag is still up
     wait   owner    1 -> 0, a compare-and-swap with acquire; waits first until it is up
 
-``put_flag``   everything that any thread of this program stored before is visible to whom takes it.
-``wait_flag``  loads after it see what was stored before the put; and what this program stored before
-               is over when ``source`` may raise the flag again.
+``put_flag``   whoever takes the flag down sees everything that any thread of this program stored before.
+``wait_flag``  loads after it see what was stored before the put. ``source`` can raise the flag again only
+               after this program took it down.
 
-Between two ranks one put answers one wait, so pads are zero at rest and may be used again at once.
-Both are bounded: after ``polls`` polls they return 0 instead of 1. They look before they swap: a poll
-that only reads is known for one, so a simulated program sleeps in it, and it keeps the cache line
-shared.
+Between two ranks one put answers one wait, so pads are zero at rest and may be used again at once. Both
+are bounded: after ``polls`` polls they return 0 instead of 1.
 """
 
 import triton
@@ -99,24 +97,26 @@ _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 @triton.jit
 def peer_pointer(peers, peer, byte_offset):
     """The int64 at ``byte_offset`` of ``peer``'s buffer. ``peers``: see ``arguments.py``."""
+    # A table in device memory, not a tuple of pointers: one compilation serves every world size.
     return (tl.load(peers.peers_ptr + peer) + byte_offset).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def is_mapped(peers, peer):
-    """Whether ``peer``'s memory can be addressed here; a rank of another node is put to instead."""
+    """True if ``peer``'s memory can be addressed here; a rank of another node is reached by puts."""
     return tl.load(peers.peers_ptr + peer) != 0
 
 
 @triton.jit
 def counted_epoch(peers):
     """The epoch of the op that runs now, whether the channel is void or not; constant during the op."""
+    # From device memory, not an argument: a captured graph would repeat the argument's value forever.
     return tl.load(peer_pointer(peers, peers.rank, 0) + _EPOCH) + 1
 
 
 @triton.jit
 def is_void(peers):
-    """Whether the channel is void, as of now at the latest; what an earlier kernel gave up is seen."""
+    """True if a wait of an earlier kernel was given up; one of this kernel may or may not be seen yet."""
     return tl.load(peer_pointer(peers, peers.rank, 0) + _ABORT) != 0
 
 
@@ -124,8 +124,8 @@ def is_void(peers):
 def current_epoch(peers):
     """The epoch of the op that runs now; in a void channel one that is never reached.
 
-    To be asked for at the start of a kernel: waits for it or for the one before it are given up at once,
-    and what they hold back is not stored.
+    Call it at the start of a kernel. In a void channel waits for this epoch, or for the one before it, are
+    given up, and so nothing is stored that they protect.
     """
     epoch = counted_epoch(peers)
     return tl.where(is_void(peers), _VOID, epoch)
@@ -134,6 +134,7 @@ def current_epoch(peers):
 @triton.jit
 def publish(slot_ptr, epoch):
     """Set a slot, after all earlier stores of the whole program."""
+    # First all threads meet: the release below orders the stores of one thread only.
     tl.debug_barrier()
     tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")
 
@@ -143,6 +144,8 @@ def complete_descriptor_stores(COMPILED: tl.constexpr):
     """Wait until the descriptor (TMA) stores of this program are in memory, and not only read."""
     if COMPILED:
         tl.inline_asm_elementwise(
+            # Not `.read`, which only says that the source may be written again. An inline asm must have a
+            # result, hence the mov; nobody reads it, and `is_pure=False` keeps it from being removed.
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
             "=r",
             [],
@@ -154,18 +157,22 @@ def complete_descriptor_stores(COMPILED: tl.constexpr):
 
 @triton.jit
 def give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr):
-    """The first to call it on this rank records for whom it waited, and aborts all ranks' channels."""
+    """Record which rank was waited for, if this is the first call here, and abort all ranks' channels."""
     complete_descriptor_stores(COMPILED_STORES)
     header = peer_pointer(peers, peers.rank, 0)
+    # tl.atomic_cas converts nothing: a plain 0 and 1 would be int32, for a word of 64 bits.
     unclaimed = tl.zeros((), tl.int64)
     claim = unclaimed + 1
+    # Many programs may give up at once; one writes, so a record is never a mixture of two.
     if tl.atomic_cas(header + _CLAIMED, unclaimed, claim, sem="acq_rel", scope="sys") == 0:
+        # Aborted before: this wait ended because of that, and is not the cause that a user looks for.
         if tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") == 0:
             tl.store(header + _CLAIMED + 1, source)
             tl.store(header + _CLAIMED + 2, slot_byte)
             tl.store(header + _CLAIMED + 3, epoch)
             tl.store(header + _CLAIMED + 4, seen)
             tl.store(header + _CLAIMED + 5, tl.program_id(0))
+            # Behind the record: whoever finds ABORT set finds the record complete.
             for peer in range(peers.world_size):
                 if is_mapped(peers, peer):
                     publish(peer_pointer(peers, peer, 0) + _ABORT, epoch)
@@ -173,7 +180,7 @@ def give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr
 
 @triton.jit
 def is_aborted(header):
-    """Whether ABORT of ``header``, this rank's own, is set by now."""
+    """True if ABORT of ``header``, this rank's own, is set by now."""
     return tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") != 0
 
 
@@ -186,6 +193,7 @@ def wait(peers, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False)
     overtake them, and the one that tells of giving up is one.
     """
     slot_ptr = peer_pointer(peers, peers.rank, slot_byte)
+    # An atomic, as a poll by tl.load orders nothing, volatile or not; its result reaches all threads.
     seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
     if seen < epoch:
         header = peer_pointer(peers, peers.rank, 0)
@@ -193,8 +201,10 @@ def wait(peers, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False)
         while (seen < epoch) & (polls_left > 0):
             seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
             polls_left -= 1
+            # ABORT is another word, and another acquire: not at every poll.
             if polls_left % _POLLS_BETWEEN_ABORT_CHECKS == 0:
                 if is_aborted(header):
+                    # Not a plain 0, which is int32: a variable that a loop carries keeps its type.
                     polls_left = polls_left * 0
         if seen < epoch:
             give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES)
@@ -209,14 +219,14 @@ def wait_credit(peers, peer, epoch):
 
 @triton.jit
 def linger(peers, peer, finished):
-    """After a credit was given up: until ``peer`` cannot be harmed by what follows on the stream.
+    """After the wait for ``peer``'s credit was given up: wait until no copy on this stream can harm it.
 
-    That is once it has ``finished`` as many ops, or has told that it never will; or after
-    ``LINGER_POLLS``, and SPIN_LIMIT at most.
+    Ends when ``peer`` has finished ``finished`` ops or never will; LINGER_POLLS or SPIN_LIMIT bound it.
     """
     credit_ptr = peer_pointer(peers, peers.rank, (peer + _CREDIT) * 8)
     polls_left = tl.minimum(tl.load(peer_pointer(peers, peers.rank, 0) + _SPIN_LIMIT), _LINGER)
     seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
+    # Negative: the peer gave up too, and takes nothing that it reads here as valid any more.
     while (seen >= 0) & (seen < finished) & (polls_left > 0):
         seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
         polls_left -= 1
@@ -236,7 +246,7 @@ def fence_descriptor_loads(COMPILED: tl.constexpr):
 
 @triton.jit
 def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
-    """Store 64-bit words: above the epoch's lower 32 bits, below ``payload`` (int32); each seen whole."""
+    """Store 64-bit words: the epoch's lower 32 bits above ``payload`` (int32); each is seen whole."""
     if COMPILED:
         tl.inline_asm_elementwise(
             """{
@@ -254,12 +264,13 @@ def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
     else:
         word = (epoch << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
         pointers = addresses.to(tl.pointer_type(tl.int64))
+        # An atomic: a plain store of the interpreter is a race with the poll, and may be seen in part.
         tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
-    """The payload of own words (``flagged_words.py``), how many are missing; compiled, after some polls.
+    """The payload of own words (``flagged_words.py``), and how many have not come.
 
     Relaxed, as is :func:`store_words`: data and flag are one 64-bit word, so there is nothing to order.
     """
@@ -286,6 +297,8 @@ def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
             mov.b32 $1, 1;
             done:
             }""",
+            # &: results are written before the operands are read for the last time, so they need registers
+            # of their own. 64 polls at most: the caller looks at ABORT in between.
             "=&r,=&r,l,r,r",
             [addresses, flag, valid.to(tl.int32)],
             dtype=(tl.int32, tl.int32),
@@ -304,14 +317,14 @@ def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
 
 @triton.jit
 def count_program(peers):
-    """One more program has ended, whether it gave up or not; the host looks at the count (relaxed)."""
+    """Count a program that has ended, whether it gave up or not; the launch side reads the count."""
     header = peer_pointer(peers, peers.rank, 0)
     tl.atomic_add(header + _EPOCH, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["peers", "peer", "slot_byte"])
 def publish_kernel(peers, peer, slot_byte):
-    """Publish one slot of ``peer`` from the host's point of view: a stream item after a copy.
+    """Publish one slot of ``peer``: a kernel that follows a copy on the same stream.
 
     Ordering: runs after the copies that precede it on its stream, so the kernel boundary has already
     made them visible; the release carries them to ``peer``. In a void channel nothing is published.
@@ -342,13 +355,14 @@ def wait_credits_kernel(peers):
     """Hold a stream until every peer has finished the previous op on this channel.
 
     Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write
-    for this op's producers. Copies that follow cannot see that a credit was given up, so then it stays
-    (``linger``) until the peer has nothing left to read.
+    for this op's producers. Copies that follow cannot see that a wait for a credit was given up, so the
+    kernel then goes on (``linger``) until the peer has nothing left to read.
 
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
     and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
     """
     epoch = current_epoch(peers)
+    # In a void channel `epoch` is out of reach; what the peer may still finish is counted on.
     counted = counted_epoch(peers)
     for peer in range(peers.world_size):
         if wait_credit(peers, peer, epoch) < epoch - 1:
@@ -387,11 +401,13 @@ def flag_pointer(pads_ptr, owner, world_size, channel, source):
 @triton.jit
 def put_flag(flag_ptr, polls):
     """Raise a flag, after all earlier stores of the whole program; 0 if it never came down, else 1."""
+    # As in publish: the release orders the stores of one thread only.
     tl.debug_barrier()
     down = tl.zeros((), tl.int32)
     up = down + 1
     seen = up
     while (seen != 0) & (polls > 0):
+        # Look before the swap: that keeps the cache line shared, and lets a simulated program sleep.
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         if seen == 0:
             seen = tl.atomic_cas(flag_ptr, down, up, sem="release", scope="sys")
@@ -423,6 +439,7 @@ def put_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, pol
     Example: with 4 ranks, ``put_signal_kernel[(1,)](pads, status, 2, 4, 1, 0, 1 << 62)`` turns word
     1 * 4 + 2 = 6 of rank 0's pad from 0 to 1.
     """
+    # Set before the wait: if the kernel hangs or gives up, this word names the rank.
     tl.store(status_ptr, peer + 1)
     if put_flag(flag_pointer(pads_ptr, peer, world_size, channel, rank), polls) != 0:
         tl.store(status_ptr, 0)
@@ -457,6 +474,7 @@ def handle_barrier_kernel(pads_ptr, status_ptr, rank, world_size, channel, polls
     6 and 8 of its own pad. All are 0 afterwards.
     """
     done = tl.zeros((), tl.int32) + 1
+    # All flags up before the first wait: ranks that waited first would wait for each other.
     for peer in range(world_size):
         if (peer != rank) & (done != 0):
             tl.store(status_ptr, peer + 1)
@@ -471,7 +489,7 @@ def handle_barrier_kernel(pads_ptr, status_ptr, rank, world_size, channel, polls
 
 @triton.jit(do_not_specialize=["value"])
 def write_value_kernel(word_ptr, value):
-    """Set a 32-bit word from the host's point of view, as a stream item after a copy.
+    """Set a 32-bit word: a kernel that follows a copy on the same stream.
 
     Ordering: as publish_kernel: what precedes it on its stream is visible to whoever acquires the word.
 

@@ -1,6 +1,6 @@
 """Orders of rows, chunks and tiles, as pure integer functions.
 
-Plain functions are for the host, which turns them into the tables that kernels read. Functions under
+Plain functions are for the launch side, which makes of them the tables that kernels read. Functions under
 ``triton.jit`` are for the device; their ``.fn`` is the plain Python function, so both kinds are tested
 without Triton.
 """
@@ -20,7 +20,7 @@ def split_rows(total, world_size):
 
 
 def prefix_sums(lengths):
-    """Where each part starts, and the total last: ``prefix_sums([2, 3]) == [0, 2, 5]``."""
+    """The start of each part, and the total last: ``prefix_sums([2, 3]) == [0, 2, 5]``."""
     sums = [0]
     for length in lengths:
         sums.append(sums[-1] + length)
@@ -68,6 +68,8 @@ def owner_order(rank, world_size):
 @triton.jit
 def first_tile(start, program, programs):
     """The first of a program's tiles at or after ``start``; it takes ``t % programs == program``."""
+    # A remainder has the sign of the dividend on a GPU, other than in Python: `+ programs` keeps it
+    # positive, and the function the same in both.
     return start + (program - start % programs + programs) % programs
 
 
@@ -80,6 +82,7 @@ def grouped_tile(index, tiles_m, tiles_n, GROUP_M):
     """
     band = GROUP_M * tiles_n
     first_m = (index // band) * GROUP_M
+    # The last band may be lower: with GROUP_M its tiles would be numbered past the edge.
     height = min(tiles_m - first_m, GROUP_M)
     within = index % band
     return first_m + within % height, within // height

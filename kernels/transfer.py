@@ -1,11 +1,11 @@
 """Moving data: chunks pushed to peers, and the plain all-gather.
 
-A matrix is ``rows x columns``; a flat tensor of n elements is ``n x 1``. What to send is a table that
-the host computes from ``tiling.send_order``, one line of int64 per send::
+A matrix is ``rows x columns``; a flat tensor of n elements is ``n x 1``. The launch hands over a table of
+sends in the order of ``tiling.send_order``, one line of int64 per send::
 
     destination, first row in the shard, rows, first row in the gathered matrix, slot
 
-What arrives is a table of the same form with the source in place of the destination. A chunk has the
+The table of arrivals has the same form, with the source in place of the destination. A chunk has the
 same slot on every rank: its number among all chunks in rank order.
 """
 
@@ -23,7 +23,8 @@ _COLUMNS = tl.constexpr(TRANSFER_COLUMNS)
 def region_pointer(peers, peer, byte_offset, like_ptr):
     """``peer``'s buffer from ``byte_offset`` on, a multiple of 256, typed as ``like_ptr`` is."""
     address = tl.load(peers.peers_ptr + peer) + byte_offset
-    # Both are multiples of 256; unsaid, every access to symmetric memory is split into single elements.
+    # Both are multiples of 256. Unless the compiler is told, it splits every access here into single
+    # elements: of an address that was loaded from a table it knows nothing.
     return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
@@ -35,10 +36,10 @@ def data_pointer(workspace, peer, like_ptr):
 
 @triton.jit
 def aligned_pointer(ptr):
-    """``ptr`` rounded down to 16 bytes, which the compiler then knows: where it is aligned, itself.
+    """``ptr`` rounded down to 16 bytes, so that the compiler knows; an aligned ``ptr`` stays what it is.
 
-    A bare ``tl.multiple_of(ptr, 16)`` would mark the operation that made ``ptr``, and so hold where
-    the caller has not checked the alignment too.
+    A bare ``tl.multiple_of(ptr, 16)`` would mark the operation that made ``ptr``, and so hold also where
+    the caller has not checked the alignment.
     """
     return tl.multiple_of(((ptr.to(tl.int64) >> 4) << 4).to(ptr.dtype), 16)
 
@@ -46,7 +47,10 @@ def aligned_pointer(ptr):
 @triton.jit
 def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr):
     """Copy ``elements``, both sides contiguous: whole blocks by 16 bytes where both are aligned."""
+    # A 0 of the same type as `elements`: what a branch assigns must have one type on both sides.
     whole = elements - elements
+    # Asked at run time: a pointer into the middle of a tensor may have any alignment. A mask would take
+    # the 16 bytes apart again, so whole blocks go without one, and only the rest has it.
     if ((to_ptr.to(tl.int64) | from_ptr.to(tl.int64)) & 15) == 0:
         whole = elements // BLOCK * BLOCK
         aligned_to_ptr = aligned_pointer(to_ptr)
@@ -65,6 +69,7 @@ def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
               BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
     """Copy ``rows x columns`` elements, both sides contiguous along columns."""
     for row in range(0, rows, BLOCK_ROWS):
+        # int64 before the product with a stride: it may pass 2**31 elements.
         offs_m = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         mask_m = (offs_m < rows)[:, None]
         for column in range(0, columns, BLOCK_COLUMNS):
@@ -84,6 +89,7 @@ def push_chunks(workspace, input, sends, columns, epoch, program, programs,
     ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time. ``SCALED``: a number per
     row, ``row_scale_ptr[row]``, goes with its chunk, to ``scale_offset`` of the peer's workspace.
     """
+    # Every n-th, not a run of its own: early chunks leave first, whoever sends them.
     for send in range(program, sends.count, programs):
         line = sends.ptr + send * _COLUMNS
         peer = tl.load(line)
@@ -91,6 +97,7 @@ def push_chunks(workspace, input, sends, columns, epoch, program, programs,
         rows = tl.load(line + 2)
         gathered_row = tl.load(line + 3)
         slot = tl.load(line + 4)
+        # Per send and not once for all: a peer that is ready gets its chunk while another still reads.
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row * columns
             from_ptr = input.ptr + first_row * input.stride
@@ -100,6 +107,7 @@ def push_chunks(workspace, input, sends, columns, epoch, program, programs,
                 copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
                           BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
             if SCALED:
+                # Before the signal, which tells of both: a consumer waits once per chunk.
                 scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
                 copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
             publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
@@ -124,6 +132,8 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
+    # Producers have the lower numbers. Whatever part of the grid is resident, those that others wait for
+    # have begun: with collectors in front, a small GPU could be full of programs that wait.
     if program < COPIERS:
         flat = Rows(input_ptr, 1)
         push_chunks(workspace, flat, sends, 1, epoch, program, COPIERS, 0, BLOCK)
@@ -138,6 +148,8 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
             gathered_row = tl.load(line + 3)
             slot = tl.load(line + 4)
             from_ptr = input_ptr + first_row
+            # What the wait returns is not looked at: the copy fills this rank's own output only, of an op
+            # that failed. The loads cannot overtake the wait: they are in a loop behind it.
             if source != workspace.rank:
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row

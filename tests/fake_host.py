@@ -95,7 +95,7 @@ class ThreadPlace(DeviceProcessPlace):
     @functools.cached_property
     def residency(self) -> Residency:
         known = self.processes.turns.residencies  # a rank, which is a thread, has a GPU of its own
-        return residency(threading.current_thread(), self.program_limit() + 1, known)
+        return residency(threading.current_thread(), self.program_limit + 1, known)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.processes.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")

@@ -1,8 +1,8 @@
 """One-shot collectives of a few kilobytes: every word carries its own flag, and there is no other signal.
 
 A message is cut into blocks of ``WORDS`` 32-bit words. Program b does block b, on every rank, and nothing
-else: it has an epoch of its own, words of its own, and no program of another number ever touches them. So
-messages of different lengths may follow each other, and a program that is not needed just misses an op.
+else: it has an epoch and words of its own, which no program of another number ever touches. So messages of
+different lengths may follow each other: a program that one of them does not need just misses that op.
 
 Memory of a rank, after the header: an int64 epoch per program, then words (int64) by
 ``[program][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
@@ -16,14 +16,15 @@ for one at least of every other.** No credit is needed, and two sets of words, o
     op e + 1 ended because B's word of epoch e + 1 came;
     B sent that in its op e + 1, which began after its op e had ended: B has read all words of epoch e.
 
-That a word is of this epoch and not of one before follows from the flag, for which nothing in the payload
-can be taken: that has 32 bits of its own. The flag is the epoch modulo 2**32. A word is written in every op
-of its program, also where the message ends before it, so what lies there is two epochs old, or zero as it
-was made, and epochs begin with 1: however often flags come round, the one that is waited for is new. It is
-compared for equality, as a newer one cannot be there, by the above.
+The flag tells a word of this epoch from older ones. Payload is never taken for a flag: each has 32 bits of
+its own. The flag is the epoch modulo 2**32. A word is written in every op of its program, also where the
+message ends before it. So the word that lies there is two epochs old, or zero as the memory was made, and
+epochs begin with 1: even when flags have come round, an old word never has the flag that is waited for. The
+compare is for equality, because by the proof above no newer word can be there.
 
 A program that has given up writes down its epoch with the sign changed, and does nothing from then on: it
-does not know that the others have read what it would overwrite. Nor does it store what it did not receive.
+cannot know that the others have read the words that it would overwrite. Nor does it store an output whose
+words have not all come.
 
 All ranks add in rank order, in fp32: same bits everywhere, as in ``kernels/collectives/reduction.py``.
 Programs wait for programs of the same number only, so any residency in which the lowest number still to
@@ -43,7 +44,7 @@ from interlace.kernels.signal import count_program, peer_pointer
 
 @triton.jit
 def _program_epoch(peers, epochs_offset):
-    """Where this program's epoch is, and the epoch of the op that runs now; below 1 once it gave up."""
+    """Pointer to this program's epoch, and the epoch of the op that runs now: below 1 once it gave up."""
     pointer = peer_pointer(peers, peers.rank, epochs_offset) + tl.program_id(0)
     return pointer, tl.load(pointer) + 1
 
@@ -52,6 +53,8 @@ def _program_epoch(peers, epochs_offset):
 def _word_bytes(words_offset, world_size, source, epoch, WORDS: tl.constexpr):
     """Byte offsets of this program's words from ``source``, in every rank's memory."""
     program = tl.program_id(0).to(tl.int64)
+    # Two sets of words, by even and odd epochs: with one, a rank that is an op ahead would overwrite what
+    # a slower one has not read.
     region = ((program * 2 + epoch % 2) * world_size + source) * WORDS
     return words_offset + (region + tl.arange(0, WORDS)) * 8
 
@@ -64,8 +67,11 @@ def _load_words(pointer, index, units, UNIT: tl.constexpr):
     else:
         words = tl.zeros(index.shape, tl.int32)
         for part in tl.static_range(4 // UNIT):
+            # The last word may be in part beyond the end: the mask is per unit.
             unit = index * (4 // UNIT) + part
             value = tl.load(pointer + unit, mask=unit < units, other=0).to(tl.int32)
+            # Narrow integers are extended by their sign: without the mask it would set the bits of later
+            # units.
             words = words | ((value & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * part))
     return words
 
@@ -86,6 +92,7 @@ def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
 def _send_to_all(peers, words_offset, payload, epoch,
                  WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
     byte_offsets = _word_bytes(words_offset, peers.world_size, peers.rank, epoch, WORDS)
+    # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
         peer = (peers.rank + step) % peers.world_size
         send_words(peers, peer, byte_offsets, payload, epoch, COMPILED)
@@ -94,9 +101,10 @@ def _send_to_all(peers, words_offset, payload, epoch,
 @triton.jit
 def _payload_of(peers, source, words_offset, own, epoch, wanted,
                 WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """What ``source`` has sent, of this rank itself ``own``; and how many ``wanted`` words are missing."""
+    """The words of ``source`` (``own`` if that is this rank), and how many ``wanted`` ones are missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
+    # The own words are in registers, and nobody sends them.
     if source != peers.rank:
         byte_offsets = _word_bytes(words_offset, peers.world_size, source, epoch, WORDS)
         payload, missing = receive_words(peers, source, byte_offsets, epoch, wanted, COMPILED)
@@ -106,6 +114,7 @@ def _payload_of(peers, source, words_offset, own, epoch, wanted,
 @triton.jit
 def _end(epoch_ptr, epoch, missing):
     """This program's part of the op is over, or given up."""
+    # A plain store: this program's next op is a later kernel of the stream, and no other one reads it.
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
 
 
@@ -132,9 +141,12 @@ def low_latency_all_gather_kernel(
     ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
     """
     epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
+    # This program gave up before: it may not overwrite words again (see the module).
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
+        # All WORDS are sent, beyond the end as zeros: a word that was left out 2**32 times would have the
+        # right flag.
         own = _load_words(input_ptr, index, units, UNIT)
         _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
@@ -153,6 +165,7 @@ def low_latency_all_gather_kernel(
                 _store_words(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
         _end(epoch_ptr, epoch, missing)
+    # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
 
@@ -203,6 +216,7 @@ def low_latency_all_reduce_kernel(
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
+        # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
         for source in range(peers.world_size):
             payload, lost = _payload_of(
                 peers,
@@ -232,6 +246,7 @@ def low_latency_all_reduce_kernel(
             total = _bits(low, tl.bfloat16) | (_bits(high, tl.bfloat16) << 16)
         else:
             total = _bits(low, tl.float16) | (_bits(high, tl.float16) << 16)
+        # A sum without a rank is no sum: the output stays as it was.
         if missing == 0:
             _store_words(output_ptr, index, units, total, UNIT)
         _end(epoch_ptr, epoch, missing)
@@ -267,6 +282,7 @@ def low_latency_broadcast_kernel(
         _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
+            # One word of each other rank, too: it says that the rank is done with the op before.
             wanted = index < tl.where(source == root, words, first + 1)
             payload, lost = _payload_of(
                 peers,

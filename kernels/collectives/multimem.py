@@ -12,6 +12,7 @@ the instructions are emulated, rank by rank (``runtime/interpreter/inline_ptx/mu
 
 The multicast address is a second address of the same memory. What orders accesses through the two are the
 slots, by release and acquire of system scope, as for any other data; torch's and NCCL's kernels rely on it.
+So the accesses themselves are relaxed.
 """
 
 import triton
@@ -34,6 +35,8 @@ _SEND = tl.constexpr(TRANSFER_COLUMNS)
 def broadcast_vectors(peers, multicast, byte, from_address, valid,
                       MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy 16-byte vectors, from ``from_address`` each, to ``byte`` of every rank's buffer."""
+    # One asm call per 16-byte vector: Triton has no elements of that size, so addresses go in and the
+    # data stays in registers of the asm. v4.f32 whatever the dtype: a store only moves bits.
     if MULTIMEM:
         tl.inline_asm_elementwise(
             """{
@@ -51,6 +54,7 @@ def broadcast_vectors(peers, multicast, byte, from_address, valid,
             pack=1,
         )
     else:
+        # By 32-bit words, so that one path serves all dtypes.
         for word in tl.static_range(4):
             source = (from_address + 4 * word).to(tl.pointer_type(tl.int32))
             value = tl.load(source, mask=valid)
@@ -67,6 +71,8 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
     They go to ``to_byte`` of every rank's buffer (``BROADCAST``), or to ``to_address`` here.
     """
     if MULTIMEM:
+        # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. For fp32 there is no such
+        # suffix.
         PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
         KIND: tl.constexpr = "v4.f32" if DTYPE.is_fp32() else "acc::f32.v4." + PAIR
         STORE: tl.constexpr = (
@@ -86,6 +92,7 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
     else:
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
         for element in tl.static_range(16 // ITEM):
+            # Without a switch: fp32, in rank order, rounded once.
             total = tl.zeros(valid.shape, tl.float32)
             for peer in range(peers.world_size):
                 address = tl.load(peers.peers_ptr + peer) + from_byte + ITEM * element
@@ -103,6 +110,7 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
 def wait_all_credits(peers, epoch):
     """Wait for the credit of every rank; False if one was given up, and then nothing may be stored."""
     free = tl.full((), 1, tl.int1)
+    # Of all ranks before the first store: a multicast store reaches all of them at once.
     for peer in range(peers.world_size):
         free = free & (wait_credit(peers, peer, epoch) >= epoch - 1)
     return free
@@ -119,6 +127,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program
     """
     ITEM: tl.constexpr = input.ptr.dtype.element_ty.primitive_bitwidth // 8
     VECTORS: tl.constexpr = BLOCK_COLUMNS * ITEM // 16
+    # A chunk has a send per peer, of which the first is read. With one rank there is none: divide by 1.
     others = max(workspace.world_size - 1, 1)
     if wait_all_credits(workspace, epoch):
         for chunk in range(program, sends.count // others, programs):
@@ -142,6 +151,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program
                         valid,
                         MULTIMEM,
                     )
+            # Scales are few and need not be 16-byte aligned: to each peer by itself.
             for step in range(1, workspace.world_size):
                 peer = (workspace.rank + step) % workspace.world_size
                 if SCALED:
@@ -169,6 +179,7 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
         offsets < whole,
         MULTIMEM,
     )
+    # A vector that is not whole would overwrite what lies behind the part.
     rest = whole * VECTOR + tl.arange(0, VECTOR)
     value = tl.load(from_ptr + rest, mask=rest < elements)
     for peer in range(peers.world_size):
@@ -221,6 +232,7 @@ def multimem_all_gather_kernel(
                 MULTIMEM,
             )
             slot_byte = workspace.slot_offset + (own_block + block) * 8
+            # To this rank as well: its own programs, too, take a block only after its slot.
             for peer in range(workspace.world_size):
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
     for source in range(workspace.world_size):
@@ -274,7 +286,7 @@ def multimem_reduce_scatter_kernel(
     Ordering: a program waits for every rank's credit, copies its blocks of the input into the own
     buffer, publishes the slot (source, block) of each at its owner. The owner waits for the slots of all
     sources, then sums. Staging waits for nothing of this op. Peers read this rank's buffer until all
-    have finished: the host has every rank's credit waited for before it is written again.
+    have finished: a stream waits for every rank's credit before any op writes it again.
 
     Example: W = 2, 6 elements, BLOCK = 4, parts of 3: blocks 0 and 1. Rank 0 stages elements 0-2 for
     itself, slot 0, and 3-5 for rank 1, slot 1 there; rank 1 sums block 1 of both ranks.
@@ -286,6 +298,8 @@ def multimem_reduce_scatter_kernel(
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
     staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
+    # Of all ranks, although only the own buffer is written: every owner reads from it, and must have
+    # finished the op before.
     if wait_all_credits(workspace, epoch):
         for step in range(workspace.world_size):
             owner = (workspace.rank + 1 + step) % workspace.world_size
@@ -308,6 +322,7 @@ def multimem_reduce_scatter_kernel(
     vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
     for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
         slot_byte = workspace.slot_offset + (own_block + block) * 8
+        # Not looked at: this sum stays on this rank, in the output of an op that failed.
         wait_all(workspace, slot_byte, blocks, epoch)
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(own_elements - element, BLOCK)
@@ -318,6 +333,7 @@ def multimem_reduce_scatter_kernel(
             workspace.data_offset + byte,
             byte,
             (sums_ptr + element).to(tl.int64) + vectors * 16,
+            # The last vector may be summed with what lies behind the part; `count` numbers are used.
             vectors < tl.cdiv(count, VECTOR),
             DTYPE,
             False,
@@ -369,11 +385,14 @@ def multimem_all_reduce_kernel(
             publish(peer_pointer(workspace, block % workspace.world_size, slot_byte), epoch)
     vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
     sums_slot = workspace.slot_offset + workspace.world_size * blocks * 8
+    # This rank sums blocks b with b % W == rank, and its programs take turns.
     for block in range(
         workspace.rank + program * workspace.world_size, blocks, programs * workspace.world_size
     ):
         slot_byte = workspace.slot_offset + block * 8
         arrived = wait_all(workspace, slot_byte, blocks, epoch)
+        # This sum goes into all ranks' memory: not without their credits, and not of inputs that have not
+        # come.
         if free & arrived:
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)

@@ -1,4 +1,4 @@
-"""Sums over ranks: fp32, in rank order, whoever arrives first. Plain reduce-scatter and all-reduce.
+"""Plain reduce-scatter and all-reduce: sums over ranks in fp32 and in rank order, whoever arrives first.
 
 The part that a rank owns collects W contributions in its workspace, one region per source rank, and a
 slot per (source, block). The owner waits for all sources of a block, then adds source 0, 1, ... W-1: the
@@ -22,6 +22,8 @@ def wait_contributions(peers, slot_byte, slots_per_source, epoch):
 
     ``slot_byte`` is its slot from source 0; source s has it ``slots_per_source`` later.
     """
+    # What the waits return is not looked at: the sum goes into this rank's own output only, of an op that
+    # failed.
     for source in range(peers.world_size):
         slot = slot_byte + source * slots_per_source * 8
         wait(peers, source, slot, epoch)
@@ -32,6 +34,7 @@ def sum_contributions(world_size, contribution_ptr, elements_per_source, offsets
                       AVERAGE: tl.constexpr, SHAPE: tl.constexpr):  # fmt: skip
     """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32."""
     total = tl.zeros(SHAPE, dtype=tl.float32)
+    # Rank order, not the order of arrival: fp32 sums depend on it, and ranks must get the same bits.
     for source in range(world_size):
         part_ptr = contribution_ptr + source * elements_per_source
         total += tl.load(part_ptr + offsets, mask=mask).to(tl.float32)
@@ -47,12 +50,14 @@ def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
     VECTOR: tl.constexpr = 128 // output_ptr.dtype.element_ty.primitive_bitwidth
     addresses = output_ptr.to(tl.int64) | contribution_ptr.to(tl.int64)
     first = tl.cast(block, tl.int64) * BLOCK
+    # Region s begins s * elements later, so all W are aligned only if that is whole vectors, too.
     aligned = ((addresses & 15) == 0) & (elements % VECTOR == 0)
     if aligned & (first + BLOCK <= elements):
         offsets = first + tl.arange(0, BLOCK)
         total = sum_contributions(
             world_size,
             aligned_pointer(contribution_ptr),
+            # The same number, in a form that tells the compiler what it is a multiple of.
             elements // VECTOR * VECTOR,
             offsets,
             None,
@@ -103,7 +108,9 @@ def reduce_scatter_kernel(
         start = tl.load(segment + 3).to(tl.int32)
         blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
         first = first_tile(start, program, programs)
+        # A program that has no block of this owner need not wait for its credit.
         if first < start + blocks:
+            # Given up: nothing is stored or published, as the owner may still be reading its workspace.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, owner, input_ptr) + workspace.rank * elements
                 for number in range(first, start + blocks, programs):
@@ -114,6 +121,8 @@ def reduce_scatter_kernel(
                     copy_elements(to_ptr + element, from_ptr, count, BLOCK)
                     slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
                     publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    # Waits for data begin only here: a program has sent by now all that others wait for, so no order of
+    # programs can block.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
@@ -146,17 +155,22 @@ def all_reduce_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
+    # int64 before the product: rank * elements may pass 2**31.
     region = workspace.rank * (elements + tl.zeros((), tl.int64))
     for block in range(program, blocks, programs):
+        # tl.cast, because a loop's variable has no .to() in the interpreter, where it is a Python number.
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(elements - element, BLOCK)
         slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
+        # The next rank first, so that no rank is the target of all others at once; this rank itself is
+        # last.
         for step in range(workspace.world_size):
             peer = (workspace.rank + 1 + step) % workspace.world_size
             if wait_credit(workspace, peer, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, peer, input_ptr) + region
                 copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    # A loop of its own, after all sends: see reduce_scatter_kernel.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     for block in range(program, blocks, programs):
         slot_byte = workspace.slot_offset + block * 8

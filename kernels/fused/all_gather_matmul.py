@@ -7,18 +7,18 @@ send order makes them arrive. It waits once per chunk, not per tile::
     rank 0  copiers    | chunk 0 -> 1 | chunk 0 -> 2 | chunk 1 -> 1 | chunk 1 -> 2 |
             consumers  | own tiles ........ | wait 2:0, tiles | wait 1:0, tiles | wait 2:1, tiles ...
 
-Who copies is chosen by the host. With ``COPIERS > 0`` the first programs of this kernel do; with 0 the
-copy engine does, on its own stream, and this kernel only consumes. Several weights share one gather:
-the kernel of the first weight carries the copiers. ``MULTICAST`` copiers send a chunk once, to all ranks,
-where a switch can do that (``kernels/collectives/multimem.py``).
+The launch chooses what copies. With ``COPIERS > 0`` the first programs of this kernel do; with 0 the copy
+engine does, on its own stream, and this kernel only consumes. Several weights share one gather: the kernel
+of the first weight carries the copiers. ``MULTICAST`` copiers send a chunk once, to all ranks, where a
+switch can do that (``kernels/collectives/multimem.py``).
 
 What the consumers do between two waits is a plain persistent matmul, so the compiler may overlap the end
 of a tile with the beginning of the next (``FLATTEN``), and the tiles may leave by TMA (``OUT_DESCRIPTOR``),
 for nobody publishes them.
 
-Why push and not pull: a pushed chunk needs no copy on the sender's side and no "ready" signal before
-it; what it needs instead, that the receiver's workspace is free, is the credit of the previous op,
-which has nearly always been there for long.
+Why push and not pull: a pushed chunk needs no copy on the sender's side and no "ready" signal before it.
+It needs the receiver's workspace to be free instead. The credit of the previous op says so, and has nearly
+always been there for long.
 """
 
 import triton
@@ -61,6 +61,7 @@ def _consume(
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: to make a descriptor costs a write and a fence.
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for chunk in range(chunks.count):
         line = chunks.ptr + chunk * _CHUNK
@@ -69,18 +70,24 @@ def _consume(
         rows = tl.load(line + 2).to(tl.int32)
         output_row = tl.load(line + 3)
         slot = tl.load(line + 4)
+        # Tiles are numbered through all chunks, so programs that one chunk leaves over begin with the
+        # next.
         start = tl.load(line + 5).to(tl.int32)
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
         end = start + tiles_m * tiles_n
         first = first_tile(start, consumer, consumers)
-        # Who has no tile of a chunk does not wait for it: others of this grid do.
+        # A program without a tile of this chunk does not wait for it: others of this grid do.
         if first < end:
             address = input_address + first_row * input.stride * element_bytes
+            # int64 in both branches: a variable that a branch assigns keeps its type, and the stride may
+            # have been compiled in as a plain 1.
             stride = input.stride + tl.zeros((), tl.int64)
             row_scale_ptr = epilogue.row_scale_ptr
             if TILES.SCALES == "row":
                 row_scale_ptr += first_row
             if source != workspace.rank:
+                # Once per chunk, outside the tile loop. What it returns is not looked at: tiles go into
+                # this rank's own output, of an op that failed.
                 slot_byte = workspace.slot_offset + slot * 8
                 wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
                 if TILES.DESCRIPTORS != "":
@@ -94,6 +101,7 @@ def _consume(
                     )
                     row_scale_ptr += output_row
             a_ptr = address.to(input.ptr.dtype)
+            # The launch has checked both places that `address` may point to; the compiler sees a number.
             if TILES.ALIGNED:
                 a_ptr = tl.multiple_of(a_ptr, 16)
                 stride = tl.multiple_of(stride, VECTOR)
@@ -149,6 +157,7 @@ def all_gather_matmul_kernel(
     0 of rank 0 copies its rows to rank 1 and publishes slot 0 there. Programs 1 and 2 compute tiles 0
     and 1 from the own shard, wait for slot 1 (source rank 1), then compute tiles 2 and 3.
     """
+    # Before anything else: in a void channel it holds back all stores to peers.
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
     consumes = True
@@ -200,6 +209,7 @@ def all_gather_matmul_kernel(
             K,
             scale_offset,
             epoch,
+            # Consumers count from 0: copiers take no tile, and a tile number must not fall on one.
             program - COPIES.COPIERS,
             tl.num_programs(0) - COPIES.COPIERS,
             TILES,

@@ -50,6 +50,7 @@ def _consume(
 ):
     """The tiles of one consumer, segment by segment and chunk by chunk: wait, then multiply."""
     gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
+    # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
     input_address = input.ptr.to(tl.int64)
     element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
@@ -57,14 +58,17 @@ def _consume(
     world_size = workspace.world_size
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     own_row = tl.load(offsets_ptr)
+    # A tensor, not 0: the loop adds to it, and a variable that a loop carries keeps its type.
     start = tl.zeros((), tl.int32)
     # Source by source, the own rows first, then as the peers' send order makes them arrive.
     for index in range(world_size * num_experts):
         expert = index % num_experts
+        # `+ world_size`, as a remainder on a GPU has the sign of the dividend.
         source = (workspace.rank + world_size - index // num_experts) % world_size
         segment = expert * world_size + source
         segment_row = tl.load(offsets_ptr + 1 + segment)
         segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
+        # No table of slots: see the module for why no two chunks share one.
         first_slot = segment + segment_row // chunk_rows
         b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
         of_expert = Epilogue(bias_ptr + expert * N, None, None)
@@ -78,6 +82,8 @@ def _consume(
                 address = input_address + (own_row + first_row) * input.stride * element_bytes
                 stride = input.stride + tl.zeros((), tl.int64)
                 if source != workspace.rank:
+                    # One wait per chunk. What it returns is not looked at: tiles go into this rank's own
+                    # output.
                     slot = first_slot + first_row // chunk_rows
                     slot_byte = workspace.slot_offset + slot * 8
                     wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
@@ -103,7 +109,9 @@ def _consume(
                     tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
                     acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
                     emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES)
+            # Also by a program without a tile of this chunk: all must count the same tiles.
             start = end
+        # The own rows lie in the input by expert, with nothing in between.
         if source == workspace.rank:
             own_row += segment_rows
 
@@ -149,6 +157,7 @@ def grouped_matmul_kernel(
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
     consumes = True
+    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
         consumes = program >= COPIES.COPIERS
         if program < COPIES.COPIERS:

@@ -1,7 +1,7 @@
 """Fused matmul + all-reduce, one-shot: every partial tile goes to every rank, every rank sums all.
 
-For small outputs, where latency counts and W-fold traffic does not. Larger ones take
-``matmul_reduce_scatter`` followed by an all-gather of the same parts, chosen by the host.
+For small outputs, where latency counts and W-fold traffic does not. For larger ones the launch side takes
+``matmul_reduce_scatter`` followed by an all-gather of the same parts.
 
 All ranks add the same contributions in rank order, so the results are bitwise equal on all ranks.
 """
@@ -50,6 +50,7 @@ def matmul_all_reduce_kernel(
     tiles_m = tl.cdiv(M, TILES.BLOCK_M)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     tiles = tiles_m * tiles_n
+    # int64 before the products with rank and N: a region may begin beyond 2**31 elements.
     rows = M + tl.zeros((), tl.int64)
     a = rows_operand(input.ptr, input.stride, M, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
@@ -62,12 +63,14 @@ def matmul_all_reduce_kernel(
             peer = (rank + 1 + step) % workspace.world_size
             free = wait_credit(workspace, peer, epoch) >= epoch - 1
             to_ptr = data_pointer(workspace, peer, output_ptr) + rank * rows * N
-            # Of no row, if the wait was given up. Not an `if` around the store: Triton 3.6 corrupts its
-            # own memory when it compiles a branch that reads an accumulator from outside for 10.0.
+            # If the wait was given up, a tile of 0 rows: the mask lets nothing through. Not an `if` around
+            # the store: compiling for 10.0, Triton 3.6 corrupts its own memory when a branch reads an
+            # accumulator from outside.
             emit_tile(to_ptr, acc, partial, tile_m, tile_n, tl.where(free, rows, 0), N, TILES, True)
             if free:
                 slot_byte = workspace.slot_offset + (rank * tiles + tile) * 8
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     for tile in range(program, tiles, programs):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)

@@ -12,9 +12,9 @@ The rotation makes rank r+1's contributions from r arrive first everywhere, so t
 target of all ranks at once. Summing in the same kernel needs no further stream, and since producing
 never waits for a sum of this op, no order of programs can block.
 
-Why not a signal after every tile: it ends in a barrier, and a loop with a barrier in it is not pipelined
-across tiles. Nobody waits for a tile before its owner has produced its own rows, and those come last; by
-then all others have been publishing for the time that one part takes.
+Why not a signal after every tile: a publish has a barrier, and a loop with a barrier in it is not pipelined
+across tiles. An owner waits for a tile only after it has produced its own rows, which come last; by then
+all others have been publishing for the time that one part takes.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile).
@@ -64,13 +64,16 @@ def reduce_tile(
 
     In slices of rows: a whole tile of sums and of loaded values does not fit the registers.
     """
+    # All waits before the slices: a load in the loop below cannot be moved above them.
     wait_contributions(peers, slot_byte, slots_per_source, epoch)
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     SLICE: tl.constexpr = min(TILES.BLOCK_M, 16)
     SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
+    # int64 before the product with N: the contributions of one source may pass 2**31 elements.
     elements_per_source = (rows + tl.zeros((), tl.int64)) * N
     offs_n = tile_offsets(tile_n, BLOCK_N)
     for part in range(SLICES):
+        # In units of slices, so that rows beyond the edge are masked as those of a tile are.
         slice_m = tile_m * SLICES + part
         offs_m = tile_offsets(slice_m, SLICE)
         total = sum_contributions(
@@ -109,6 +112,7 @@ def produce_part(
     """
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # 32 bits, as the shape of a descriptor has; `rows` comes from a table of int64.
     count = rows.to(tl.int32)
     a = rows_operand(input.ptr + first_row * input.stride, input.stride, count, K, TILES)
     c = output_operand(to_ptr, count, N, TILES)
@@ -116,6 +120,7 @@ def produce_part(
     if TILES.SCALES == "row":
         row_scale_ptr += first_row
     of_part = Epilogue(epilogue.bias_ptr, row_scale_ptr, epilogue.column_scale_ptr)
+    # No wait and no publish in this loop, or it would not be pipelined across tiles.
     for number in tl.range(
         first,
         start + tiles_m * tiles_n,
@@ -168,6 +173,7 @@ def matmul_reduce_scatter_kernel(
     programs = tl.num_programs(0)
     rank = workspace.rank
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: to make a descriptor costs a write and a fence.
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
@@ -178,6 +184,7 @@ def matmul_reduce_scatter_kernel(
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
+        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
             # Given up: the owner may still be reading what this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
@@ -186,6 +193,8 @@ def matmul_reduce_scatter_kernel(
                     b,
                     weight,
                     epilogue,
+                    # Region [rank] of the owner: every source has one of its own, so none overwrites
+                    # another.
                     data_pointer(workspace, owner, output_ptr) + rank * rows * N,
                     first,
                     start,
@@ -200,6 +209,7 @@ def matmul_reduce_scatter_kernel(
                 for number in range(first, start + tiles, programs):
                     slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
                     publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     own_tiles = own_tiles_m * tiles_n

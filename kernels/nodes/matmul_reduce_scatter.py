@@ -47,6 +47,7 @@ _SLICE_ROWS = tl.constexpr(16)
 def sum_members(contributions_ptr, stride, num_members, offsets, mask, SHAPE: tl.constexpr):
     """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
     total = tl.zeros(SHAPE, tl.float32)
+    # In rank order: no result depends on who came first.
     for member in range(num_members):
         from_ptr = contributions_ptr + tl.cast(member, tl.int64) * stride
         total += tl.load(from_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -101,11 +102,13 @@ def matmul_node_reduce_scatter_kernel(
         first_row = tl.load(segment + 1)
         rows = tl.load(segment + 2)
         start = tl.load(segment + 3).to(tl.int32)
+        # [region of the owner][member]: no two ranks of the node share a place.
         part = tl.load(segment + 4) * node.num_members + node.own_member
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
         if first < start + tiles:
+            # The credit of the rank that takes the tiles: they go into its memory, not the owner's.
             if wait_credit(workspace, taker, epoch) >= epoch - 1:
                 produce_part(
                     input,
@@ -122,6 +125,8 @@ def matmul_node_reduce_scatter_kernel(
                     K,
                     TILES,
                 )
+                # In a loop of its own: a publish begins with a barrier, which would end the pipeline of
+                # the tiles.
                 for number in range(first, start + tiles, programs):
                     slot_byte = workspace.slot_offset + (part * slots_each + number - start) * 8
                     publish(peer_pointer(workspace, taker, slot_byte), epoch)
@@ -139,6 +144,7 @@ def matmul_node_reduce_scatter_kernel(
             if other != node.own_node:
                 source = tl.load(node.sums_ptr + 2 * other)
                 slot = slots.landed_slot + other * slots_each + tile
+                # Published on this rank by node_sums_kernel: this kernel is not linked with NVSHMEM.
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
         offs_n = tile_offsets(tile_n, BLOCK_N)
         for part in range(SLICES):
@@ -157,6 +163,7 @@ def matmul_node_reduce_scatter_kernel(
                 else:
                     place = other * slots_each + tile
                     from_ptr = landed_ptr + tile_element(place, TILES.BLOCK_M, BLOCK_N)
+                    # No mask: partial sums are whole tiles, also at the edge.
                     total += tl.load(from_ptr + within)
             if AVERAGE:
                 total = total / workspace.world_size
@@ -169,13 +176,13 @@ def matmul_node_reduce_scatter_kernel(
 
 @triton.jit
 def tile_element(number, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where tile ``number`` begins among partial sums."""
+    """The first element of tile ``number`` among partial sums."""
     return tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N)
 
 
 @triton.jit
 def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where rows ``part * SLICE`` and on are within a tile of partial sums."""
+    """Offsets of rows ``part * SLICE`` and on within a tile of partial sums."""
     rows = part * SLICE + tl.arange(0, SLICE)
     return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
@@ -198,9 +205,9 @@ def node_sums_kernel(
 ):
     """Sum this node's tiles of other nodes' owners and put them; publish what other nodes have put here.
 
-    Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. ``contribution_ptr`` is only looked
-    at for the dtype of contributions. ``duties``: a line per owner for whom this rank sums: owner, region,
-    rows, number of the first tile.
+    Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. Of ``contribution_ptr`` only the
+    dtype is used, that of the contributions. ``duties``: a line per owner for whom this rank sums: owner,
+    region, rows, number of the first tile.
     Partial sums of duty d are at ``partial_offset`` from tile ``d * slots_each`` on; a put of tile t lands
     at ``landing_offset``, tile ``node * slots_each + t``, and sets that slot from ``landing_slot`` on.
     ``BLOCK``: bytes that emulated puts copy at a time. ``quiet_kernel`` follows on the stream.
@@ -223,6 +230,7 @@ def node_sums_kernel(
     SLICE: tl.constexpr = min(BLOCK_M, _SLICE_ROWS)
     own_ptr = data_pointer(workspace, workspace.rank, contribution_ptr)
     partials_ptr = float_region(workspace, regions.partial_offset)
+    # Sums for other nodes before the own tiles: they still have to travel, and wait for no other sum.
     for number in range(duties.count):
         line = duties.ptr + number * _DUTY
         owner = tl.load(line)
@@ -234,6 +242,8 @@ def node_sums_kernel(
         for each in range(first_tile(start, program, programs), end, programs):
             tile = each - start
             slot_byte = workspace.slot_offset + (first_part * slots_each + tile) * 8
+            # The owner's credit, as the sum is put into its memory. + 1: a credit is good from epoch - 1
+            # on.
             ready = wait_credit(workspace, owner, epoch) + 1
             seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
             if tl.minimum(ready, seen) >= epoch:
@@ -251,6 +261,8 @@ def node_sums_kernel(
                         (SLICE, BLOCK_N),
                     )
                     to_ptr = partials_ptr + tile_element(place, BLOCK_M, BLOCK_N)
+                    # A whole tile, also at the edge: beyond it are zeros (`other` in sum_members), which
+                    # the receiver loads, but masks out when it stores.
                     tl.store(to_ptr + slice_offsets(part, SLICE, BLOCK_N), total)
                 landing = node.own_node * slots_each + tile
                 put(
@@ -266,6 +278,7 @@ def node_sums_kernel(
                 )
     own_tiles = tl.cdiv(own_rows, BLOCK_M) * tiles_n
     for tile in range(program, own_tiles, programs):
+        # One program per landed tile, as `land` copies where puts are late; nobody else may publish it.
         for other in range(node.num_nodes):
             if other != node.own_node:
                 source = tl.load(node.sums_ptr + 2 * other)
@@ -282,6 +295,7 @@ def node_sums_kernel(
                     PUT,
                     BLOCK,
                 )
+                # Given up: then the matmul's wait for this slot is given up, too.
                 if seen >= epoch:
                     slot_byte = workspace.slot_offset + (slots.landed_slot + landing) * 8
                     publish(peer_pointer(workspace, workspace.rank, slot_byte), epoch)

@@ -4,7 +4,7 @@ The table of peers has two halves here. Entry r is where rank r's buffer is mapp
 ``world_size + r`` is how to put to rank r, and the constexpr ``PUT`` says what it means::
 
     "nvshmem"  the rank's number for NVSHMEM, which copies and signals (kernels/nodes/nvshmem.py)
-    "stores"   its address: a put copies at once. For tests, where all memory is mapped in truth
+    "stores"   its address: a put copies at once. For tests, where all memory is in fact mapped
     "late"     its address: a put only signals, and the data is read when the receiver looks
 
 A network does something between the last two: it reads the source some time after the put has begun and
@@ -52,10 +52,12 @@ def put(peers, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
         PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Send a part of the own buffer to ``peer``'s, then set its slot; all places are byte offsets.
 
-    What the program has stored there, or has waited for, is what is sent. It may be read until
-    ``quiet_kernel`` has ended, which is before this rank gives its credit: nobody writes it until then.
+    What the program has stored there, or has waited for, is what is sent. The source may be read until
+    ``quiet_kernel`` has ended. That is before this rank gives its credit, so nobody overwrites it earlier.
     """
     if PUT == "nvshmem":
+        # Own addresses on both sides: NVSHMEM translates them into those of `pe`, whose buffer has the
+        # same layout. One call, by all threads together: it copies, and then sets the slot.
         own = tl.load(peers.peers_ptr + peers.rank)
         pe = tl.load(peers.peers_ptr + peers.world_size + peer)
         nvshmem.put_signal_nbi_block(
@@ -84,6 +86,7 @@ def land(peers, source, from_byte, to_byte, nbytes, slot_byte, epoch,
         if PUT == "late":
             from_ptr = byte_pointer(peers, peers.world_size + source, from_byte)
             copy_elements(byte_pointer(peers, peers.rank, to_byte), from_ptr, nbytes, BLOCK)
+            # Other threads of this program load what this one has copied.
             tl.debug_barrier()
     return seen
 
@@ -129,7 +132,12 @@ def move_kernel(
         elements = rows * columns
         from_byte = workspace.data_offset + from_row * columns * element_bytes
         to_byte = workspace.data_offset + to_row * columns * element_bytes
+        # + 1: a credit is good from epoch - 1 on, a slot from epoch on, so that one compare does for
+        # both. For LAND the peer is this rank itself, whose credit is always there, unless the channel is
+        # void.
         ready = wait_credit(workspace, peer, epoch) + 1
+        # What this line hands on must have come here before. What is waited for never waits for this line
+        # or a later one (see order.py), so any number of programs gets through.
         waited = tl.load(line + 6)
         if waited >= 0:
             waited_byte = workspace.slot_offset + waited * 8
@@ -148,6 +156,8 @@ def move_kernel(
             else:
                 seen = wait(workspace, source, waited_byte, epoch)
             ready = tl.minimum(ready, seen)
+        # Not behind a wait that was given up: neither is the peer's memory free, nor is there something
+        # to pass on.
         if ready >= epoch:
             if kind == _PUT:
                 put(
@@ -184,6 +194,8 @@ def move_kernel(
                             BLOCK_ROWS,
                             BLOCK_COLUMNS,
                         )
+                # LAND copies nothing here: it tells this rank's own readers, who then need not know of
+                # puts.
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
 
 
@@ -205,6 +217,7 @@ def quiet_kernel(workspace, partners, slot, PUT: tl.constexpr):
     if PUT == "late":
         epoch = current_epoch(workspace)
         if not is_void(workspace):
+            # All are told before the first wait: partners that waited first would wait for each other.
             for number in range(partners.count):
                 partner = tl.load(partners.ptr + number)
                 slot_byte = workspace.slot_offset + (slot + workspace.rank) * 8
@@ -229,6 +242,7 @@ def put_credits_kernel(workspace, partners, PUT: tl.constexpr):
     """
     epoch = counted_epoch(workspace)
     credit = tl.where(is_void(workspace), -epoch, epoch)
+    # This rank's credit word, at the same place in every rank's header.
     word_byte = (_CREDIT + workspace.rank) * 8
     if PUT == "nvshmem":
         word = tl.load(workspace.peers_ptr + workspace.rank) + word_byte

@@ -2,7 +2,7 @@
 
 The symbols are those of ``libnvshmem_device.bc``, which a compilation links when it is named in
 ``extern_libs``; a kernel that calls none of them needs no library. Their module finds NVSHMEM's state in
-constant memory, which the host fills in once per loaded module, before the first launch.
+constant memory, which the CPU fills in once per loaded module, before the first launch.
 
 Addresses are int64 or pointers and always of this rank's own symmetric memory: a function that
 reaches for rank ``pe`` translates them. ``pe`` counts all processes, not the ranks of a group.
@@ -45,6 +45,7 @@ def _call(symbol, arguments, semantic):
     """
     values = [semantic.cast(semantic.to_tensor(value), kind) for value, kind in arguments]
     kinds = tuple(kind for _, kind in arguments)
+    # is_pure=False: the calls are made for what they do, and nobody reads the result.
     return core.extern_elementwise(
         "", "", values, {kinds: (symbol, _I32)}, is_pure=False, _semantic=semantic
     )

@@ -10,8 +10,8 @@ data travels once, from a rank to its counterpart, who hands it on within its no
              1 --stage--> 1 --put--> 3
 
 What a rank does is a list of *moves*, one line of integers each, see ``MOVE_COLUMNS``. A kernel's
-programs take the lines in turn. A line waits only for an earlier line of its own rank, or for a put,
-and a put only for earlier lines of its rank: so any number of programs gets through.
+programs take the lines in turn. A line waits only for an earlier line of its own rank, for a SEND, or for a
+put. A SEND waits for no line, and a put only for SENDs: so any number of programs gets through.
 
 Why a line may wait for another line of the same rank: a put reads this rank's workspace, never the
 caller's tensor, which need not be memory that a network card may read; so rows are staged first, once for
@@ -59,12 +59,12 @@ def node_peers(rank, nodes):
 
 
 def put_targets(rank, nodes):
-    """To whom a rank puts, in order: its counterpart on every other node."""
+    """The ranks that a rank puts to, in order: its counterpart on every other node."""
     return [counterpart(rank, node, nodes) for node in other_nodes(rank, nodes)]
 
 
 def put_sources(rank, nodes):
-    """Who puts to a rank, in the order in which it arrives: the node before this one first."""
+    """The ranks that put to a rank, in order of arrival: the node before this one first."""
     return [
         source
         for node in reversed(other_nodes(rank, nodes))
@@ -114,6 +114,7 @@ def gather_moves(rank, nodes, rows, chunk_rows):
     targets, near = put_targets(rank, nodes), node_peers(rank, nodes)
     for chunk in range(counts[rank]):
         begin, row, count, slot = chunk_of(rank, chunk)
+        # Staged once for all nodes: a put reads the workspace, as a network card may not read the input.
         if targets:
             moves.append([SEND, rank, rank, begin, row, count, NO_SLOT, slot])
         for peer in targets:
@@ -123,6 +124,7 @@ def gather_moves(rank, nodes, rows, chunk_rows):
     for source, chunk in gather_order(rank, nodes, counts):
         if nodes[source] != nodes[rank] and counterpart(source, nodes[rank], nodes) == rank:
             _, row, count, slot = chunk_of(source, chunk)
+            # LAND before FORWARD: a line may wait for earlier lines of its rank only.
             moves.append([LAND, rank, source, row, row, count, slots + slot, slot])
             for peer in near:
                 moves.append([FORWARD, peer, source, row, row, count, slot, slot])
@@ -176,7 +178,7 @@ def exchange_moves(rank, nodes, sizes):
 
 
 def relay_places(by, nodes, sizes):
-    """Where in ``by``'s workspace the parts are that it puts: ({(source, destination): row}, rows)."""
+    """Rows in ``by``'s workspace of the parts that it puts: ({(source, destination): row}, rows in all)."""
     places, row = {}, 0
     for owner in reduced_owners(by, nodes)[1:]:
         for source in members(nodes, nodes[by]):
@@ -186,12 +188,12 @@ def relay_places(by, nodes, sizes):
 
 
 def reducer(rank, owner, nodes):
-    """Who of ``rank``'s node sums that node's contributions to ``owner``: itself if it is of the node."""
+    """The rank that sums contributions of ``rank``'s node to ``owner``: ``owner``, if of this node."""
     return owner if nodes[owner] == nodes[rank] else counterpart(owner, nodes[rank], nodes)
 
 
 def reduced_owners(rank, nodes):
-    """Whose parts a rank sums for its node, itself first: it keeps a region for each, in this order."""
+    """The owners whose parts a rank sums for its node, itself first: one region each, in this order."""
     others = [
         owner
         for node in other_nodes(rank, nodes)

@@ -37,6 +37,7 @@ def wait_node(peers, node, slot_byte, slots_each, epoch):
 
     ``slot_byte`` is that of the first member; member i has it ``i * slots_each`` later.
     """
+    # The smallest of all: one compare tells the caller whether any of the waits was given up.
     ready = epoch
     for member in range(node.num_members):
         source = tl.load(node.members_ptr + member)
@@ -49,6 +50,7 @@ def wait_node(peers, node, slot_byte, slots_each, epoch):
 def sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK: tl.constexpr):
     """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
     total = tl.zeros((BLOCK,), tl.float32)
+    # In rank order, and rounded only when the total is stored: no result depends on timing.
     for member in range(num_members):
         part = tl.load(contributions_ptr + member * stride + offsets, mask=mask)
         total += part.to(tl.float32)
@@ -70,6 +72,7 @@ def sum_nodes(
     """Sum over nodes, in order: of the own node the members' contributions, of others what has landed."""
     total = tl.zeros((BLOCK,), tl.float32)
     for other in range(node.num_nodes):
+        # Of the own node the contributions themselves are here: no partial sum of it is stored.
         if other == node.own_node:
             total += sum_node(contributions_ptr, stride, node.num_members, offsets, mask, BLOCK)
         else:
@@ -79,6 +82,8 @@ def sum_nodes(
     return total
 
 
+# `regions` and `piece` are specialized: they are the same on all ranks and whole blocks, so the compiler
+# knows that sums begin at 16 bytes.
 @triton.jit(do_not_specialize=["workspace", "parts", "duties", "node", "slots", "own_elements"])
 def node_reduce_scatter_kernel(
     workspace,
@@ -125,6 +130,7 @@ def node_reduce_scatter_kernel(
     region_slots = num_members * slots_each
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     region = num_members * stride
+    # Other nodes' parts come first in the table, as they have the longest way.
     for number in range(parts.first, parts.first + parts.count):
         line = parts.ptr + number * _PART
         summing = tl.load(line)
@@ -134,9 +140,14 @@ def node_reduce_scatter_kernel(
         start = tl.load(line + 4).to(tl.int32)
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         first = first_tile(start, program, programs)
+        # A program without a piece of this part waits for no credit.
         if first < end:
+            # The credit of the rank that sums the part: the contribution goes into its memory, not the
+            # owner's.
             if wait_credit(workspace, summing, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, summing, input_ptr)
+                # [region of the owner][member]: each contribution has a place, and no two ranks share
+                # one.
                 to_ptr += place * region + own_member * stride
                 for each in range(first, end, programs):
                     element = tl.cast(each - start, tl.int64) * piece
@@ -147,6 +158,8 @@ def node_reduce_scatter_kernel(
                     publish(
                         peer_pointer(workspace, summing, workspace.slot_offset + slot * 8), epoch
                     )
+    # Waits for data begin here. A sum for another node waits for contributions only, and those are stored
+    # above by every program before it waits: no order of programs can block.
     partials_ptr = float_region(workspace, regions.partial_offset)
     for number in range(duties.count):
         line = duties.ptr + number * _PART
@@ -159,11 +172,14 @@ def node_reduce_scatter_kernel(
             element = tl.cast(each - start, tl.int64) * piece
             count = tl.minimum(elements - element, piece)
             slot_byte = workspace.slot_offset + (place * region_slots + (each - start)) * 8
+            # The owner's credit, as the sum is put into its memory. + 1: a credit is good from epoch - 1
+            # on.
             ready = wait_credit(workspace, owner, epoch) + 1
             seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
             if tl.minimum(ready, seen) >= epoch:
                 contributions_ptr = own_ptr + place * region + element
                 partial_ptr = partials_ptr + place * stride + element
+                # Whole blocks without a mask, so that they are loaded and stored by 16 bytes.
                 whole = count // BLOCK * BLOCK
                 for begin in range(0, whole, BLOCK):
                     offsets = begin + tl.arange(0, BLOCK)
@@ -174,6 +190,8 @@ def node_reduce_scatter_kernel(
                     mask = offsets < count
                     total = sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
                     tl.store(partial_ptr + offsets, total, mask=mask)
+                # One put per piece, as soon as it is summed. `* 4`: partial sums are fp32, whatever the
+                # dtype.
                 put(
                     workspace,
                     owner,
@@ -186,6 +204,7 @@ def node_reduce_scatter_kernel(
                     PUT,
                     BLOCK,
                 )
+    # Own pieces last: that gives the sums of other nodes the most time to arrive.
     landed_ptr = float_region(workspace, regions.landing_offset)
     own_pieces = tl.cdiv(own_elements, piece).to(tl.int32)
     for each in range(program, own_pieces, programs):
@@ -196,6 +215,8 @@ def node_reduce_scatter_kernel(
                 slot_byte = workspace.slot_offset + each * 8
                 wait_node(workspace, node, slot_byte, slots_each, epoch)
             else:
+                # What these waits return is not looked at: the sum stays on this rank, in an op that
+                # failed.
                 source = tl.load(node.sums_ptr + 2 * other)
                 place = tl.load(node.sums_ptr + 2 * other + 1)
                 land(
@@ -209,6 +230,7 @@ def node_reduce_scatter_kernel(
                     PUT,
                     BLOCK,
                 )
+        # Below all waits of the piece: its loads cannot be moved above them.
         to_ptr = output_ptr + element
         whole = count // BLOCK * BLOCK
         for begin in range(0, whole, BLOCK):

@@ -98,7 +98,7 @@ def all_gather_matmul_fused(
     ]
 
     def body(workspace: Workspace) -> None:
-        most = max(1, communicator.place.program_limit() // 4)
+        most = max(1, communicator.place.program_limit // 4)
         copiers = min(configuration.copiers, num_sends, most) if far is None else 0
         moving = 0
         if far is not None:

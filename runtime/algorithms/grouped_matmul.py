@@ -98,7 +98,7 @@ def grouped_matmul_fused(
     tiles = routes.tiles(configuration.block_m, size, tiles_n)
 
     def body(workspace: Workspace) -> None:
-        most = max(1, communicator.place.program_limit() // 4)
+        most = max(1, communicator.place.program_limit // 4)
         copiers = min(configuration.copiers, len(lines), most)
         if not copiers and lines:
             _send_by_copy_engine(communicator, workspace, input, lines)

@@ -43,7 +43,7 @@ def _launch(
 ) -> None:
     multicast = workspace.buffer.multicast
     assert multicast or communicator.place.interpreted, "which the engine has made sure of"
-    limit = configuration.programs or communicator.place.program_limit()
+    limit = configuration.programs or communicator.place.program_limit
     communicator.compute.launch(
         KernelLaunch(
             kernel,

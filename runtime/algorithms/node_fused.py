@@ -55,7 +55,7 @@ class GatherMoves:
 
     def start(self, workspace: Workspace, input: torch.Tensor, configuration: Configuration) -> int:
         """Begin to move rows of ``input`` on the copy stream; how many programs do it."""
-        limit = self._communicator.place.program_limit()
+        limit = self._communicator.place.program_limit
         programs = max(1, min(max(1, configuration.copiers), self._moves.count, limit // 4))
         algorithms.launch_moves(
             self._communicator,

@@ -125,7 +125,7 @@ def matmul_reduce_scatter(
     duties_table = table(("node tile duties", key), lambda: known.duties)
     moved = sum(formulas.ceil_div(count, block_m) * tiles_n for _, _, count, _ in known.duties)
     moved += formulas.ceil_div(rows[rank], block_m) * tiles_n
-    limit = communicator.place.program_limit()
+    limit = communicator.place.program_limit
     summing = max(1, min(max(1, configuration.copiers), moved, limit // 4))
     resident = max(1, resident_programs(communicator, configuration, summing) - summing)
     tiles = formulas.tiles_of(rows, block_m, tiles_n)

@@ -149,7 +149,7 @@ def shared_programs(
     communicator: Communicator, configuration: Configuration, moves: int
 ) -> tuple[int, int]:
     """Programs for moves, and those that are left for the kernel that runs beside them."""
-    limit = communicator.place.program_limit()
+    limit = communicator.place.program_limit
     moving = max(1, min(max(1, configuration.copiers), moves, limit // 2))
     left = max(1, limit - moving)
     return moving, min(left, configuration.programs) if configuration.programs else left
@@ -375,7 +375,7 @@ def reduce_scatter(
     partial = layout.add_data(sums.duties * sums.stride * 4)
     landing = layout.add_data(len(nodes.names()) * sums.stride * 4)
     parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, sums.piece)
-    limit = configuration.programs or communicator.place.program_limit()
+    limit = configuration.programs or communicator.place.program_limit
     members = nodes.members(rank)
     far = partners(communicator, nodes)
     constants = {

@@ -155,7 +155,7 @@ def resident_programs(
 
     ``reserved`` programs of the grid do something else, and are not what was configured.
     """
-    limit = communicator.place.program_limit()
+    limit = communicator.place.program_limit
     return min(limit, reserved + configuration.programs) if configuration.programs else limit
 
 
@@ -181,7 +181,7 @@ def all_gather_kernel(
     layout.add_slots(slots)
     layout.add_data(formulas.gathered_bytes(lengths, output.dtype.itemsize))
     copiers = max(1, min(configuration.copiers, num_sends))
-    limit = configuration.programs or communicator.place.program_limit()
+    limit = configuration.programs or communicator.place.program_limit
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
@@ -299,7 +299,7 @@ def reduce_scatter_kernel(
     layout = Layout()
     layout.add_slots(formulas.reduce_slots(world_size, lengths, block, 1))
     layout.add_data(formulas.contributed_bytes(world_size, lengths, output.dtype.itemsize))
-    limit = configuration.programs or communicator.place.program_limit()
+    limit = configuration.programs or communicator.place.program_limit
     table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
 
     def body(workspace: Workspace) -> None:
@@ -379,7 +379,7 @@ def all_reduce_kernel(
     layout = Layout()
     layout.add_slots(formulas.reduce_slots(world_size, [elements], block, 1))
     layout.add_data(formulas.contributed_bytes(world_size, [elements], input.dtype.itemsize))
-    limit = configuration.programs or communicator.place.program_limit()
+    limit = configuration.programs or communicator.place.program_limit
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(

@@ -59,7 +59,7 @@ class AbsentGroup:
             recorder=None,
             interpreted=False,
             direct_access=False,
-            program_limit=lambda: 1 << 16,
+            program_limit=1 << 16,
             launching=contextlib.nullcontext,
         )
         memory = [meta(_BYTES, dtype=torch.uint8)] * world_size

@@ -216,7 +216,9 @@ class Communicator:
         if modes_active():
             _refuse_other_tensors(op)
         place.check()
-        if place.idle and (not async_op or place.alone):
+        worker = place.worker
+        idle = worker is None or not worker.unfinished or worker.inside
+        if idle and (not async_op or place.alone):
             try:
                 made = start()
             except BaseException as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -59,6 +59,16 @@ def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
+class Worker(Protocol):
+    """A thread that runs ops in order: ``unfinished`` of them, ``inside`` is whether this is it."""
+
+    @property
+    def unfinished(self) -> int: ...
+
+    @property
+    def inside(self) -> bool: ...
+
+
 class Place(ABC):
     """Memory, execution and host-side control of one rank of one group.
 
@@ -72,6 +82,9 @@ class Place(ABC):
     virtual : True where ranks share one process and its GPU.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
     nodes : which ranks share a node, where not all memory is mapped; None on one node.
+    program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
+    worker : what runs ops that were submitted to it, where streams run their items at once.
+    alone : whether an asynchronous op, too, may run in the caller: there is nobody it would wait for.
     """
 
     name: str
@@ -82,6 +95,9 @@ class Place(ABC):
     direct_access: bool
     linger = 0.0
     virtual = False
+    program_limit: int = 1 << 30
+    worker: Worker | None = None
+    alone = False
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
     nodes: Nodes | None = None
@@ -208,10 +224,6 @@ class Place(ABC):
 
     # -- what most places do not need ------------------------------------------------------------
 
-    def program_limit(self) -> int:
-        """How many programs of one persistent kernel may wait for each other: all stay resident."""
-        return 1 << 30
-
     def poll_limit(self) -> int:
         """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
         return 1 << 62
@@ -220,23 +232,12 @@ class Place(ABC):
         """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
         return None
 
-    def launching(self) -> AbstractContextManager[None]:
-        """Entered around the launches of one collective op, after all allocation is done."""
-        return nullcontext()
+    launching: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around the launches of one collective op, after all allocation is done."""
 
     @property
     def capturing(self) -> bool:
         """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
-        return False
-
-    @property
-    def idle(self) -> bool:
-        """Whether an op that is called now may run in the caller: nothing is queued before it."""
-        return True
-
-    @property
-    def alone(self) -> bool:
-        """Whether an asynchronous op, too, may run in the caller: there is nobody it would wait for."""
         return False
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:

@@ -226,8 +226,8 @@ _current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
 )
 
 
-def current() -> Recorder | None:
-    return _current.get()
+current: Callable[[], Recorder | None] = _current.get
+"""What the enclosing :func:`recording` writes to, if there is one."""
 
 
 @contextmanager

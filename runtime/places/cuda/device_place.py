@@ -306,9 +306,10 @@ class DevicePlace(Place):
     @functools.cached_property
     def residency(self) -> Residency:
         """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
-        return residency(self._index, self.program_limit() + 1)
+        return residency(self._index, self.program_limit + 1)
 
-    def program_limit(self) -> int:
+    @functools.cached_property  # can be written, which mypy does not know
+    def program_limit(self) -> int:  # type: ignore[override]
         """One multiprocessor is left to signals and sums of the group's streams."""
         properties = torch.cuda.get_device_properties(self.device)
         return max(2, int(properties.multi_processor_count) - 1)

@@ -87,10 +87,11 @@ class VirtualRankPlace(DevicePlace):
     @functools.cached_property
     def residency(self) -> Residency:
         """Of this rank's share of the GPU, the same for all its groups."""
-        capacity, known = self.program_limit() + 1, self._turns.residencies
+        capacity, known = self.program_limit + 1, self._turns.residencies
         return residency(self._members[self.rank], capacity, known)
 
-    def program_limit(self) -> int:
+    @functools.cached_property  # can be written, which mypy does not know
+    def program_limit(self) -> int:  # type: ignore[override]
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         return max(2, sms // self._turns.world_size - 1)
 

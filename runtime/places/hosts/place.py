@@ -94,6 +94,7 @@ class HostsPlace(Place):
             parent=None if parent is None else parent._group,
         )
         self.local = ShmPlace(self._group)
+        self.worker = self.local.worker
         try:
             self._links = HostLinks(
                 PrefixStore(f"{prefix}/links", store),
@@ -263,10 +264,6 @@ class HostsPlace(Place):
 
     def hold_current(self, event: Event, waiting_for: str) -> None:
         event.synchronize()
-
-    @property
-    def idle(self) -> bool:
-        return self.local.idle
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""

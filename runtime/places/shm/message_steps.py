@@ -254,7 +254,7 @@ class HostSteps:
     def _run(self, steps: Steps, addresses: tuple[int, int]) -> bool:
         """Whether the list ran to its end, rather than to a meeting of messages that are not equal."""
         self._set(steps.registers, addresses)
-        stopped = steps.run()
+        stopped = steps.run(0)
         while stopped >= 0:
             kind = steps.kinds[stopped]
             if kind == WAIT:

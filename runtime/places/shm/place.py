@@ -57,11 +57,15 @@ class ShmPlace(Place):
     device = torch.device("cpu")
     interpreted = True
     direct_access = True
+    worker: OrderedWorker
+    check: Callable[[], None]
 
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group = group
-        self._worker = OrderedWorker("interlace ops")
+        self.check = group.check
+        self.alone = group.world_size == 1
+        self.worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
 
     @classmethod
@@ -110,7 +114,7 @@ class ShmPlace(Place):
         """
         if nbytes < 0:
             raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
-        self._worker.drain()
+        self.worker.drain()
         mappings = self._group.allocate(nbytes, f"an allocation of {nbytes} bytes")
         tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
         peers = torch.tensor([m.data_address for m in mappings], dtype=torch.int64)
@@ -133,7 +137,7 @@ class ShmPlace(Place):
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
         """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""
-        self._worker.drain()
+        self.worker.drain()
         sizes = [len(part) for part in memory.parts]
         mappings = self._group.share(memory.origin, doing)
         shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
@@ -149,8 +153,8 @@ class ShmPlace(Place):
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
-        if self._worker.unfinished:
-            self._worker.drain()  # messages go out in the order of the calls, on every rank
+        if self.worker.unfinished:
+            self.worker.drain()  # messages go out in the order of the calls, on every rank
         return self._group.exchange(payload, doing)
 
     def agree(self, call: Call) -> list[bytes]:
@@ -198,20 +202,11 @@ class ShmPlace(Place):
     def hold_current(self, event: Event, waiting_for: str) -> None:
         event.synchronize()
 
-    @property
-    def idle(self) -> bool:
-        worker = self._worker
-        return not worker.unfinished or worker.inside
-
-    @property
-    def alone(self) -> bool:
-        return self.world_size == 1
-
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
         asynchronous = asynchronous and not self.alone
-        if not self._worker.inside and (asynchronous or not self._worker.idle):
-            return self._worker.submit(function)
+        if not self.worker.inside and (asynchronous or not self.worker.idle):
+            return self.worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
 
     def new_engine(self, communicator: object) -> Engine:
@@ -229,13 +224,9 @@ class ShmPlace(Place):
 
     def drain(self) -> None:
         """Return once the async ops that were submitted so far have finished."""
-        self._worker.drain()
+        self.worker.drain()
 
     # -- failing and ending --------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise AbortedError if the group, or one it was split from, was aborted."""
-        self._group.check()
 
     def trouble(self, doing: str) -> Exception | None:
         """A death, an abort. A peer that has left in good order is no trouble."""
@@ -258,6 +249,6 @@ class ShmPlace(Place):
     def close(self) -> None:
         """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
-        self._worker.close()
+        self.worker.close()
         self._group.close(self.linger)
         self._buffers = []

@@ -226,6 +226,7 @@ class SimPlace(Place):
 
     name = "sim"
     device = torch.device("cpu")
+    program_limit = 8
     interpreted = True
     direct_access = False
 
@@ -365,9 +366,6 @@ class SimPlace(Place):
         if not event.is_completed():
             self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
         self._observer.on_wait_event(self._scheduler.current, event)
-
-    def program_limit(self) -> int:
-        return 8
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         members = tuple(self._members[rank] for rank in ranks)

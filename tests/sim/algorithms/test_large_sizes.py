@@ -34,7 +34,7 @@ class FakeCommunicator:
     def __init__(self, memory: Memory, rank: int) -> None:
         self.memory, self.rank, self.world_size = memory, rank, WORLD
         self.place = mock.Mock(interpreted=True, direct_access=False, nodes=None)
-        self.place.program_limit.return_value = 1 << 30
+        self.place.program_limit = 1 << 30
         self.compute = self.copying = mock.Mock()
         self.compute.launch = lambda launch: self.launches.append(launch)
         self.launches: list[KernelLaunch] = []

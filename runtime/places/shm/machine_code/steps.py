@@ -65,7 +65,9 @@ class Steps:
     Addresses must stay mapped, and lists and their order stay as they were when added.
     """
 
-    __slots__ = ("_address", "_code", "_rows", "_words", "kinds", "notes", "registers")
+    __slots__ = ("_code", "_rows", "_words", "kinds", "notes", "registers", "run")
+
+    run: Callable[[int], int]
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, Sequence[int], int, tuple[Operand, ...]]] = []
@@ -75,7 +77,7 @@ class Steps:
         code = _run()
         if code is None:
             raise RuntimeError("no machine code can be made for this host")
-        self._code, self._address = code, 0
+        self._code = code
 
     def _add(self, kind: int, listed: Sequence[int], count: int, *operands: Operand) -> None:
         assert self._words is None, "steps are complete"
@@ -135,7 +137,7 @@ class Steps:
             words += listed
         view = memoryview(memory).cast("B").cast("q")
         view[:] = memoryview(array.array("q", words))
-        self._words, self._address = memory, address
+        self._words, self.run = memory, functools.partial(self._code, address)
         self.registers = view[ir.REGISTERS : ir.FIRST]
         self._rows = []
         return self
@@ -145,10 +147,6 @@ class Steps:
         """The memory of a list that is complete."""
         assert self._words is not None
         return ctypes.sizeof(self._words)
-
-    def run(self, first: int = 0) -> int:
-        """Run from step ``first``: -1 at the end, or the number of the step that stopped it."""
-        return self._code(self._address, first)
 
 
 class Copier:
@@ -162,7 +160,7 @@ class Copier:
     def __call__(self, target: int, source: int, nbytes: int) -> None:
         registers = self._steps.registers
         registers[1], registers[2], registers[3] = target, source, nbytes
-        self._steps.run()
+        self._steps.run(0)
 
 
 def _pair(operand: Operand) -> tuple[int, int]:
