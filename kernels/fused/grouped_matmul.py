@@ -58,7 +58,6 @@ def _consume(
     world_size = workspace.world_size
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     own_row = tl.load(offsets_ptr)
-    # A tensor, not 0: the loop adds to it, and a variable that a loop carries keeps its type.
     start = tl.zeros((), tl.int32)
     # Source by source, the own rows first, then as the peers' send order makes them arrive.
     for index in range(world_size * num_experts):
@@ -68,7 +67,7 @@ def _consume(
         segment = expert * world_size + source
         segment_row = tl.load(offsets_ptr + 1 + segment)
         segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
-        # No table of slots: see the module for why no two chunks share one.
+        # Computed, not looked up: the module says why no two chunks get the same slot.
         first_slot = segment + segment_row // chunk_rows
         b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
         of_expert = Epilogue(bias_ptr + expert * N, None, None)
