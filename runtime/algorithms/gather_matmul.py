@@ -42,8 +42,8 @@ from interlace.runtime.tuning.table import threshold
 SMALL_BYTES = threshold("engine_gather_bytes")
 
 
-class _Sized(NamedTuple):
-    """What calls of the same shapes and configuration have in common.
+class _Sizes(NamedTuple):
+    """Sizes, tables and grids, which calls of the same shapes and configuration have in common.
 
     ``launches``: for each weight the kernel's ``chunks`` and the grid. ``copiers`` are of the first.
     """
@@ -57,17 +57,17 @@ class _Sized(NamedTuple):
     far: GatherMoves | None
 
 
-def _sized(
+def _sizes(
     communicator: Communicator,
     configuration: Configuration,
     rows: Sequence[int],
     columns: Sequence[int],
     row_bytes: int,
     scale_bytes: int,
-) -> _Sized:
+) -> _Sizes:
     """``scale_bytes`` travel with every row; ``columns`` are those of the own weights."""
     key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
-    known: _Sized | None = communicator.derived.get(key)
+    known: _Sizes | None = communicator.derived.get(key)
     if known is not None:
         return known
     rank, world_size, place = communicator.rank, communicator.world_size, communicator.place
@@ -97,7 +97,7 @@ def _sized(
         resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
         launches.append((Table(chunks, slots), formulas.persistent_grid(mine, tiles, resident)))
-    made = _Sized(size, layout, scales_at, copiers, sends, launches, far)
+    made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
     communicator.derived[key] = made
     return made
 
@@ -120,7 +120,7 @@ def all_gather_matmul_fused(
     total = sum(rows)
     sent_scale = row_scale if linears[0].scales == "row" else None
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
-    sized = _sized(
+    sizes = _sizes(
         communicator,
         configuration,
         rows,
@@ -128,7 +128,7 @@ def all_gather_matmul_fused(
         inner * input.element_size(),
         0 if sent_scale is None else sent_scale.element_size(),
     )
-    size, far, scales_at = sized.chunk_rows, sized.far, sized.scales_at
+    size, far, scales_at = sizes.chunk_rows, sizes.far, sizes.scales_at
     operands = [
         product(communicator, configuration, input, linear) | epilogue(linear, row_scale)
         for linear in linears
@@ -137,11 +137,11 @@ def all_gather_matmul_fused(
     def body(workspace: Workspace) -> None:
         if far is not None:
             far.start(workspace, input)
-        elif not sized.copiers:
+        elif not sizes.copiers:
             _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
         path = multicast_path(communicator, configuration, workspace)
-        copiers = sized.copiers
-        for (chunks, grid), operand in zip(sized.launches, operands, strict=True):
+        copiers = sizes.copiers
+        for (chunks, grid), operand in zip(sizes.launches, operands, strict=True):
             # a switch moves 16 bytes at a time
             multicast = path if copiers and operand["TILES"].ALIGNED else ""
             communicator.compute.launch(
@@ -153,7 +153,7 @@ def all_gather_matmul_fused(
                         **operand,
                         **copies(configuration, copiers, multicast),
                         "scale_offset": workspace.data_offset + scales_at,
-                        "sends": sized.sends,
+                        "sends": sizes.sends,
                         "chunks": chunks,
                         "multicast": workspace.buffer.multicast,
                     },
@@ -179,7 +179,7 @@ def all_gather_matmul_fused(
         if far is not None:
             far.finish(workspace)
 
-    return communicator.enqueue("all_gather_matmul", sized.layout, body)
+    return communicator.enqueue("all_gather_matmul", sizes.layout, body)
 
 
 def multicast_path(
