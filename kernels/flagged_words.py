@@ -10,7 +10,7 @@ What keeps a word from being overwritten too early is the caller's protocol
 but its EPOCH counts the programs that have ended (``signal.count_program``).
 
 Giving up is as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first to
-give up writes down for whom it waited.
+give up writes down which rank it waited for.
 """
 
 import triton

@@ -27,8 +27,8 @@ cannot know that the others have read the words that it would overwrite. Nor doe
 words have not all come.
 
 All ranks add in rank order, in fp32: same bits everywhere, as in ``kernels/collectives/reduction.py``.
-Programs wait for programs of the same number only, so any residency in which the lowest number still to
-run is resident on every rank makes progress.
+Programs wait for programs of the same number only. So there is progress as long as, on every rank, the
+lowest-numbered program that has not ended is resident.
 
 Rejected: credits (a signal per op and peer, which is what this avoids), one flag per 8 or 16 bytes of a
 wider store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second

@@ -165,7 +165,7 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
                        BLOCK: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy up to ``BLOCK`` elements, 16-byte aligned on both sides, to ``byte`` of all ranks' buffers.
 
-    What is left of whole vectors goes to the ranks one by one.
+    Elements behind the last whole vector go to the ranks one by one.
     """
     ITEM: tl.constexpr = from_ptr.dtype.element_ty.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM

@@ -4,7 +4,7 @@ Every expert has a weight of its own, and rows that all ranks send it. A rank's 
 so what one rank sends to one expert is contiguous: a *segment*. Segments are cut into chunks of
 ``chunk_rows``; each chunk is pushed to where it belongs in the receiver's workspace, and signalled. The
 consumers take their own segments first, in place, then those of rank - 1, rank - 2 ...: the order in which
-the peers, who send to rank + 1, rank + 2 ... in turn, make them arrive::
+the peers, which send to rank + 1, rank + 2 ... in turn, make them arrive::
 
     rank 0  copiers    | to 1: expert a, b | to 2: expert c, d |
             consumers  | own tiles, a, b ..... | wait 2: tiles of a, b | wait 1: tiles of a, b |
@@ -13,8 +13,8 @@ Whether all ranks' rows go to all ranks (all-gather) or each row to the rank tha
 (all-to-all) is a matter of the sends and the offsets. The kernel is told neither counts nor shapes that
 depend on the routing by value: it reads them in device memory, so one compilation does for all routings.
 
-Segments of several sources are never in one tile, so a tile waits for one chunk. The price are tiles that
-are not full: at most one per expert and source.
+A tile never has rows of two sources, so it waits for one chunk. The price is tiles that are not full, in at
+most one row of tiles per expert and source.
 
 Slots need no table. Segment i begins at output row o, and its chunk p has slot ``i + o // chunk_rows + p``:
 a segment of n rows has at most ``1 + (n - 1) // chunk_rows`` chunks, so the next one's slots lie behind.
@@ -58,7 +58,6 @@ def _consume(
     world_size = workspace.world_size
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     own_row = tl.load(offsets_ptr)
-    # A tensor, not 0: the loop adds to it, and a variable that a loop carries keeps its type.
     start = tl.zeros((), tl.int32)
     # Source by source, the own rows first, then as the peers' send order makes them arrive.
     for index in range(world_size * num_experts):
@@ -68,7 +67,7 @@ def _consume(
         segment = expert * world_size + source
         segment_row = tl.load(offsets_ptr + 1 + segment)
         segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
-        # No table of slots: see the module for why no two chunks share one.
+        # Computed, not looked up: the module says why no two chunks get the same slot.
         first_slot = segment + segment_row // chunk_rows
         b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
         of_expert = Epilogue(bias_ptr + expert * N, None, None)

@@ -159,9 +159,9 @@ def matmul_reduce_scatter_kernel(
     of this rank's product; "row": ``row_scale`` is ``[M]`` and ``column_scale`` ``[N]``; "tensor": one
     number each.
 
-    Ordering: a producer waits for the owner's credit and stores its tiles of that owner; descriptor
-    stores it then waits for, until they are complete; then it publishes the slot (source, tile) of
-    each. The owner waits for the slots of all sources, then loads. The workspace is free again when
+    Ordering: a producer waits for the owner's credit, stores its tiles of that owner, and waits until
+    descriptor stores among them are complete; then it publishes the slot (source, tile) of each. The
+    owner waits for the slots of all sources, then loads. The workspace is free again when
     finish_kernel, next on the stream, has given this rank's credit.
 
     Example: W = 2, M = 128, N = 64, 64 x 64 tiles, one program per rank. Rank 0 computes rows 64-127,

@@ -1,15 +1,15 @@
 """Fused matmul + reduce-scatter between nodes: partial sums of a node leave it while the matmul runs.
 
 Every rank holds a slice of K, so its product is a partial sum of all rows. What a node's ranks have for an
-owner on another node is summed within the node first, and travels once. Two kernels run side by side, one
-multiplies and one puts, because NVSHMEM's code comes with whatever puts, and needs registers and stack that
-a matmul must not pay for::
+owner on another node is summed within the node first, and travels once. Two kernels run side by side: one
+multiplies and one puts. A kernel that puts is linked with NVSHMEM's code, which needs registers and stack
+that a matmul must not pay for::
 
     matmul, most SMs   | tiles of node 1's owners | ... own node's | own | add own tiles, all nodes |
                            publish to who sums ^    publish to owners
     sums, a few SMs      wait, sum the node's tiles, put to the owner ... wait for puts, publish here |
 
-Tiles of other nodes' owners come first (``node_order.scatter_order``): they have the longest way. Each goes
+Tiles of other nodes' owners come first (``order.scatter_order``): they have the longest way. Each goes
 straight to the rank of this node that sums for the owner, over the fast link. That rank adds the members'
 tiles in fp32 and puts the sum, one put with its signal per tile, as soon as the tile is there from all
 members. What lands is published again by the rank itself, so that the matmul, which is not linked with
@@ -73,8 +73,8 @@ def matmul_node_reduce_scatter_kernel(
 ):
     """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
-    Legend: as matmul_reduce_scatter_kernel. ``segments``: a line per owner in ``node_order.scatter_order``:
-    who of this node takes its tiles, first row, rows, number of the first tile, and in which of the
+    Legend: as matmul_reduce_scatter_kernel. ``segments``: a line per owner in ``order.scatter_order``: the
+    rank of this node that takes its tiles, first row, rows, number of the first tile, and in which of the
     taker's regions they are. A region has a contribution of ``region_stride`` elements and ``slots_each``
     slots per member of the node. Region 0 is that of the taker's own rows. Of every other node n the
     sums of the own tiles are at ``landing_offset``, from tile ``n * slots_each`` on, and their slots at
@@ -86,7 +86,7 @@ def matmul_node_reduce_scatter_kernel(
     workspace is free again once put_credits_kernel and finish_kernel have given this rank's credit.
 
     Example: nodes [0, 0, 1, 1], 64 rows each, N = 64, 64 x 64 tiles. Rank 0 computes rows 192-255 for
-    rank 3 and stores them in region 1 of rank 1, who sums for rank 3; rows 128-191 for rank 2 into its
+    rank 3 and stores them in region 1 of rank 1, which sums for rank 3; rows 128-191 for rank 2 into its
     own region 1; rows 64-127 into region 0 of rank 1, rows 0-63 into its own. Then it adds the two
     contributions of its region 0, and what node 1 has put: sum_0 + sum_1.
     """

@@ -101,13 +101,13 @@ def move_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Do the moves of a rank: ``moves`` as ``node_order`` describes them, rows of ``columns`` elements.
+    """Do the moves of a rank: ``moves`` as ``order.py`` describes them, rows of ``columns`` elements.
 
     ``BLOCK_ROWS`` 0: a flat tensor, of which rows are elements and which is copied ``BLOCK_COLUMNS`` at
     a time. ``quiet_kernel`` follows on the stream.
 
-    Ordering: before rows go to a peer, its credit. SEND publishes the slot after its stores. FORWARD
-    and PUT wait for their slot first, so they pass on what whoever has published it had stored; a put
+    Ordering: rows go to a peer after its credit. SEND publishes the slot after its stores. FORWARD and
+    PUT wait for their slot first, so they pass on what the publisher of that slot had stored; a put
     sets the landing slot, which LAND waits for, and LAND publishes the slot that readers wait for: the
     stores of one rank, a put, and the loads of another are in order by three releases and three
     acquires. Nothing is passed on where a wait was given up.

@@ -3,7 +3,7 @@
 Within a node a rank reaches its peers' memory; to another node it can only put. ``nodes`` lists the node
 of every rank, in any numbering: ``[0, 0, 1, 1]``. Nodes may differ in size. A rank is tied to one rank of
 every other node, its *counterpart* there: the one at the same place within the node. Between two nodes
-data travels once, from a rank to its counterpart, who hands it on within its node::
+data travels once, from a rank to its counterpart, which hands it on within its node::
 
     node 0   0 --stage--> 0 --put--> 2                 node 1   2 --land--> 2 --forward--> 3
              0 --send---> 1                                     3 --land--> 3 --forward--> 2

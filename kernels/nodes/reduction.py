@@ -8,8 +8,8 @@ rank. For owner 2 of four ranks on two nodes::
     node 1   2, 3 --contribution--> 2                                   2 adds both sums
 
 Partial sums are fp32 wherever they are, so a result is rounded once. The sum is taken by nodes, and
-within a node by ranks: deterministic, and the same on all ranks that need it, but other bits than the
-sum over all ranks in a row, which cannot be had without every contribution travelling.
+within a node by ranks: deterministic, and the same on all ranks that need it. Its bits are not those of a
+sum over all ranks in a row: for that, every contribution would have to travel.
 """
 
 import triton
@@ -103,19 +103,19 @@ def node_reduce_scatter_kernel(
     """Reduce-scatter of a flat tensor over nodes: each rank ends with the sum of its own part.
 
     Legend: ``input`` is ``[sum of parts]``, ``output`` ``[own_elements]``; a part is cut in pieces of
-    ``piece`` elements, at most ``slots_each``. ``parts``: a line per owner in ``node_order.scatter_order``:
-    who sums it on this node, in which of its regions, first element, elements, number of the first
-    piece; this launch hands over ``count`` of them from ``first`` on, and without duties and own elements
-    does no more than that. ``duties``: for owners on other nodes whose parts this rank sums, the same
-    with the owner first. Contributions ``[region][member]`` are at ``data_offset``, own partial sums
+    ``piece`` elements, at most ``slots_each``. ``parts``: a line per owner in ``order.scatter_order``: the
+    rank of this node that sums it, in which of its regions, first element, elements, number of the first
+    piece. This launch hands over ``count`` of them, from ``first`` on; a launch without duties and own
+    elements does nothing else. ``duties``: the same with the owner first, for owners on other nodes whose
+    parts this rank sums. Contributions ``[region][member]`` are at ``data_offset``, own partial sums
     ``[region]`` at ``partial_offset``, those of other nodes ``[node]`` at ``landing_offset``, their slots
     from ``landing_slot`` on. ``quiet_kernel`` follows on the stream.
 
-    Ordering: every program first stores its pieces of all parts, each after the credit of who sums
-    it, and publishes a slot per piece. Then it sums its pieces for other nodes: waits for all members'
-    slots and for the credit of the owner, stores the sum and puts it. Last it sums its own pieces:
-    waits for the members' slots and for what the other nodes put. A step waits only for earlier steps
-    of other ranks, so any number of programs gets through. Nothing is put where a wait was given up.
+    Ordering: every program first stores its pieces of all parts, each after the credit of the rank that
+    sums it, and publishes a slot per piece. Then it sums its pieces for other nodes: it waits for all
+    members' slots and for the credit of the owner, stores the sum and puts it. Last it sums its own
+    pieces: it waits for the members' slots and for what the other nodes put. A step waits only for earlier
+    steps of other ranks, so any number of programs gets through. Nothing is put where a wait was given up.
 
     Example: nodes [0, 0, 1, 1], parts of 4 elements, one piece each. Rank 0 stores elements 12-15 in
     region 1 of rank 1, 8-11 in its own region 1, 4-7 in region 0 of rank 1, 0-3 in its own region 0.

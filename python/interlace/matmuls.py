@@ -5,7 +5,7 @@ Validation, agreement between ranks and the choice of an algorithm are in the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.fused import gather, grouped, reduce
 from interlace.groups.groups import resolve
+from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.numerics.activations import activate
@@ -155,35 +156,9 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     options = reduce.Options(reduce_op, scatter_dim, algorithm, out_dtype, activation)
-    if _requires_gradients(input, weight, bias):
-        if _are_matrices(input, weight) and recorded.equal_parts(group, input, weight, scatter_dim):
-            name = checks.activation("activation", activation, resolve(group).rank)
-            return recorded.run(
-                reduce.SCATTER,
-                async_op,
-                lambda functional: functional.matmul_reduce_scatter(
-                    input,
-                    weight,
-                    reduce_op,
-                    scatter_dim,
-                    bias=bias,
-                    group=group,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                ),
-                lambda result: activate(result, name),
-            )
-        checks.warn_without_gradients(reduce.SCATTER)
     tensors = (input, weight, bias, None)
-    communicator = resolve(group).on(input)
-    return communicator.call(
-        reduce.SCATTER,
-        reduce.matmul_reduce_scatter,
-        tensors,
-        (options,),
-        async_op=async_op,
-        fills=False,
-    )
+    prepared = reduce.matmul_reduce_scatter
+    return _matmul_reduce(reduce.SCATTER, prepared, tensors, options, group, async_op)
 
 
 def matmul_all_reduce(
@@ -213,34 +188,50 @@ def matmul_all_reduce(
     [tensor([[16.]]), tensor([[16.]])]
     """
     options = reduce.Options(reduce_op, None, algorithm, out_dtype, activation)
+    tensors = (input, weight, bias, None)
+    prepared = reduce.matmul_all_reduce
+    return _matmul_reduce(reduce.ALL_REDUCE, prepared, tensors, options, group, async_op)
+
+
+def _matmul_reduce(
+    op: str,
+    prepared: Callable[..., PreparedCall],
+    tensors: tuple[Any, ...],
+    options: reduce.Options,
+    group: Any,
+    async_op: bool,
+) -> Any:
+    """Either op that reduces; recorded for backward if autograd can and is to know of it."""
+    input, weight, bias, _ = tensors
     if _requires_gradients(input, weight, bias):
-        if _are_matrices(input, weight):
-            name = checks.activation("activation", activation, resolve(group).rank)
+        matrices = (
+            not modes_active()
+            and isinstance(input, torch.Tensor)
+            and isinstance(weight, torch.Tensor)
+            and input.dim() > 1
+            and weight.dim() == 2
+        )
+        dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
+        if matrices and all(recorded.equal_parts(group, input, weight, dim) for dim in dims):
+            name = checks.activation("activation", options.activation, resolve(group).rank)
             return recorded.run(
-                reduce.ALL_REDUCE,
+                op,
                 async_op,
-                lambda functional: functional.matmul_all_reduce(
+                lambda functional: getattr(functional, op)(
                     input,
                     weight,
-                    reduce_op,
+                    options.reduce_op,
+                    *dims,
                     bias=bias,
                     group=group,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
+                    algorithm=options.algorithm,
+                    out_dtype=options.out_dtype,
                 ),
                 lambda result: activate(result, name),
             )
-        checks.warn_without_gradients(reduce.ALL_REDUCE)
-    tensors = (input, weight, bias, None)
+        checks.warn_without_gradients(op, stacklevel=4)
     communicator = resolve(group).on(input)
-    return communicator.call(
-        reduce.ALL_REDUCE,
-        reduce.matmul_all_reduce,
-        tensors,
-        (options,),
-        async_op=async_op,
-        fills=False,
-    )
+    return communicator.call(op, prepared, tensors, (options,), async_op=async_op, fills=False)
 
 
 def _requires_gradients(*tensors: Any) -> bool:
@@ -254,17 +245,6 @@ def _requires_gradients(*tensors: Any) -> bool:
         elif isinstance(each, (list, tuple)) and _requires_gradients(*each):
             return True
     return False
-
-
-def _are_matrices(input: Any, weight: Any) -> bool:
-    """Whether autograd can know of a matmul of these; else the op refuses them, on all ranks."""
-    return (
-        not modes_active()
-        and isinstance(input, torch.Tensor)
-        and isinstance(weight, torch.Tensor)
-        and input.dim() > 1
-        and weight.dim() == 2
-    )
 
 
 def all_gather_grouped_matmul(
@@ -420,6 +400,6 @@ def _grouped_matmul(
                     return grouped.result(received, output, splits)
 
                 return recorded.run(op, async_op, start, finish)
-        checks.warn_without_gradients(op)
+        checks.warn_without_gradients(op, stacklevel=4)
     tensors = (input, weight, bias, None, None)
     return communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=async_op)

@@ -11,6 +11,7 @@ strides, results are contiguous. ``rows`` lists the rows of every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from interlace.runtime.algorithms.operands import (
     multiply,
     product,
 )
-from interlace.runtime.algorithms.plain import all_gather_copy, resident_programs, transfer_tables
+from interlace.runtime.algorithms.plain import all_gather_copy, resident_programs, send_table
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
@@ -41,25 +42,64 @@ from interlace.runtime.tuning.table import threshold
 SMALL_BYTES = threshold("engine_gather_bytes")
 
 
-def _chunk_table(
+class _Sizes(NamedTuple):
+    """Sizes, tables and grids, which calls of the same shapes and configuration have in common.
+
+    ``launches``: for each weight the kernel's ``chunks`` and the grid. ``copiers`` are of the first.
+    """
+
+    chunk_rows: int
+    layout: Layout
+    scales_at: int
+    copiers: int
+    sends: Table
+    launches: list[tuple[Table, int]]
+    far: GatherMoves | None
+
+
+def _sizes(
     communicator: Communicator,
     configuration: Configuration,
     rows: Sequence[int],
-    size: int,
-    columns: int,
-    far: GatherMoves | None,
-) -> tuple[torch.Tensor, int]:
-    """Lines of ``all_gather_matmul_kernel``'s ``chunks``; the number of tiles."""
-    rank, world_size = communicator.rank, communicator.world_size
-    block_m, tiles_n = configuration.block_m, formulas.ceil_div(columns, configuration.block_n)
+    columns: Sequence[int],
+    row_bytes: int,
+    scale_bytes: int,
+) -> _Sizes:
+    """``scale_bytes`` travel with every row; ``columns`` are those of the own weights."""
+    key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
+    known: _Sizes | None = communicator.derived.get(key)
+    if known is not None:
+        return known
+    rank, world_size, place = communicator.rank, communicator.world_size, communicator.place
+    block_m = configuration.block_m
+    size = formulas.chunk_rows(rows, block_m, configuration.chunks)
+    slots, sends = formulas.chunk_slots(rows, size), send_table(communicator, rows, size)
+    copiers, moving, far = min(configuration.copiers, sends.count), 0, None
+    if place.nodes is not None:
+        far = GatherMoves(communicator, place.nodes, rows, size, configuration)
+        copiers, moving = 0, far.programs
+    copiers = min(copiers, max(1, place.program_limit // 4))
+    layout = Layout()
+    layout.add_slots(slots if far is None else far.slots)
+    layout.add_data(formulas.gathered_bytes(rows, row_bytes))
+    scales_at = layout.add_data(sum(rows) * scale_bytes) if scale_bytes else 0
+    launches = []
+    for index, each in enumerate(columns):
+        tiles_n = formulas.ceil_div(each, configuration.block_n)
 
-    def lines() -> list[list[int]]:
-        if far is not None:
-            return far.chunk_lines(block_m, tiles_n)
-        return formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+        def lines(tiles_n: int = tiles_n) -> list[list[int]]:
+            if far is not None:
+                return far.chunk_lines(block_m, tiles_n)
+            return formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
 
-    table = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
-    return table, formulas.tiles_of(rows, block_m, tiles_n)
+        chunks = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
+        mine = copiers if index == 0 else 0
+        resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
+        tiles = formulas.tiles_of(rows, block_m, tiles_n)
+        launches.append((Table(chunks, slots), formulas.persistent_grid(mine, tiles, resident)))
+    made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
+    communicator.derived[key] = made
+    return made
 
 
 def all_gather_matmul_fused(
@@ -78,56 +118,50 @@ def all_gather_matmul_fused(
     """
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)
-    size = formulas.chunk_rows(rows, configuration.block_m, configuration.chunks)
-    sends, num_sends, _, _, slots = transfer_tables(communicator, rows, size)
-    nodes = communicator.place.nodes
-    far = None if nodes is None else GatherMoves(communicator, nodes, rows, size)
-    layout = Layout()
-    layout.add_slots(slots if far is None else far.slots)
-    layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
     sent_scale = row_scale if linears[0].scales == "row" else None
-    scales_at = 0 if sent_scale is None else layout.add_data(total * sent_scale.element_size())
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    sizes = _sizes(
+        communicator,
+        configuration,
+        rows,
+        [linear.weight.shape[1] for linear in linears],
+        inner * input.element_size(),
+        0 if sent_scale is None else sent_scale.element_size(),
+    )
+    size, far, scales_at = sizes.chunk_rows, sizes.far, sizes.scales_at
     operands = [
         product(communicator, configuration, input, linear) | epilogue(linear, row_scale)
         for linear in linears
     ]
-    tables = [
-        _chunk_table(communicator, configuration, rows, size, linear.weight.shape[1], far)
-        for linear in linears
-    ]
 
     def body(workspace: Workspace) -> None:
-        most = max(1, communicator.place.program_limit // 4)
-        copiers = min(configuration.copiers, num_sends, most) if far is None else 0
-        moving = 0
         if far is not None:
-            moving = far.start(workspace, input, configuration)
-        elif not copiers:
+            far.start(workspace, input)
+        elif not sizes.copiers:
             _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
         path = multicast_path(communicator, configuration, workspace)
-        for index, (chunks, tiles) in enumerate(tables):
-            mine = copiers if index == 0 else 0
-            resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
+        copiers = sizes.copiers
+        for (chunks, grid), operand in zip(sizes.launches, operands, strict=True):
             # a switch moves 16 bytes at a time
-            multicast = mine and operands[index]["TILES"].ALIGNED
+            multicast = path if copiers and operand["TILES"].ALIGNED else ""
             communicator.compute.launch(
                 KernelLaunch(
                     all_gather_matmul_kernels.all_gather_matmul_kernel,
-                    formulas.persistent_grid(mine, tiles, resident),
+                    grid,
                     {
                         **workspace.kernel_arguments(),
-                        **operands[index],
-                        **copies(configuration, mine, path if multicast else ""),
+                        **operand,
+                        **copies(configuration, copiers, multicast),
                         "scale_offset": workspace.data_offset + scales_at,
-                        "sends": Table(sends, num_sends),
-                        "chunks": Table(chunks, slots),
+                        "sends": sizes.sends,
+                        "chunks": chunks,
                         "multicast": workspace.buffer.multicast,
                     },
                     "all_gather_matmul",
                     **launch_options(configuration),
                 )
             )
+            copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):
             # No tile, so no program has waited; but what arrives late would hit the next op.
             counts = [len(chunks_of(count, size)) for count in rows]
@@ -145,7 +179,7 @@ def all_gather_matmul_fused(
         if far is not None:
             far.finish(workspace)
 
-    return communicator.enqueue("all_gather_matmul", layout, body)
+    return communicator.enqueue("all_gather_matmul", sizes.layout, body)
 
 
 def multicast_path(

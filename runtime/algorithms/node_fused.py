@@ -33,16 +33,23 @@ SUMMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GatherMoves:
-    """What ``all_gather_matmul_fused`` needs in place of copiers: chunks of ``size`` rows on the way."""
+    """What ``all_gather_matmul_fused`` needs in place of copiers: ``programs`` that move chunks of rows."""
 
     def __init__(
-        self, communicator: Communicator, nodes: Nodes, rows: Sequence[int], size: int
+        self,
+        communicator: Communicator,
+        nodes: Nodes,
+        rows: Sequence[int],
+        size: int,
+        configuration: Configuration,
     ) -> None:
-        self._communicator, self._nodes = communicator, nodes
+        self._communicator, self._nodes, self._configuration = communicator, nodes, configuration
         self._rows, self._size = rows, size
         self._moves = algorithms.gather_moves(communicator, nodes, rows, size)
         self._far = algorithms.partners(communicator, nodes)
         self.slots = self._moves.leased(communicator.world_size)
+        most = max(1, min(self._moves.count, communicator.place.program_limit // 4))
+        self.programs = min(max(1, configuration.copiers), most)
 
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
         """As ``launch_formulas.chunk_lines``, in the order in which chunks come between nodes."""
@@ -53,20 +60,17 @@ class GatherMoves:
             start += formulas.ceil_div(line[2], block_m) * tiles_n
         return lines
 
-    def start(self, workspace: Workspace, input: torch.Tensor, configuration: Configuration) -> int:
-        """Begin to move rows of ``input`` on the copy stream; how many programs do it."""
-        limit = self._communicator.place.program_limit
-        programs = max(1, min(max(1, configuration.copiers), self._moves.count, limit // 4))
+    def start(self, workspace: Workspace, input: torch.Tensor) -> None:
+        """Begin to move rows of ``input`` on the copy stream."""
         algorithms.launch_moves(
             self._communicator,
             self._far,
             workspace,
             input,
             self._moves,
-            programs,
-            configuration,
+            self.programs,
+            self._configuration,
         )
-        return programs
 
     def finish(self, workspace: Workspace) -> None:
         """Tell other nodes that the rows were taken; the last item of the op."""
@@ -85,7 +89,7 @@ def all_gather_matmul_pipelined(
     """A torch matmul per chunk, each as soon as its chunk is there."""
     rank, inner = communicator.rank, input.shape[1]
     size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
-    moves = GatherMoves(communicator, nodes, rows, size)
+    moves = GatherMoves(communicator, nodes, rows, size, configuration)
     layout = Layout()
     layout.add_slots(moves.slots)
     layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
@@ -93,7 +97,7 @@ def all_gather_matmul_pipelined(
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
-        moves.start(workspace, input, configuration)
+        moves.start(workspace, input)
         arrived = workspace.data(rank, 0, (sum(rows), inner), input.dtype)
         for source, first, count, row, slot in lines:
             operand = input[first : first + count]

@@ -75,10 +75,9 @@ def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
 
 
 def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: torch.Tensor) -> str:
-    """Which path of ``kernels/matmul.py`` these operands allow: "", "kn" or "nk"."""
+    """Which path of ``kernels/matmul.py`` an aligned ``input`` and a weight allow: "", "kn" or "nk"."""
     inner = input.shape[1]
-    usable = configuration.descriptors and inner > 0 and is_aligned(input, inner)
-    if not usable or input.stride(0) < inner or not is_aligned(input, input.stride(0)):
+    if not configuration.descriptors or inner == 0 or input.stride(0) < inner:
         return ""
     across, along = weight.stride(0), weight.stride(1)
     # rows that overlap, as of an expanded tensor, are no matter for a pointer but for a descriptor
@@ -120,17 +119,18 @@ def product(
     ``published``: peers wait for the tiles, so they do not leave by descriptor from warps of their own.
     """
     weight, inner = linear.weight, input.shape[1]
-    descriptors = descriptor_path(configuration, input, weight)
+    aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
+    descriptors = descriptor_path(configuration, input, weight) if aligned else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     tiles = Tiles(
         BLOCK_M=configuration.block_m,
         BLOCK_N=configuration.block_n,
-        BLOCK_K=configuration.inner_block(descriptors),
+        BLOCK_K=configuration.block_k if descriptors else configuration.pointer_block_k,
         GROUP_M=configuration.group_m,
         DESCRIPTORS=descriptors,
         INPUT_PRECISION=input_precision(input.dtype),
         FAST_ACCUM=linear.fast_accum,
-        ALIGNED=is_aligned(input, inner) and is_aligned(input, input.stride(0)),
+        ALIGNED=aligned,
         FLATTEN=configuration.flatten and bool(descriptors),
         WARP_SPECIALIZE=specialized,
         COMPILED=not communicator.place.interpreted,

@@ -123,29 +123,14 @@ def all_gather_copy(
     return pull(communicator, "all_gather", nbytes, staged, taken)
 
 
-def transfer_tables(
-    communicator: Communicator, rows: Sequence[int], chunk_size: int, *, own: bool = True
-) -> tuple[torch.Tensor, int, torch.Tensor, int, int]:
-    """Sends and arrivals of an all-gather: (sends, count, arrivals, count, slots).
-
-    ``own`` says that the own chunks are arrivals too, which they are not where they are in place.
-    """
+def send_table(communicator: Communicator, rows: Sequence[int], chunk_size: int) -> Table:
+    """What this rank sends in an all-gather."""
     rank, world_size = communicator.rank, communicator.world_size
-    slots = formulas.chunk_slots(rows, chunk_size)
-    in_place = 0 if own else formulas.ceil_div(rows[rank], chunk_size)
-    key = (tuple(rows), chunk_size, own)
-    return (
-        communicator.table(
-            ("sends", key), lambda: formulas.send_lines(rank, world_size, rows, chunk_size)
-        ),
-        formulas.sends_of(rank, world_size, rows, chunk_size),
-        communicator.table(
-            ("arrivals", key),
-            lambda: formulas.arrival_lines(rank, world_size, rows, chunk_size, own),
-        ),
-        slots - in_place,
-        slots,
+    lines = communicator.table(
+        ("sends", tuple(rows), chunk_size),
+        lambda: formulas.send_lines(rank, world_size, rows, chunk_size),
     )
+    return Table(lines, formulas.sends_of(rank, world_size, rows, chunk_size))
 
 
 def resident_programs(
@@ -172,28 +157,31 @@ def all_gather_kernel(
     """
     block = configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
-    first = prefix_sums(lengths)[communicator.rank]
-    in_place = output[first:].data_ptr() == input.data_ptr()
-    sends, num_sends, arrivals, num_arrivals, slots = transfer_tables(
-        communicator, lengths, chunk, own=not in_place
+    rank, world_size = communicator.rank, communicator.world_size
+    in_place = output[prefix_sums(lengths)[rank] :].data_ptr() == input.data_ptr()
+    sends, slots = send_table(communicator, lengths, chunk), formulas.chunk_slots(lengths, chunk)
+    table = communicator.table(
+        ("arrivals", tuple(lengths), chunk, in_place),
+        lambda: formulas.arrival_lines(rank, world_size, lengths, chunk, not in_place),
     )
+    arrivals = Table(table, slots - (formulas.ceil_div(lengths[rank], chunk) if in_place else 0))
     layout = Layout()
     layout.add_slots(slots)
     layout.add_data(formulas.gathered_bytes(lengths, output.dtype.itemsize))
-    copiers = max(1, min(configuration.copiers, num_sends))
+    copiers = max(1, min(configuration.copiers, sends.count))
     limit = configuration.programs or communicator.place.program_limit
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
             KernelLaunch(
                 transfer.all_gather_kernel,
-                formulas.persistent_grid(copiers, num_arrivals, limit),
+                formulas.persistent_grid(copiers, arrivals.count, limit),
                 {
                     **workspace.kernel_arguments(),
                     "input_ptr": input,
                     "output_ptr": output,
-                    "sends": Table(sends, num_sends),
-                    "arrivals": Table(arrivals, num_arrivals),
+                    "sends": sends,
+                    "arrivals": arrivals,
                     "COPIERS": copiers,
                     "BLOCK": block,
                 },

@@ -53,6 +53,7 @@ class AbsentGroup:
         self.world_size = world_size
         self.nodes = Nodes(tuple(2 * r // world_size for r in range(world_size)), put or "stores")
         self.launches: list[KernelLaunch] = []
+        self.derived: dict[Any, Any] = {}
         self.compute = self.copying = Passed(launch=self.launches.append)
         self.place = Passed(
             nodes=self.nodes if put else None,

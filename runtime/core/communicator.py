@@ -71,6 +71,7 @@ class Communicator:
         self.tables = Tables(place)
         self.table = self.tables.table
         self.calls: dict[Any, Call] = {}  # that come again and again
+        self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0
@@ -219,20 +220,13 @@ class Communicator:
         worker = place.worker
         idle = worker is None or not worker.unfinished or worker.inside
         if idle and (not async_op or place.alone):
-            try:
-                made = start()
-            except BaseException as error:
-                self._failed(op, error)
-                raise
-            result, event = (made.result, made.event) if isinstance(made, Outcome) else (None, made)
+            made = self._started(op, start)
             if self.plans is not None:
-                self.plans.learn(op, result)
-            if event is not None:
-                place.hold_current(event, f"the end of {op}")
+                self.plans.learn(op, made.result)
+            if made.event is not None:
+                place.hold_current(made.event, f"the end of {op}")
                 place.check()
-            if async_op:
-                return Work(op, place, Settled(Outcome(result, event)), outputs)
-            return result
+            return Work(op, place, Settled(made), outputs) if async_op else made.result
         future = place.submit(functools.partial(self._started, op, start), asynchronous=async_op)
         work = Work(op, place, future, outputs)
         if self.plans is not None:
@@ -243,7 +237,7 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """What the host part of an op that may have been queued leaves."""
+        """What the host part of an op leaves, which may have been queued."""
         if self._out_of_step:  # since an op that was queued before this one
             raise self._over(op)
         try:

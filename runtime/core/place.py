@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -59,16 +59,6 @@ def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
-class Worker(Protocol):
-    """A thread that runs ops in order: ``unfinished`` of them, ``inside`` is whether this is it."""
-
-    @property
-    def unfinished(self) -> int: ...
-
-    @property
-    def inside(self) -> bool: ...
-
-
 class Place(ABC):
     """Memory, execution and host-side control of one rank of one group.
 
@@ -83,7 +73,7 @@ class Place(ABC):
     direct_access : True where torch operators may read and write a peer's memory at full speed.
     nodes : which ranks share a node, where not all memory is mapped; None on one node.
     program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
-    worker : what runs ops that were submitted to it, where streams run their items at once.
+    worker : the thread that runs what was submitted, where streams run their items at once; else None.
     alone : whether an asynchronous op, too, may run in the caller: there is nobody it would wait for.
     """
 
@@ -96,7 +86,7 @@ class Place(ABC):
     linger = 0.0
     virtual = False
     program_limit: int = 1 << 30
-    worker: Worker | None = None
+    worker: Any = None
     alone = False
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``

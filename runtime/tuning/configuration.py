@@ -7,6 +7,7 @@ and the cost model; plain collectives and offline builds take :func:`choose` and
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -52,15 +53,16 @@ class Configuration:
     warp_specialize: bool = False
     multimem: bool = False
 
-    def inner_block(self, descriptors: str) -> int:
-        """``BLOCK_K`` for a path of the matmul; ranks need not agree on it.
+    @functools.cached_property
+    def pointer_block_k(self) -> int:
+        """``block_k`` without TMA; ranks need not agree on it.
 
-        Without descriptors every element of B's tile has an address of its own: at 32 the addresses
+        Every element of B's tile has an address of its own: at 32 the addresses
         of a 256 wide tile spill on 9.0 (24 bytes), at 16 they do not. Not measured on a GPU.
         """
-        return min(self.block_k, 16) if self.block_n >= 256 and not descriptors else self.block_k
+        return min(self.block_k, 16) if self.block_n >= 256 else self.block_k
 
-    @property
+    @functools.cached_property
     def stored_parts(self) -> int:
         """``epilogue_subtile``, or fewer where parts of a narrow tile were less than TMA stores."""
         return min(self.epilogue_subtile, max(1, self.block_n // SMALLEST_DOT))

@@ -224,11 +224,12 @@ def _alternatives(
             yield from sending_candidates(made)
 
 
+@functools.lru_cache(maxsize=MOST_CHOICES)
 def gather_problem(
-    communicator: Communicator,
+    world_size: int,
     dtype: torch.dtype,
     rows: int,
-    columns: Sequence[int],
+    columns: tuple[int, ...],
     inner: int,
     *,
     fast_accum: bool = True,
@@ -236,7 +237,7 @@ def gather_problem(
     """Of all-gather + matmul; ``columns`` are those of all weights of all ranks."""
     kinds = {configuration.extents_class(each, inner) for each in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
-    extent = (rows, max(columns), inner, communicator.world_size)
+    extent = (rows, max(columns), inner, world_size)
     return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents)
 
 

@@ -149,6 +149,7 @@ class FakeCommunicator:
         self.place.program_limit = LIMIT
         self.compute = self.copying = mock.Mock()
         self.launches: list[KernelLaunch] = []
+        self.derived: dict[Any, Any] = {}
         self.layouts: list[Layout] = []
         self.compute.launch = self.launches.append
 

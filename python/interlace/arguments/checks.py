@@ -178,13 +178,16 @@ def _factor(op: Any) -> Factor:
     return factor
 
 
-def warn_without_gradients(op: str) -> None:
-    """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
+def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
+    """Say once per call site that nothing is recorded for backward, rather than lose it silently.
+
+    ``stacklevel``: as of ``warnings.warn``, of the user's call.
+    """
     warnings.warn(
         f"interlace.{op} does not record gradients of unequal parts: its output is "
         "detached from inputs that require them; call it under torch.no_grad() if that is meant",
         UserWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 

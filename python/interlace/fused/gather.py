@@ -146,7 +146,9 @@ def _rows(
 ) -> Event:
     """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
     inner, total = shard.shape[1], sum(rows)
-    problem = tuning.gather_problem(communicator, shard.dtype, max(rows), columns, inner)
+    problem = tuning.gather_problem(
+        communicator.world_size, shard.dtype, max(rows), tuple(columns), inner
+    )
     choice = tuning.choose(communicator, problem, operands.algorithm)
     algorithm, empty = operands.algorithm, not total * inner
     if algorithm == "auto" or empty:

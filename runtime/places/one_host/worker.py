@@ -34,11 +34,6 @@ class OrderedWorker:
         self._closed = False
 
     @property
-    def idle(self) -> bool:
-        """True when everything submitted has finished. What it wrote is visible then."""
-        return not self.unfinished
-
-    @property
     def inside(self) -> bool:
         return threading.current_thread() is self._thread
 

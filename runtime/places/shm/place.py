@@ -205,7 +205,7 @@ class ShmPlace(Place):
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
         asynchronous = asynchronous and not self.alone
-        if not self.worker.inside and (asynchronous or not self.worker.idle):
+        if not self.worker.inside and (asynchronous or self.worker.unfinished):
             return self.worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
 

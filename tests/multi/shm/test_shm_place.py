@@ -344,15 +344,15 @@ def test_processes_end_with_their_parent(tmp_path: pathlib.Path) -> None:
 def test_worker_runs_in_order_with_the_context_of_the_caller() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=-1)
     worker, seen, gate = OrderedWorker("test"), [], threading.Event()
-    assert worker.idle
+    assert not worker.unfinished
     first = worker.submit(gate.wait)
     for number in range(50):
         variable.set(number)
         future = worker.submit(lambda number=number: seen.append((number, variable.get())))
-    assert not worker.idle
+    assert worker.unfinished
     gate.set()
     future.result()
-    assert first.result() and worker.idle
+    assert first.result() and not worker.unfinished
     assert seen == [(number, number) for number in range(50)]
     worker.close()
 

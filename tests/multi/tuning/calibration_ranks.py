@@ -38,7 +38,9 @@ def choices(files: list[str], agrees: bool = True) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            problem = tuning.gather_problem(group, torch.float32, ROWS, [COLUMNS], INNER)
+            problem = tuning.gather_problem(
+                group.world_size, torch.float32, ROWS, (COLUMNS,), INNER
+            )
             choice = tuning.choose(group, problem)
             right = True
             if agrees:

@@ -38,6 +38,7 @@ class FakeCommunicator:
         self.compute = self.copying = mock.Mock()
         self.compute.launch = lambda launch: self.launches.append(launch)
         self.launches: list[KernelLaunch] = []
+        self.derived: dict[Any, Any] = {}
 
     def table(self, key: Any, rows: Callable[[], Any]) -> torch.Tensor:
         return torch.tensor([value for row in rows() for value in row] or [0])

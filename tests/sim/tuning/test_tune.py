@@ -134,9 +134,9 @@ def test_the_cost_model_prefers_what_it_should() -> None:
 
 def test_columns_of_all_ranks_count() -> None:
     def on_rank() -> tuple[int, str]:
-        communicator = interlace.groups.groups.default_group()
-        columns = [64, 96] if interlace.get_rank() else [96, 64]
-        found = tuning.gather_problem(communicator, torch.float32, 32, [*columns, 33], 64)
+        columns = (64, 96) if interlace.get_rank() else (96, 64)
+        size = interlace.get_world_size()
+        found = tuning.gather_problem(size, torch.float32, 32, (*columns, 33), 64)
         return found.columns, found.extents
 
     assert interlace.run(on_rank, 2) == [(96, "odd N")] * 2

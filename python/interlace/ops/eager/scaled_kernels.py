@@ -73,7 +73,7 @@ def gather(
         for weight, scale, bias, output in linears
     ]
     problem = tuning.gather_problem(
-        communicator, input.dtype, rows, columns, inner, fast_accum=fast_accum
+        communicator.world_size, input.dtype, rows, tuple(columns), inner, fast_accum=fast_accum
     )
     config = tuning.choose(communicator, problem, "fused").configuration
     return gather_matmul.all_gather_matmul_fused(
