@@ -1,4 +1,4 @@
-"""The host half of all-gather + matmul: workspace layout, grid, launch sequence.
+"""The launch side of all-gather + matmul: workspace layout, grid, launch sequence.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls on chunks, each as soon as its chunk is there

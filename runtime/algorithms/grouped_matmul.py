@@ -1,4 +1,4 @@
-"""The host half of the grouped ops: rows move to the ranks that multiply them, expert by expert.
+"""The launch side of the grouped ops: rows move to the ranks that multiply them, expert by expert.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls on segments, each as soon as its source's rows are there

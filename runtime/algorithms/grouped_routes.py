@@ -1,4 +1,4 @@
-"""Which rows go where in a grouped op, from the ranks' counts: whole numbers only, no tensors.
+"""Routes of the rows of a grouped op, from the ranks' counts: whole numbers only, no tensors.
 
 Legend: ``counts[s][e]`` is how many rows rank s has for expert e; a rank's rows are sorted by expert.
 ``blocks[r]`` are the experts of rank r, (first, end): all of them where rows are gathered, its own where

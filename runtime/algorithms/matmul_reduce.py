@@ -1,4 +1,4 @@
-"""The host half of matmul + reduce-scatter and matmul + all-reduce.
+"""The launch side of matmul + reduce-scatter and matmul + all-reduce.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls per owner, each product on its way as soon as it is done

@@ -1,4 +1,4 @@
-"""The host half of the plain collectives by the switch (``kernels/collectives/multimem.py``).
+"""The launch side of the plain collectives by the switch (``kernels/collectives/multimem.py``).
 
 They need memory with a multicast address. Interpreted kernels can do without, as in place ``shm``: they
 reach the ranks one by one. Sums are in the switch's order, so those are taken only when asked for.

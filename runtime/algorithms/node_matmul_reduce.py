@@ -1,4 +1,4 @@
-"""The host half of the fused matmul + reduce-scatter between nodes: tables, workspace, launches.
+"""The launch side of the fused matmul + reduce-scatter between nodes: tables, workspace, launches.
 
 See ``kernels/nodes/matmul_reduce_scatter.py``, which has the two kernels::
 
@@ -81,7 +81,7 @@ def matmul_reduce_scatter(
     average: bool,
     row_scale: torch.Tensor | None = None,
 ) -> Event:
-    """As ``reduce_algorithms.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
+    """As ``matmul_reduce.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
     rank, world_size = communicator.rank, communicator.world_size
     columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
     tiles_n = formulas.ceil_div(columns, block_n)

@@ -1,4 +1,4 @@
-"""The host half of the algorithms between nodes: workspace layout, tables, launch sequence.
+"""The launch side of the algorithms between nodes: workspace layout, tables, launch sequence.
 
 Every op is two kernels side by side, or one that sums::
 

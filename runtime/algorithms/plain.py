@@ -1,4 +1,4 @@
-"""The host half of the plain collectives: workspace layout, launches, order of signals.
+"""The launch side of the plain collectives: workspace layout, launches, order of signals.
 
 Two algorithms each, on the same interface in every place:
 

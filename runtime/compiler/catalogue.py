@@ -1,4 +1,4 @@
-"""What is built ahead of a GPU: every kernel, in the variants that the default configuration launches.
+"""The catalogue of kernels: each in the variants that the default configuration launches.
 
 One :class:`Entry` is one compilation, as the launch of an op specialises it: the types of the arguments,
 which of them are divisible by 16, the constexprs, warps and stages. The ops themselves say so, see

@@ -1,4 +1,4 @@
-"""What is built ahead of a GPU of the collectives by the switch, and of those whose words carry flags."""
+"""Entries of the catalogue: collectives by the switch, and those whose words carry flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built of the kernels between nodes: as tests run them, and linked with NVSHMEM.
+"""Entries of the catalogue: kernels between nodes, as tests run them, and linked with NVSHMEM.
 
 Variants::
 
@@ -32,7 +32,7 @@ _ELEMENTS = 1 << 20
 
 
 def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
-    """The kernels of ``kernels/hierarchical*.py``, with puts of this kind."""
+    """The kernels of ``kernels/nodes``, with puts of this kind."""
     dtype = torch.bfloat16
     configuration = gpu_default(arch, dtype, _ROWS)
     whole = meta(NODE_RANKS * _ELEMENTS, dtype=dtype)

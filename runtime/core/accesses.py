@@ -1,4 +1,4 @@
-"""What an interpreter session asks and tells its owner about every memory access of a program."""
+"""Memory accesses of a program: what an interpreter session asks and tells its owner."""
 
 from __future__ import annotations
 

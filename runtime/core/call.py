@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on before a collective touches a tensor."""
+"""Calls: the facts that the ranks of a group must agree on before a collective touches a tensor."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""What moves and reduces the tensors of one group: the interface under the plain collectives.
+"""Engines, which move and reduce the tensors of one group: the interface under the plain collectives.
 
 An engine sees a collective when its arguments have been checked on this rank, and only dense tensors:
 contiguous, detached, on the group's device, of a dtype for which the op is defined. It compares the
 calls of all ranks before any byte of a caller's tensor changes, and then does the work.
 
-==================  =============================================================================
-``host_engine``     processes of one host: shared memory, torch operators, no Triton
-``stream_engine``   everywhere else on one node: copies, signals and sums on a rank's streams
-``hosts_engine``    processes of several hosts: ``host_engine`` within, another engine between
-==================  =============================================================================
+================  ===============================================================================
+``places/shm``    processes of one host: shared memory, torch operators, no Triton
+``engines``       everywhere else: copies, signals and sums on a rank's streams; within and between nodes
+``places/hosts``  processes of several hosts: the engine of ``shm`` within, gloo between
+================  ===============================================================================
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a place must offer to one rank. The four places differ in this interface and nowhere else."""
+"""The interface of a place, for one rank. Places differ in this and nowhere else."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ is CUDA's model, and every place implements it:
 ``cuda``   a ``torch.cuda.Stream``
 =========  ==============================================================================
 
-An algorithm (the host half of an op) is a sequence of calls on two streams, and so is written once
+An algorithm (the launch side of an op) is a sequence of calls on two streams, and so is written once
 for all places.
 """
 

@@ -1,4 +1,4 @@
-"""What stands between a call and torch's dispatcher: dispatch modes, and types other than plain tensors."""
+"""Dispatch modes of torch, and the types that are plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which collective serves what: the data of the table in docs/collectives.md, and of the tests behind it.
+"""The table of collectives and what they serve: the data of docs/collectives.md, and of its tests.
 
 ``python -m interlace.collectives.support_table`` prints the tables.
 """

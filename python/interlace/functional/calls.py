@@ -1,4 +1,4 @@
-"""What every functional op does with its call: checks, the way to the tracer, and the way past it."""
+"""The way of a functional call: checks, the way to the tracer, and the way past it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which group an op runs in: the default group of the caller, and every way to name another."""
+"""The group of an op: the default group of the caller, and every way to name another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Inductor is to lower the ops: as torch's own collectives.
+"""Lowerings of the ops for Inductor: as torch's own collectives.
 
 An op in flight reads its inputs and writes its outputs until its wait. ``_CollectiveKernel`` says so, of
 the first input; as what Inductor makes of an op that it does not know, memory might be used again before.

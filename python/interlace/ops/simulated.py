@@ -1,4 +1,4 @@
-"""What the ops do to all ranks of a group at once: for one process that plays all of them.
+"""Ops done to all ranks of a group at once, for one process that plays all of them.
 
 A function gets one list per tensor argument, with an entry per rank in the order of the group, and returns
 the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.

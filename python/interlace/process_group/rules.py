@@ -1,4 +1,4 @@
-"""Which calls a process group written in Python may serve itself, and which torch must see first.
+"""Rules of a process group written in Python: calls that it serves, and calls that torch must see first.
 
 A Python ``ProcessGroup`` is called before torch's dispatcher: dispatch modes and tensor subclasses that
 would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) never learn of it. Then the method

@@ -1,4 +1,4 @@
-"""What a kernel's docstring promises, by paragraph: DESIGN.md's law 12 says what has to be there."""
+"""Promises of a kernel's docstring, by paragraph: DESIGN.md's law 12 says what has to be there."""
 
 from __future__ import annotations
 

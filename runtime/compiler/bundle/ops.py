@@ -1,4 +1,4 @@
-"""What is built ahead of time for each op: its kernels in the order of their launches, and its formulas.
+"""Ops that are built ahead of time: their kernels in the order of their launches, and its formulas.
 
 Formulas are over *launch values*, which whoever launches knows: the kernel's own arguments, and those of
 ``VALUES``. They call the functions with which the host launches (``launch_formulas.py``); tests compare

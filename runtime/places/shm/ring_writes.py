@@ -1,4 +1,4 @@
-"""How a rank writes into its ring: through its caches or past them, whichever was faster when tried.
+"""Writing into a ring, through the caches or past them, whichever was faster when tried.
 
 Where ranks share a cache, what one writes is read there by the others, and memory is crossed once on the
 way in and once on the way out. But where they have caches of their own (other core complexes or sockets),

@@ -1,4 +1,4 @@
-"""What an op has started: tensors that are not complete yet, and the Work to wait for."""
+"""A started op: tensors that are not complete yet, and the Work to wait for."""
 
 from __future__ import annotations
 

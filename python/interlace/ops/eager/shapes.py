@@ -1,4 +1,4 @@
-"""What ops return, from shapes, dtypes and the size of the group: nothing here needs a live group.
+"""Results of ops, from shapes, dtypes and the size of the group: nothing here needs a live group.
 
 The functions make the outputs themselves, on real and on fake tensors alike. Kernels and fake kernels share
 them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
