@@ -40,6 +40,7 @@ from interlace.runtime.tuning.table import threshold
 
 # gathered; from there on, staging for peers to read is no slower than an engine
 SMALL_BYTES = threshold("engine_gather_bytes")
+MOST_SIZES = 1024  # kept for shapes that come again
 
 
 class _Sizes(NamedTuple):
@@ -98,6 +99,8 @@ def _sizes(
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
         launches.append((Table(chunks, slots), formulas.persistent_grid(mine, tiles, resident)))
     made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
+    if len(communicator.derived) >= MOST_SIZES:
+        communicator.derived.clear()
     communicator.derived[key] = made
     return made
 
