@@ -185,10 +185,12 @@ More.
 """
 
 
+@thorough
 def test_docstrings_are_put_into_a_form_that_renders() -> None:
     assert converter().markdown(SOURCE) == RESULT
 
 
+@thorough
 @pytest.mark.parametrize("name", ["interlace.all_gather_matmul", "interlace.verify.races"])
 def test_no_docstring_section_is_left_over(name: str) -> None:
     module, _, function = name.rpartition(".")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +61,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 def summed(dtype: torch.dtype, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     addresses = [part.data_ptr() for part in parts]
     made = listed(lambda s: s.sum(dtype, target.data_ptr(), addresses, target.numel()))
-    assert made.run() == -1
+    assert made.run(0) == -1
 
 
 @pytest.mark.parametrize("dtype", SUMS, ids=str)
@@ -81,7 +83,7 @@ def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
             made.registers[1] = made.registers[2] = first * dtype.itemsize
             made.registers[2] += got.data_ptr()
             made.registers[3] = n
-            assert made.run() == -1
+            assert made.run(0) == -1
             wanted[first : first + n] = whole[first : first + n]
             assert same_bits(got, wanted), (sources, n)
 
@@ -169,7 +171,7 @@ def test_a_copy_may_overlap(shift: int) -> None:
     base = memory.data_ptr()
     made = listed(lambda s: s.copy((1000 + shift, 1), (1000, 1), (600, 2)))
     made.registers[1], made.registers[2] = base, 100
-    assert made.run() == -1
+    assert made.run(0) == -1
     assert torch.equal(memory, wanted)
 
 
@@ -198,21 +200,21 @@ def test_steps_run_in_order_and_again() -> None:
     made = listed(write)
     for register in (0, 37, -12):
         made.registers[1] = register
-        assert made.run() == -1
+        assert made.run(0) == -1
         assert memory.tolist() == [-1, 5 + register]
     assert made.run(2) == -1
-    assert listed(lambda s: None).run() == -1
+    assert listed(lambda s: None).run(0) == -1
 
 
 def test_ring_stops_if_anyone_is_asleep() -> None:
     memory, addresses = words(0, 0, 0)
     made = listed(lambda s: s.ring(addresses))
     assert made.kinds[0] == RING
-    assert made.run() == -1
+    assert made.run(0) == -1
     for place in range(3):
         memory.zero_()
         memory[place] = 1
-        assert made.run() == 0
+        assert made.run(0) == 0
         assert made.run(1) == -1
 
 
@@ -227,7 +229,7 @@ def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) ->
 
     made = listed(write, spin=spin)
     made.registers[1] = 4
-    assert made.run() == 1
+    assert made.run(0) == 1
     assert (made.kinds[1], made.notes[1], memory[2]) == (WAIT, "note", 1)
     assert made.run(1) == 1  # still not there
     memory[1] = 5
@@ -235,9 +237,9 @@ def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) ->
     assert made.run(1) == -1
     assert memory.tolist() == [5, 5, 2]  # and step 0 was not done again
     memory[0] = -(2**62)  # words are signed, and may be larger
-    assert made.run() == 1
+    assert made.run(0) == 1
     memory[0] = 2**62
-    assert made.run() == -1
+    assert made.run(0) == -1
 
 
 def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +249,10 @@ def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.Mon
     memory, addresses = words(1, 1, 0)
     made = listed(lambda s: s.wait(addresses, 1))
     before = time.perf_counter()
-    assert made.run() == 0  # so many yields would take hours
+    assert made.run(0) == 0  # so many yields would take hours
     assert time.perf_counter() - before >= 0.02
     memory[2] = 1
-    assert made.run() == -1
+    assert made.run(0) == -1
 
 
 @pytest.mark.parametrize("keeps_lock", [False, True])
@@ -264,7 +266,9 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
     made = listed(lambda s: s.wait([word], 3), spin=True)
     if keeps_lock:
         kind = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-        made._code = kind(ctypes.cast(made._code, ctypes.c_void_p).value)
+        run: Any = made.run
+        code = kind(ctypes.cast(run.func, ctypes.c_void_p).value)
+        made.run = functools.partial(code, *run.args)
     waits = threading.Event()
     other = threading.Thread(target=lambda: waits.wait() and memory.fill_(3))
     other.start()
@@ -272,7 +276,7 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
     sys.setswitchinterval(600)  # the thread has the lock when this one lets go of it, not sooner
     try:
         waits.set()
-        assert made.run() == (0 if keeps_lock else -1)
+        assert made.run(0) == (0 if keeps_lock else -1)
     finally:
         sys.setswitchinterval(interval)
         other.join()
@@ -287,11 +291,11 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
         others.fill_(255)
         others[:, 70 : 70 + length] = own[:length]
         made.registers[3] = length
-        assert made.run() == -1
+        assert made.run(0) == -1
         for place in range(length):
             row = place % 3
             others[row, 70 + place] ^= 1
-            assert made.run() == 0
+            assert made.run(0) == 0
             assert made.kinds[0] == COMPARE
             assert made.run(1) == -1
             others[row, 70 + place] ^= 1
@@ -306,7 +310,7 @@ def test_an_unknown_kind_stops(kind: int) -> None:
         made._add(kind, (), 0)
         made.release(word, 2)
 
-    assert listed(write).run() == 1
+    assert listed(write).run(0) == 1
     assert memory[0] == 1
 
 
