@@ -65,6 +65,7 @@ def test_a_slow_test_fails_alone(tmp_path: pathlib.Path) -> None:
     assert "1 failed, 2 passed" in said and "Thread 0x" in said and "exit status 1" in said
 
 
+@thorough
 def test_where_others_are_busy_it_may_take_longer(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=1.5))
     said = run(tmp_path, "-o", "limit=0.5", change="guard.busy = lambda: 1000.0")

@@ -119,6 +119,7 @@ def test_a_symbol_that_is_left_over_fails_the_build(tmp_path: pathlib.Path) -> N
         assert problem.startswith("does not compile: ") and "nresolved" in problem, problem
 
 
+@thorough
 def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Path) -> None:
     reports, _ = built([replace(MISSING, libraries=library(90))], tmp_path)
     assert "does not compile" in reports[0].problems()[0]

@@ -29,7 +29,7 @@ def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list
 @pytest.mark.parametrize(
     ("codegen", "world_size", "blocks"),
     # the pass is over before code is generated, so not every one with every number of ranks
-    few([("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 4, 1)),
+    few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
 )
 def test_transformer_fuses_4_of_4_per_block(
     tmp_path: Path, codegen: str, world_size: int, blocks: int

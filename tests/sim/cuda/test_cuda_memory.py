@@ -28,6 +28,7 @@ from interlace.runtime.places.cuda_processes.memory import (
     together,
 )
 from interlace.runtime.places.cuda_processes.place import CudaPlace
+from tiers import thorough
 
 CPU = torch.device("cpu")
 _c10d: Any = c10d
@@ -436,6 +437,7 @@ def test_a_rendezvous_that_a_peer_died_in_ends_and_names_it() -> None:
     assert "named:" in done.stdout and "rank 1" in done.stdout
 
 
+@thorough
 def test_without_the_bound_it_would_not_end() -> None:
     unbounded = BLOCKED.replace(
         "class Symmetric:",

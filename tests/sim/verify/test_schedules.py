@@ -25,8 +25,8 @@ from sim.verify.user_exchange import exchange, exchange_kernel, last_program
 def test_right_kernels_pass_with_and_without_late_stores() -> None:
     for late in (False, True):
         for fn in (exchange, last_program):
-            report = schedules(fn, 2, n=40, store_buffers=late, workers=1)
-            assert report.clean and report.schedules == 40 and report.failure is None
+            report = schedules(fn, 2, n=15, store_buffers=late, workers=1)
+            assert report.clean and report.schedules == 15 and report.failure is None
             assert "none fails" in str(report)
 
 
@@ -158,10 +158,9 @@ def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
         if interlace.get_rank() == 0:
             kernels.wait_plainly[(1,)](group.place.allocate(64).peers, 0)
 
-    for seed in (0, 1):
-        report = schedules(on_rank, 2, seeds=[seed], workers=1, timeout=1, shrink=False)
-        assert report.failure is not None
-        assert "not finished within 1 s" in report.failure.text
+    report = schedules(on_rank, 2, seeds=[0], workers=1, timeout=1, shrink=False)
+    assert report.failure is not None
+    assert "not finished within 1 s" in report.failure.text
 
 
 @pytest.mark.parametrize("seed", range(6))
