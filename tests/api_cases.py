@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import interlace
+import support_table
 import torch_names
-from interlace.collectives import support_table
 
 LENGTHS = (3, 0, 5, 1)  # of uneven parts along dim 0, by rank
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import api_cases
 import interlace
-from interlace.collectives import support_table
+import support_table
 
 FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
 

@@ -9,8 +9,8 @@ import torch
 
 import api_cases
 import interlace
-from interlace.collectives import support_table
-from interlace.collectives.support_table import ANY, REDUCED
+import support_table
+from support_table import ANY, REDUCED
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
 MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
@@ -56,5 +56,5 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("table", [support_table.operation_table, support_table.reduce_table])
 def test_the_document_has_the_tables(table: object) -> None:
-    """After a change: python -m interlace.collectives.support_table, and paste."""
+    """After a change: python tests/support_table.py, and paste."""
     assert callable(table) and table() in DOCUMENT.read_text()

@@ -1,6 +1,6 @@
 """The table of collectives and what they serve: the data of docs/collectives.md, and of its tests.
 
-``python -m interlace.collectives.support_table`` prints the tables.
+``python tests/support_table.py`` prints the tables.
 """
 
 from __future__ import annotations
