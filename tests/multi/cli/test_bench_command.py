@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from interlace.benchmark.subjects import plain_all
+from interlace.benchmark.subjects import plain
 from interlace.cli import main
 from interlace.cli.bench import options as bench_options
 from interlace.cli.bench.command import bench
@@ -159,9 +159,9 @@ def test_a_function_that_raises_is_wrong_too(tmp_path: pathlib.Path) -> None:
 def test_faults_in_an_op_of_ours_are_seen(
     fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = plain_all.AllGather.ours
+    right = plain.AllGather.ours
 
-    def faulty(self: plain_all.AllGather, algorithm: str) -> Any:
+    def faulty(self: plain.AllGather, algorithm: str) -> Any:
         def run(output: Any, x: Any) -> Any:
             if fault == "nothing done":
                 return output
@@ -174,7 +174,7 @@ def test_faults_in_an_op_of_ours_are_seen(
 
         return run
 
-    monkeypatch.setattr(plain_all.AllGather, "ours", faulty)
+    monkeypatch.setattr(plain.AllGather, "ours", faulty)
     code, text, facts = run("all_gather", tmp_path, sizes="64", place="sim", repetitions=1)
     assert code == 1 and rows(facts)["auto"]["right"] is False and "WRONG" in text
 

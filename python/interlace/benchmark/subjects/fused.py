@@ -42,6 +42,8 @@ class Fused(ABC):
         self.itemsize = torch.empty((), dtype=setting.dtype).element_size()
         self.bus_factor = bus_factor(self.op, self.world_size)
         self.flops = matmul_flops(m, n, k)
+        self.own = self.rank * self.rows  # the first row of this rank's part
+        self.result_rows = (0, m)  # first of the rows of the whole that a result has, and how many
         self._expected: dict[int, Expected] = {}
 
     @classmethod
@@ -102,27 +104,18 @@ class Fused(ABC):
     def matmul_inputs(self, call: int) -> Tensors:
         return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
 
-    @abstractmethod
     def communicate(self, *tensors: Any) -> Any:
         """interlace's collective on as many bytes, alone."""
+        getattr(interlace, self.communication)(*tensors)
 
     @abstractmethod
     def communicate_inputs(self, call: int) -> Tensors: ...
 
     # -- what is right ---------------------------------------------------------------------------------
 
-    def result_rows(self) -> tuple[int, int]:
-        """First of the rows of the whole that a result has, and how many."""
-        return 0, self.m
-
-    def checked_rows(self, call: int) -> torch.Tensor:
-        count = self.result_rows()[1]
-        step = 1 if count <= ALL_ROWS else ROW_STEP
-        return torch.arange(call % step, count, step, device=self.setting.device)
-
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         """Of these rows of the result of ``call``. Here: of a sum of products over ranks."""
-        rows = rows + self.result_rows()[0]
+        rows = rows + self.result_rows[0]
         inputs = [
             payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.setting.dtype)
             for rank in range(self.world_size)
@@ -134,11 +127,13 @@ class Fused(ABC):
         return value, bound, bound + payload.often_rounded(products, self.setting.dtype)
 
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
-        rows = self.checked_rows(call)
+        count = self.result_rows[1]
+        step = 1 if count <= ALL_ROWS else ROW_STEP
+        rows = torch.arange(call % step, count, step, device=self.setting.device)
         if call not in self._expected:
             self._expected[call] = self.expected(rows, call)
         value, bound, looser = self._expected[call]
-        if result.shape[0] != self.result_rows()[1]:
+        if result.shape[0] != count:
             return float("inf")
         return reference.worst_ratio(result[rows], value, looser if rounds_often else bound)
 
@@ -173,9 +168,6 @@ class AllGatherMatmul(Fused):
     def communicate_inputs(self, call: int) -> Tensors:
         return self.empty(self.m, self.k), self.matrix(INPUT, self.rows, self.k, self.rank, call)
 
-    def communicate(self, *tensors: Any) -> Any:
-        interlace.all_gather(*tensors)
-
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         owners, index = rows // self.rows, rows % self.rows
         pieces = [
@@ -188,13 +180,35 @@ class AllGatherMatmul(Fused):
         return value, bound, bound
 
 
-class MatmulReduceScatter(Fused):
-    op = "matmul_reduce_scatter"
-    communication = "reduce_scatter"
+class _MatmulReduce(Fused):
+    """Ops that sum products over ranks."""
 
     @property
     def nbytes(self) -> int:
         return self.m * self.n * self.itemsize
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides, every rank's product for the own rows, ``[world_size, rows, n]``."""
+        end = self.own + self.rows
+        products = [
+            self.matrix(INPUT, self.m, self.k, r, call)[self.own : end] @ self.weight(r, call)
+            for r in range(self.world_size)
+        ]
+        return (*self.matmul_inputs(call), torch.stack(products))
+
+    def _summed(self, product: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """The own rows of all ranks' products."""
+        parts[self.rank].copy_(product[self.own : self.own + self.rows])
+        return torch.sum(parts, 0, dtype=parts.dtype)
+
+
+class MatmulReduceScatter(_MatmulReduce):
+    op = "matmul_reduce_scatter"
+    communication = "reduce_scatter"
+
+    def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
+        super().__init__(setting, m, n, k)
+        self.result_rows = (self.own, self.rows)
 
     def inputs(self, call: int) -> Tensors:
         return (*self.matmul_inputs(call), self.empty(self.rows, self.n))
@@ -203,24 +217,6 @@ class MatmulReduceScatter(Fused):
         output: torch.Tensor = buffer
         torchs("reduce_scatter_single", "reduce_scatter_tensor")(output, torch.mm(input, weight))
         return output
-
-    def _parts(self, call: int) -> torch.Tensor:
-        """Every rank's product for the own rows, ``[world_size, rows, n]``."""
-        first = self.rank * self.rows
-        products = [
-            self.matrix(INPUT, self.m, self.k, r, call)[first : first + self.rows]
-            @ self.weight(r, call)
-            for r in range(self.world_size)
-        ]
-        return torch.stack(products)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        return (*self.matmul_inputs(call), self._parts(call))
-
-    def _summed(self, product: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-        first = self.rank * self.rows
-        parts[self.rank].copy_(product[first : first + self.rows])
-        return torch.sum(parts, 0, dtype=parts.dtype)
 
     def alone(self, *tensors: Any) -> torch.Tensor:
         input, weight, parts = tensors
@@ -233,14 +229,8 @@ class MatmulReduceScatter(Fused):
     def communicate_inputs(self, call: int) -> Tensors:
         return self.empty(self.rows, self.n), self.matrix(INPUT, self.m, self.n, self.rank, call)
 
-    def communicate(self, *tensors: Any) -> Any:
-        interlace.reduce_scatter(*tensors)
 
-    def result_rows(self) -> tuple[int, int]:
-        return self.rank * self.rows, self.rows
-
-
-class MatmulAllReduce(MatmulReduceScatter):
+class MatmulAllReduce(_MatmulReduce):
     op = "matmul_all_reduce"
     communication = "all_reduce"
 
@@ -263,20 +253,11 @@ class MatmulAllReduce(MatmulReduceScatter):
     def alone(self, *tensors: Any) -> torch.Tensor:
         input, weight, parts, sums = tensors
         product = torch.mm(input, weight)
-        first, end = self.rank * self.rows, (self.rank + 1) * self.rows
-        product[first:end] = self._summed(product, parts)
-        product[:first].copy_(sums[:first])
+        end = self.own + self.rows
+        product[self.own : end] = self._summed(product, parts)
+        product[: self.own].copy_(sums[: self.own])
         product[end:].copy_(sums[end:])
         return product
 
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        return Fused.symmetric(self, group_name)
-
     def communicate_inputs(self, call: int) -> Tensors:
         return (self.empty(self.m, self.n).zero_(),)
-
-    def communicate(self, *tensors: Any) -> Any:
-        interlace.all_reduce(*tensors)
-
-    def result_rows(self) -> tuple[int, int]:
-        return 0, self.m

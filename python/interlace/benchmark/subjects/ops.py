@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from interlace.benchmark.subjects.fused import (
-    AllGatherMatmul,
-    Fused,
-    MatmulAllReduce,
-    MatmulReduceScatter,
-)
+from interlace.benchmark.subjects import fused, plain
+from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.subjects.plain_all import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    ReduceScatter,
-)
-from interlace.benchmark.subjects.plain_rooted import Broadcast, Gather, Reduce, Scatter, SendRecv
 
 _PLAIN: tuple[type[Plain], ...] = (
-    AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Reduce, Gather, Scatter, SendRecv, Barrier,
+    plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
+    plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
 )  # fmt: skip
-_FUSED: tuple[type[Fused], ...] = (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce)
+_FUSED: tuple[type[Fused], ...] = (
+    fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce,
+)  # fmt: skip
 
 PLAIN: dict[str, type[Plain]] = {kind.op: kind for kind in _PLAIN}
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}

@@ -33,6 +33,7 @@ class Plain(ABC):
     """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
 
     op: str
+    torch_names: tuple[str, ...] = ()  # in torch.distributed, where it has others than interlace
     algorithms: tuple[str, ...] = ("auto",)
     reduces = True  # where an algorithm depends on it
     least_ranks = 1
@@ -72,42 +73,250 @@ class Plain(ABC):
         output = torch.empty(count, dtype=self.setting.dtype, device=self.setting.device)
         return payload.poison(output)
 
-    @abstractmethod
     def inputs(self, call: int) -> Tensors:
-        """Arguments of :meth:`ours` and :meth:`theirs`."""
+        """Arguments of :meth:`ours` and :meth:`theirs`, the result first."""
+        return self.empty(self.whole), self.of(self.rank, call)
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
 
     # -- three ways to do it, all returning what check() takes ------------------------------------------
 
-    @abstractmethod
-    def call(self, library: Any, *tensors: Any, **how: Any) -> Any:
+    def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
         """The collective of ``library``, interlace or torch.distributed: their names are the same."""
+        getattr(library, self.op)(*arguments, **how)
+        return arguments[0]
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         how = {"algorithm": algorithm} if len(self.algorithms) > 1 else {}
         return functools.partial(self.call, interlace, **how)
 
-    def theirs(self, *tensors: Any) -> Any:
+    def theirs(self, *arguments: Any) -> Any:
         """Through torch.distributed's default group."""
-        return self.call(dist, *tensors)
+        if not self.torch_names:
+            return self.call(dist, *arguments)
+        torchs(*self.torch_names)(*arguments)
+        return arguments[0]
 
     @abstractmethod
     def alone_inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`alone`."""
 
+    @abstractmethod
+    def alone(self, output: Any, source: Any) -> Any: ...
+
+    @abstractmethod
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float: ...
+
+
+class _Copy(Plain):
+    """A collective whose results are elements of what ranks bring."""
+
+    reduces = False
+
+    @abstractmethod
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(rank, first element, count) of what a result consists of; none where there is no result."""
+
+    def _parts_of_all(self) -> list[tuple[int, int, int]]:
+        return [(rank, 0, self.part) for rank in range(self.world_size)]
+
+    def alone_inputs(self, call: int) -> Tensors:
+        parts = [self.of(rank, call, first, count) for rank, first, count in self.pieces()]
+        source = torch.cat([self.empty(0), *parts])
+        return torch.empty_like(source), source
+
     def alone(self, output: Any, source: Any) -> Any:
         return output.copy_(source)
 
-    @abstractmethod
-    def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float: ...
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        begin, worst = 0, 0.0
+        for rank, first, count in self.pieces():
+            piece = result[begin : begin + count]
+            worst = max(worst, payload.error_of_copy(piece, first, rank, call))
+            begin += count
+        return worst
 
-    # -- what several have in common ----------------------------------------------------------------------
 
-    def _own_parts(self, call: int) -> list[torch.Tensor]:
-        """What every rank brings for this one."""
-        return [self.of(r, call, self.own, self.part) for r in range(self.world_size)]
+class _Sum(Plain):
+    """A collective whose results are sums over ranks."""
 
-    def _sum(self, result: torch.Tensor, first: int, call: int, rounds_often: bool) -> float:
-        return payload.error_of_sum(result, first, self.world_size, call, rounds_often=rounds_often)
+    def summed(self) -> tuple[int, int]:
+        """First element of a result, and how many; none where there is no result."""
+        return 0, self.whole
+
+    def alone_inputs(self, call: int) -> Tensors:
+        first, count = self.summed()
+        parts = [self.of(rank, call, first, count) for rank in range(self.world_size)]
+        return self.empty(count), torch.stack(parts)
+
+    def alone(self, output: Any, source: Any) -> Any:
+        return torch.sum(source, 0, dtype=source.dtype, out=output)
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        first, count = self.summed()
+        return payload.error_of_sum(
+            result[:count], first, self.world_size, call, rounds_often=rounds_often
+        )
+
+
+# -- all ranks do the same ---------------------------------------------------------------------------------
+
+
+class AllReduce(_Sum):
+    op = "all_reduce"
+    algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
+
+    def inputs(self, call: int) -> Tensors:
+        return (self.of(self.rank, call),)
+
+    def timed_inputs(self, call: int) -> Tensors:
+        return (self.empty(self.whole).zero_(),)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Where results go; the own parts of all ranks, and the sums that others would send."""
+        sums = self.of(0, call)
+        for rank in range(1, self.world_size):
+            sums += self.of(rank, call)
+        parts = [self.of(r, call, self.own, self.part) for r in range(self.world_size)]
+        return self.empty(self.whole), (torch.stack(parts), sums)
+
+    def alone(self, output: Any, source: Any) -> Any:
+        parts, sums = source
+        first, end = self.own, self.own + self.part
+        super().alone(output[first:end], parts)
+        output[:first].copy_(sums[:first])
+        output[end:].copy_(sums[end:])
+        return output
+
+
+class AllGather(_Copy):
+    op = "all_gather"
+    torch_names = ("all_gather_single", "all_gather_into_tensor")
+    algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
+    pieces = _Copy._parts_of_all
+
+    @property
+    def message_bytes(self) -> int:
+        return self.nbytes // self.world_size
+
+    def inputs(self, call: int) -> Tensors:
+        return self.empty(self.whole), self.of(self.rank, call, count=self.part)
+
+
+class ReduceScatter(_Sum):
+    op = "reduce_scatter"
+    torch_names = ("reduce_scatter_single", "reduce_scatter_tensor")
+    algorithms = ("auto", "kernel", "copy", "multimem")
+
+    def inputs(self, call: int) -> Tensors:
+        return self.empty(self.part), self.of(self.rank, call)
+
+    def summed(self) -> tuple[int, int]:
+        return self.own, self.part
+
+
+class AllToAll(_Copy):
+    op = "all_to_all"
+
+    def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
+        library.all_to_all_single(*arguments)
+        return arguments[0]
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return [(rank, self.own, self.part) for rank in range(self.world_size)]
+
+
+class Barrier(_Copy):
+    """Moves nothing, so there is no size, no bandwidth and nothing to check."""
+
+    op = "barrier"
+    has_size = False
+
+    def __init__(self, setting: Setting, nbytes: int) -> None:
+        self.setting = setting
+        self.nbytes, self.bus_factor = 0, None
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def inputs(self, call: int) -> Tensors:
+        return ()
+
+    def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
+        library.barrier()
+
+
+# -- from or to rank 0, and around a ring ------------------------------------------------------------------
+
+
+class Broadcast(_Copy):
+    op = "broadcast"
+    algorithms = ("auto", "copy", "low_latency")
+
+    def inputs(self, call: int) -> Tensors:
+        return self.empty(self.whole) if self.rank else self.of(0, call), 0
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return [(0, 0, self.whole)]
+
+
+class Reduce(_Sum):
+    op = "reduce"
+
+    def inputs(self, call: int) -> Tensors:
+        return self.of(self.rank, call), 0
+
+    def timed_inputs(self, call: int) -> Tensors:
+        return self.empty(self.whole).zero_(), 0
+
+    def summed(self) -> tuple[int, int]:
+        return 0, 0 if self.rank else self.whole
+
+
+class Gather(_Copy):
+    op = "gather"
+
+    def inputs(self, call: int) -> Tensors:
+        mine = self.of(self.rank, call, count=self.part)
+        if self.rank:
+            return mine, None, None
+        output = self.empty(self.whole)
+        return mine, list(output.chunk(self.world_size)), output
+
+    def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
+        mine, parts, output = arguments
+        library.gather(mine, parts, 0)
+        return output
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return [] if self.rank else self._parts_of_all()
+
+
+class Scatter(_Copy):
+    op = "scatter"
+
+    def inputs(self, call: int) -> Tensors:
+        parts = None if self.rank else list(self.of(0, call).chunk(self.world_size))
+        return self.empty(self.part), parts, 0
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return [(0, self.own, self.part)]
+
+
+class SendRecv(_Copy):
+    """To the next rank, from the one before."""
+
+    op = "send_recv"
+    least_ranks = 2
+
+    def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
+        output, x = arguments
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        ops = [library.P2POp(library.isend, x, after), library.P2POp(library.irecv, output, before)]
+        for work in library.batch_isend_irecv(ops):
+            work.wait()
+        return output
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        return [((self.rank - 1) % self.world_size, 0, self.whole)]
