@@ -36,14 +36,6 @@ def test_factors_are_those_of_nccl_tests() -> None:
         figures.bus_factor("barrier", 2)
 
 
-def test_bandwidth_and_arithmetic() -> None:
-    # 1 GiB in 10 ms; a 4096 cube in 1 ms
-    assert figures.gigabytes_per_second(1 << 30, 10_000.0) == pytest.approx(107.3741824)
-    assert figures.teraflops(figures.matmul_flops(4096, 4096, 4096), 1000.0) == pytest.approx(
-        137.438953472
-    )
-
-
 @hypothesis.given(strategies.floats(1, 1e6), strategies.floats(1, 1e6), strategies.floats(0, 1))
 def test_overlap_is_the_hidden_share_of_the_shorter_part(a: float, b: float, hidden: float) -> None:
     found = figures.overlap(a, b, a + b - hidden * min(a, b))

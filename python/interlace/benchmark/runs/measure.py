@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
+from interlace.benchmark.runs.results import Row, Sizes
 from interlace.benchmark.subjects.baselines import Joined
 from interlace.benchmark.subjects.requests import Request, source
 from interlace.benchmark.timing import kernel, protocol
 from interlace.benchmark.timing.caches import cache_bytes, sets_needed
+from interlace.benchmark.timing.figures import Spread
 from interlace.benchmark.timing.subject import Candidate, Facts, Subject
 from interlace.groups import groups
 from interlace.runtime.core.place import Place
 
 Tick = Callable[[int, int], None]
-
-
-@dataclass
-class Measured:
-    """One candidate at one size. ``error``: largest of all ranks, as a multiple of what is allowed.
-
-    ``error`` None: not checked. ``said``: what a check raised. ``sets``: of inputs, used in turn.
-    """
-
-    name: str
-    role: str
-    calls: int
-    microseconds: list[float]
-    error: float | None
-    said: str
-    sets: int
-    set_bytes: int
-
-
-@dataclass(kw_only=True)
-class Sizes(Facts):
-    """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
-
-    place: str
-    device: str
-    world_size: int
-    dtype: str
-    cache_bytes: int
-    left_out: list[str]
-    candidates: list[Measured]
 
 
 def measure(request: Request, tick: Tick) -> Sizes:
@@ -53,8 +25,8 @@ def measure(request: Request, tick: Tick) -> Sizes:
     found = source(request, place)
     with Joined(found.backend, request.store, place.rank, place.world_size):
         subject = found.make()
-        measured = _measure(subject, request, place, tick)
-    return Sizes(
+        rows = _measure(subject, request, place, tick)
+    sizes = Sizes(
         **{each.name: getattr(subject, each.name) for each in fields(Facts)},
         place=place.name,
         device=place.device.type,
@@ -62,11 +34,13 @@ def measure(request: Request, tick: Tick) -> Sizes:
         dtype=request.dtype,
         cache_bytes=cache_bytes(place.device),
         left_out=found.left_out,
-        candidates=measured,
+        rows=rows,
     )
+    sizes.compare()
+    return sizes
 
 
-def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> list[Measured]:
+def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> list[Row]:
     candidates = subject.candidates
     total = len(candidates) * (request.repetitions + 2)
     done = 0
@@ -88,28 +62,27 @@ def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> li
             step()
 
     check_all(0)
-    rotations: dict[Any, tuple[protocol.Rotation, int]] = {}
+    rotations: dict[Any, protocol.Rotation] = {}
+    rotated_bytes, functions = {}, {}
     for each in candidates:
         make = each.timed_inputs or each.inputs
         if make not in rotations:
-            rotations[make] = _rotation(each, make, place)
-    functions = {
-        each.name: rotations[each.timed_inputs or each.inputs][0].calling(each.run)
-        for each in candidates
-    }
+            rotations[make], set_bytes = _rotation(each, make, place)
+            rotated_bytes[make] = len(rotations[make]) * set_bytes
+        functions[each.name] = rotations[make].calling(each.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
-    used = {make: (len(sets), set_bytes) for make, (sets, set_bytes) in rotations.items()}
-    functions.clear()
+    functions.clear()  # which have the inputs
     rotations.clear()
     check_all(1)
     return [
-        Measured(
+        Row(
             each.name,
             each.role,
             timings[each.name].calls,
+            Spread.of(timings[each.name].microseconds),
             timings[each.name].microseconds,
             *errors.get(each.name, (None, "")),
-            *used[each.timed_inputs or each.inputs],
+            rotated_bytes[each.timed_inputs or each.inputs],
         )
         for each in candidates
     ]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from interlace.benchmark.runs.measure import Measured, Sizes
 from interlace.benchmark.timing import figures
 from interlace.benchmark.timing.figures import Spread
 from interlace.benchmark.timing.sizes import format_size
-from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART
+from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART, Facts
 
 
 @dataclass
 class Row:
     """One candidate at one size. Figures are None where they mean nothing.
 
-    ``microseconds``: per call. ``algbw``, ``busbw``: 10**9 bytes/s. ``tflops``: of one rank. ``speedup``:
-    by baseline, how many times as fast. ``right``: None where nothing was checked; ``error``: the largest,
-    as a multiple of what is allowed; ``said``: what a check or a run raised.
+    ``microseconds``: per call, of ``calls`` in a block. ``error``: the largest of all ranks, as a multiple
+    of what is allowed; None where nothing was checked. ``said``: what a check raised. ``algbw``, ``busbw``:
+    10**9 bytes/s. ``tflops``: of one rank. ``speedup``: by baseline, how many times as fast.
     """
 
     name: str
@@ -27,31 +26,67 @@ class Row:
     calls: int
     microseconds: Spread
     blocks: list[float]
-    algbw: float | None
-    busbw: float | None
-    tflops: float | None
-    overlap: float | None
-    speedup: dict[str, float]
-    right: bool | None
     error: float | None
     said: str
     rotated_bytes: int
+    algbw: float | None = None
+    busbw: float | None = None
+    tflops: float | None = None
+    overlap: float | None = None
+    speedup: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool | None:
+        """None where nothing was checked."""
+        return None if self.error is None else self.error <= 1
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity."""
-        facts = asdict(self)
-        if self.error is not None and not math.isfinite(self.error):
-            facts["error"] = None
-        return facts
+        finite = self.error is not None and math.isfinite(self.error)
+        error = self.error if finite else None
+        return {**asdict(self), "error": error, "right": self.right}
+
+
+@dataclass(kw_only=True)
+class Sizes(Facts):
+    """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
+
+    place: str
+    device: str
+    world_size: int
+    dtype: str
+    cache_bytes: int
+    left_out: list[str]
+    rows: list[Row]
+
+    def compare(self) -> None:
+        """Compute the figures of all rows."""
+        medians = {row.name: row.microseconds.median for row in self.rows}
+        compared = [row.name for row in self.rows if row.role == BASELINE]
+        for row in self.rows:
+            time = row.microseconds.median
+            if self.nbytes and row.name != self.matmul:
+                row.algbw = self.nbytes / time / 1e3
+                row.busbw = None if self.bus_factor is None else row.algbw * self.bus_factor
+            if self.flops and row.name != self.communication:
+                row.tflops = self.flops / time / 1e6
+            if self.matmul and self.communication and self.world_size > 1 and row.role == ALGORITHM:
+                parts = medians[self.matmul], medians[self.communication]
+                row.overlap = figures.overlap(*parts, time)
+            if row.role != PART:
+                row.speedup = {name: medians[name] / time for name in compared if name != row.name}
 
 
 @dataclass
 class Result:
-    """One size: what was measured, row by row; or, with ``failed``, how a run of it ended wrong."""
+    """One size: what was measured; or, with ``failed``, how a run of it ended wrong."""
 
     sizes: Sizes | None
-    rows: list[Row]
     failed: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [] if self.sizes is None else self.sizes.rows
 
     @property
     def right(self) -> bool:
@@ -76,46 +111,4 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         facts = {} if self.sizes is None else asdict(self.sizes)
-        facts.pop("candidates", None)
         return {**facts, "failed": self.failed, "rows": [row.to_dict() for row in self.rows]}
-
-
-def result(sizes: Sizes) -> Result:
-    """All rows of one size."""
-    medians = {each.name: Spread.of(each.microseconds).median for each in sizes.candidates}
-    compared = [each.name for each in sizes.candidates if each.role == BASELINE]
-    return Result(sizes, [_row(each, sizes, medians, compared) for each in sizes.candidates])
-
-
-def _row(each: Measured, sizes: Sizes, medians: dict[str, float], compared: list[str]) -> Row:
-    spread = Spread.of(each.microseconds)
-    time = spread.median
-    part = each.role == PART
-    moves = each.name != sizes.matmul and sizes.nbytes > 0
-    multiplies = each.name != sizes.communication and sizes.flops > 0
-    algbw = figures.gigabytes_per_second(sizes.nbytes, time) if moves else None
-    busbw = None if algbw is None or sizes.bus_factor is None else algbw * sizes.bus_factor
-    overlap = None
-    if (
-        sizes.matmul is not None
-        and sizes.communication is not None
-        and sizes.world_size > 1
-        and each.role == ALGORITHM
-    ):
-        overlap = figures.overlap(medians[sizes.matmul], medians[sizes.communication], time)
-    return Row(
-        each.name,
-        each.role,
-        each.calls,
-        spread,
-        each.microseconds,
-        algbw,
-        busbw,
-        figures.teraflops(sizes.flops, time) if multiplies else None,
-        overlap,
-        {name: medians[name] / time for name in compared if name != each.name and not part},
-        None if each.error is None else each.error <= 1,
-        each.error,
-        each.said,
-        each.sets * each.set_bytes,
-    )

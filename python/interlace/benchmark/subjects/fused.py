@@ -19,7 +19,7 @@ import interlace
 from interlace import reference
 from interlace.benchmark.subjects.plain import Tensors, torchs
 from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.figures import bus_factor, matmul_flops
+from interlace.benchmark.timing.figures import bus_factor
 from interlace.benchmark.timing.subject import Setting
 
 ALL_ROWS = 512
@@ -41,7 +41,7 @@ class Fused(ABC):
         self.rows = m // self.world_size
         self.itemsize = torch.empty((), dtype=setting.dtype).element_size()
         self.bus_factor = bus_factor(self.op, self.world_size)
-        self.flops = matmul_flops(m, n, k)
+        self.flops = 2 * m * n * k
         self.own = self.rank * self.rows  # the first row of this rank's part
         self.result_rows = (0, m)  # first of the rows of the whole that a result has, and how many
         self._expected: dict[int, Expected] = {}

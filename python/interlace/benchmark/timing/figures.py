@@ -45,33 +45,6 @@ def bus_factor(op: str, world_size: int) -> float:
     raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
 
 
-def gigabytes_per_second(nbytes: float, microseconds: float) -> float:
-    """10**9 bytes per second.
-
-    >>> gigabytes_per_second(3_000_000, 1000.0)
-    3.0
-    """
-    return nbytes / microseconds / 1e3
-
-
-def teraflops(flops: float, microseconds: float) -> float:
-    """10**12 floating-point operations per second, of one rank.
-
-    >>> teraflops(2 * 1024 * 1024 * 1024, 1000.0)
-    2.147483648
-    """
-    return flops / microseconds / 1e6
-
-
-def matmul_flops(m: int, n: int, k: int) -> int:
-    """A multiplication and an addition per element of the products.
-
-    >>> matmul_flops(2, 3, 4)
-    48
-    """
-    return 2 * m * n * k
-
-
 def overlap(matmul: float, communication: float, fused: float) -> float | None:
     """``(T_mm + T_comm - T_fused) / min(T_mm, T_comm)``: 1 if the shorter part is hidden entirely.
 

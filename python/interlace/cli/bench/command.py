@@ -19,7 +19,7 @@ import torch
 
 import interlace
 from interlace.benchmark.runs.measure import Sizes, Tick, measure
-from interlace.benchmark.runs.results import Result, result
+from interlace.benchmark.runs.results import Result
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import Request
 from interlace.benchmark.timing.sizes import format_size
@@ -94,7 +94,7 @@ def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result
                     place=place,
                     timeout=options.timeout,
                 )
-            results.append(Result(None, [], said[0]) if said else result(found[0]))
+            results.append(Result(None, said[0]) if said else Result(found[0]))
     return results
 
 
@@ -127,9 +127,9 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
                     with _wrong(request) as said:
-                        results.append(result(measure(request, tick)))
+                        results.append(Result(measure(request, tick)))
                     if said:  # the other ranks may be anywhere in it
-                        return [*results, Result(None, [], f"rank {rank}: {said[0]}")]
+                        return [*results, Result(None, f"rank {rank}: {said[0]}")]
         finally:
             interlace.shutdown()
     return results
