@@ -343,6 +343,24 @@ class Communicator:
             self.place.close()
 
 
+def internal_form(
+    op: str, check: Callable[..., PreparedCall], *, fills: bool | None = None
+) -> Callable[..., Work | None]:
+    """``op`` for callers that have a communicator; arguments as of :meth:`Communicator.call`."""
+
+    def run(
+        communicator: Communicator,
+        tensors: Sequence[Any],
+        options: tuple[Any, ...] = (),
+        async_op: bool = False,
+    ) -> Work | None:
+        return communicator.call(  # type: ignore[no-any-return]
+            op, check, tensors, options, async_op=async_op, fills=fills
+        )
+
+    return run
+
+
 def _refuse_other_tensors(op: str) -> None:
     """TypeError under a mode of torch that makes tensors of its own of those that an op works with."""
     made = type(torch.empty(0))

@@ -12,7 +12,7 @@ from interlace.arguments import checks, dense
 from interlace.arguments.forms import one_per_rank
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.memory import overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
@@ -60,7 +60,6 @@ def checked_all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
 ) -> PreparedCall:
-    """An :func:`all_to_all` that was checked on this rank."""
     first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
     first = checks.imported("input_tensor_list[0]", first, communicator.rank)
     dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
@@ -88,14 +87,7 @@ def checked_all_to_all(
     return _exchanged(communicator, call, outputs, inputs, output_tensor_list)
 
 
-def _all_to_all(
-    communicator: Communicator,
-    output_tensor_list: list[torch.Tensor],
-    input_tensor_list: list[torch.Tensor],
-    async_op: bool = False,
-) -> Work | None:
-    lists = output_tensor_list, input_tensor_list
-    return communicator.call("all_to_all", checked_all_to_all, lists, async_op=async_op)  # type: ignore[no-any-return]
+_all_to_all = internal_form("all_to_all", checked_all_to_all)
 
 
 def all_to_all(
@@ -119,9 +111,8 @@ def all_to_all(
     >>> interlace.run(on_rank, 2)
     [[0.0, 10.0], [1.0, 11.0]]
     """
-    return _all_to_all(
-        resolve(group).on(input_tensor_list), output_tensor_list, input_tensor_list, async_op
-    )
+    lists = output_tensor_list, input_tensor_list
+    return _all_to_all(resolve(group).on(input_tensor_list), lists, (), async_op)
 
 
 def _absent(split_sizes: Any) -> bool:
@@ -164,10 +155,9 @@ def checked_all_to_all_single(
     communicator: Communicator,
     output: torch.Tensor,
     input: torch.Tensor,
-    output_split_sizes: Sequence[int] | None,
-    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
 ) -> PreparedCall:
-    """An :func:`all_to_all_single` that was checked on this rank."""
     name = "all_to_all_single"
     data = checks.source("input", input, communicator)
     out = checks.target("output", output, communicator)
@@ -209,18 +199,7 @@ def checked_all_to_all_single(
     return _exchanged(communicator, call, outputs, inputs, [output])
 
 
-def _all_to_all_single(
-    communicator: Communicator,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    splits = output_split_sizes, input_split_sizes
-    return communicator.call(  # type: ignore[no-any-return]
-        "all_to_all_single", checked_all_to_all_single, (output, input), splits, async_op=async_op
-    )
+_all_to_all_single = internal_form("all_to_all_single", checked_all_to_all_single)
 
 
 def all_to_all_single(
@@ -246,6 +225,5 @@ def all_to_all_single(
     >>> interlace.run(on_rank, 2)
     [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
     """
-    return _all_to_all_single(
-        resolve(group).on(input), output, input, output_split_sizes, input_split_sizes, async_op
-    )
+    splits = output_split_sizes, input_split_sizes
+    return _all_to_all_single(resolve(group).on(input), (output, input), splits, async_op)

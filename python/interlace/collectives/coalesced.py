@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +15,8 @@ from interlace.collectives.rootless import (
 )
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.work import Work
-
-
-def _check_lengths(
-    communicator: Communicator, op: str, names: tuple[str, str], first: Any, second: Any
-) -> None:
-    """Raise unless both are lists of one length."""
-    rank = communicator.rank
-    for name, value in zip(names, (first, second), strict=True):
-        if not isinstance(value, (list, tuple)):
-            raise TypeError(
-                f"{op}: {name} must be a list, got {type(value).__name__} on rank {rank}"
-            )
-    if len(first) != len(second):
-        raise ValueError(
-            f"{op}: {names[0]} has {len(first)} entries, {names[1]} has {len(second)}, on rank {rank}"
-        )
 
 
 def _together(
@@ -58,21 +42,42 @@ def _together(
     return PreparedCall(start, [tensor for each in prepared for tensor in each.outputs], whole)
 
 
-def _all_reduce_coalesced(
-    communicator: Communicator,
-    tensors: Sequence[torch.Tensor],
-    op: Any = "sum",
-    async_op: bool = False,
-) -> Work | None:
-    name = "all_reduce_coalesced"
+def _of_lists(
+    name: str, names: Sequence[str], checked: Callable[..., PreparedCall]
+) -> Callable[..., Work | None]:
+    """The internal form of ``name``: ``checked`` for entries of lists, which errors call ``names``."""
 
-    def check(*_: Any) -> PreparedCall:
-        _check_lengths(communicator, name, ("tensors", "tensors"), tensors, tensors)
+    def check(communicator: Communicator, *arguments: Any) -> PreparedCall:
+        lists, options = arguments[: len(names)], arguments[len(names) :]
+        rank = communicator.rank
+        for each, value in zip(names, lists, strict=True):
+            if not isinstance(value, (list, tuple)):
+                raise TypeError(
+                    f"{name}: {each} must be a list, got {type(value).__name__} on rank {rank}"
+                )
+        if len(lists[0]) != len(lists[-1]):
+            raise ValueError(
+                f"{name}: {names[0]} has {len(lists[0])} entries, {names[-1]} has {len(lists[-1])}, "
+                f"on rank {rank}"
+            )
+        entries = zip(*lists, strict=True)
         return _together(
-            communicator, name, [checked_all_reduce(communicator, each, op) for each in tensors]
+            communicator, name, [checked(communicator, *entry, *options) for entry in entries]
         )
 
-    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
+    return internal_form(name, check)
+
+
+_all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], checked_all_reduce)
+_all_gather_coalesced = _of_lists(
+    "all_gather_coalesced", ["output_tensor_lists", "input_tensor_list"], checked_all_gather
+)
+_all_gather_into_tensor_coalesced = _of_lists(
+    "all_gather_into_tensor_coalesced", ["outputs", "inputs"], checked_all_gather
+)
+_reduce_scatter_tensor_coalesced = _of_lists(
+    "reduce_scatter_tensor_coalesced", ["outputs", "inputs"], checked_reduce_scatter
+)
 
 
 def all_reduce_coalesced(
@@ -91,26 +96,7 @@ def all_reduce_coalesced(
     >>> interlace.run(on_rank, 2)[0]
     [[2.0], [0, 2]]
     """
-    return _all_reduce_coalesced(resolve(group).on(tensors), tensors, op, async_op)
-
-
-def _all_gather_coalesced(
-    communicator: Communicator,
-    outputs: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    async_op: bool = False,
-    *,
-    name: str = "all_gather_coalesced",
-    names: tuple[str, str] = ("output_tensor_lists", "input_tensor_list"),
-) -> Work | None:
-    def check(*_: Any) -> PreparedCall:
-        _check_lengths(communicator, name, names, outputs, inputs)
-        pairs = zip(outputs, inputs, strict=True)
-        return _together(
-            communicator, name, [checked_all_gather(communicator, *pair) for pair in pairs]
-        )
-
-    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
+    return _all_reduce_coalesced(resolve(group).on(tensors), (tensors,), (op,), async_op)
 
 
 def all_gather_coalesced(
@@ -134,9 +120,8 @@ def all_gather_coalesced(
     >>> interlace.run(on_rank, 2)[0]
     [tensor([0]), tensor([1])]
     """
-    return _all_gather_coalesced(
-        resolve(group).on(input_tensor_list), output_tensor_lists, input_tensor_list, async_op
-    )
+    lists = output_tensor_lists, input_tensor_list
+    return _all_gather_coalesced(resolve(group).on(input_tensor_list), lists, (), async_op)
 
 
 def all_gather_into_tensor_coalesced(
@@ -157,29 +142,8 @@ def all_gather_into_tensor_coalesced(
     >>> interlace.run(on_rank, 2)[0]
     [tensor([1., 1.]), tensor([0., 0., 0., 0.])]
     """
-    return _all_gather_coalesced(
-        resolve(group).on(inputs), outputs, inputs, async_op,
-        name="all_gather_into_tensor_coalesced", names=("outputs", "inputs"),
-    )  # fmt: skip
-
-
-def _reduce_scatter_tensor_coalesced(
-    communicator: Communicator,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[Any],
-    op: Any = "sum",
-    async_op: bool = False,
-) -> Work | None:
-    name = "reduce_scatter_tensor_coalesced"
-
-    def check(*_: Any) -> PreparedCall:
-        _check_lengths(communicator, name, ("outputs", "inputs"), outputs, inputs)
-        pairs = zip(outputs, inputs, strict=True)
-        return _together(
-            communicator, name, [checked_reduce_scatter(communicator, *pair, op) for pair in pairs]
-        )
-
-    return communicator.call(name, check, (), async_op=async_op)  # type: ignore[no-any-return]
+    communicator = resolve(group).on(inputs)
+    return _all_gather_into_tensor_coalesced(communicator, (outputs, inputs), (), async_op)
 
 
 def reduce_scatter_tensor_coalesced(
@@ -203,6 +167,5 @@ def reduce_scatter_tensor_coalesced(
     >>> interlace.run(on_rank, 2)
     [[tensor([2.]), tensor([0., 2.])], [tensor([2.]), tensor([4., 6.])]]
     """
-    return _reduce_scatter_tensor_coalesced(
-        resolve(group).on(outputs), outputs, inputs, op, async_op
-    )
+    communicator = resolve(group).on(outputs)
+    return _reduce_scatter_tensor_coalesced(communicator, (outputs, inputs), (op,), async_op)

@@ -1,7 +1,7 @@
 """Collectives with a root: broadcast, reduce, gather, scatter; torch's semantics.
 
 ``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group; the
-internal forms take ``root``, a rank of the group. What the functions are for: ``rootless.py``.
+internal forms take both. What the functions are for: ``rootless.py``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from interlace.arguments.roots import group_rank
 from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
 Rank = int | None
-
-# -- broadcast ----------------------------------------------------------------------------------------
 
 
 BROADCAST_ALGORITHMS = ("auto", "copy", "low_latency")
 
 
 def checked_broadcast(
-    communicator: Communicator, tensor: torch.Tensor, src: Rank, group_src: Rank, algorithm: str
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    src: Rank,
+    group_src: Rank,
+    algorithm: str = "auto",
 ) -> PreparedCall:
-    """A :func:`broadcast` that was checked on this rank."""
     root = group_rank("src", src, group_src, communicator)
     is_root = communicator.rank == root
     data = (checks.source if is_root else checks.target)("tensor", tensor, communicator)
@@ -62,17 +63,7 @@ def checked_broadcast(
     return PreparedCall(start, (tensor,), call)
 
 
-def _broadcast(
-    communicator: Communicator, tensor: torch.Tensor, root: int, async_op: bool = False
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "broadcast",
-        checked_broadcast,
-        (tensor,),
-        (None, root, "auto"),
-        async_op=async_op,
-        fills=True,
-    )
+_broadcast = internal_form("broadcast", checked_broadcast, fills=True)
 
 
 def broadcast(
@@ -98,24 +89,12 @@ def broadcast(
     >>> interlace.run(on_rank, 2)
     [[1], [1]]
     """
-    communicator = resolve(group).on(tensor)
-    return communicator.call(  # type: ignore[no-any-return]
-        "broadcast",
-        checked_broadcast,
-        (tensor,),
-        (src, group_src, algorithm),
-        async_op=async_op,
-        fills=True,
-    )
-
-
-# -- reduce -------------------------------------------------------------------------------------------
+    return _broadcast(resolve(group).on(tensor), (tensor,), (src, group_src, algorithm), async_op)
 
 
 def checked_reduce(
-    communicator: Communicator, tensor: torch.Tensor, dst: Rank, group_dst: Rank, op: Any
+    communicator: Communicator, tensor: torch.Tensor, dst: Rank, group_dst: Rank, op: Any = "sum"
 ) -> PreparedCall:
-    """A :func:`reduce` that was checked on this rank."""
     rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator)
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op, rank)
@@ -146,16 +125,7 @@ def checked_reduce(
     return PreparedCall(start, (tensor,), call)
 
 
-def _reduce(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    root: int,
-    op: Any = "sum",
-    async_op: bool = False,
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "reduce", checked_reduce, (tensor,), (None, root, op), async_op=async_op
-    )
+_reduce = internal_form("reduce", checked_reduce)
 
 
 def reduce(
@@ -180,13 +150,7 @@ def reduce(
     >>> interlace.run(on_rank, 2)
     [[3], [2]]
     """
-    communicator = resolve(group).on(tensor)
-    return communicator.call(  # type: ignore[no-any-return]
-        "reduce", checked_reduce, (tensor,), (dst, group_dst, op), async_op=async_op
-    )
-
-
-# -- gather and scatter -------------------------------------------------------------------------------
+    return _reduce(resolve(group).on(tensor), (tensor,), (dst, group_dst, op), async_op)
 
 
 def _shapes(tensors: Sequence[torch.Tensor] | None) -> list[tuple[int, ...]] | None:
@@ -252,7 +216,6 @@ def checked_gather(
     dst: Rank,
     group_dst: Rank,
 ) -> PreparedCall:
-    """A :func:`gather` that was checked on this rank."""
     rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator, default=0)
     data = checks.source("tensor", tensor, communicator)
     _only_on_root("gather_list", gather_list, root, rank)
@@ -275,16 +238,7 @@ def checked_gather(
     return PreparedCall(start, gather_list or (), call)
 
 
-def _gather(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    gather_list: list[torch.Tensor] | None,
-    root: int,
-    async_op: bool = False,
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "gather", checked_gather, (tensor, gather_list), (None, root), async_op=async_op
-    )
+_gather = internal_form("gather", checked_gather)
 
 
 def gather(
@@ -310,10 +264,7 @@ def gather(
     >>> interlace.run(on_rank, 2)
     [[tensor([0.]), tensor([1., 1.])], None]
     """
-    communicator = resolve(group).on(tensor)
-    return communicator.call(  # type: ignore[no-any-return]
-        "gather", checked_gather, (tensor, gather_list), (dst, group_dst), async_op=async_op
-    )
+    return _gather(resolve(group).on(tensor), (tensor, gather_list), (dst, group_dst), async_op)
 
 
 def checked_scatter(
@@ -323,7 +274,6 @@ def checked_scatter(
     src: Rank,
     group_src: Rank,
 ) -> PreparedCall:
-    """A :func:`scatter` that was checked on this rank."""
     rank, root = communicator.rank, group_rank("src", src, group_src, communicator, default=0)
     out = checks.target("tensor", tensor, communicator)
     _only_on_root("scatter_list", scatter_list, root, rank)
@@ -345,16 +295,7 @@ def checked_scatter(
     return PreparedCall(start, (tensor,), call)
 
 
-def _scatter(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    scatter_list: list[torch.Tensor] | None,
-    root: int,
-    async_op: bool = False,
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "scatter", checked_scatter, (tensor, scatter_list), (None, root), async_op=async_op
-    )
+_scatter = internal_form("scatter", checked_scatter)
 
 
 def scatter(
@@ -380,7 +321,4 @@ def scatter(
     >>> interlace.run(on_rank, 2)
     [[0.0, 0.0], [1.0, 1.0]]
     """
-    communicator = resolve(group).on(tensor)
-    return communicator.call(  # type: ignore[no-any-return]
-        "scatter", checked_scatter, (tensor, scatter_list), (src, group_src), async_op=async_op
-    )
+    return _scatter(resolve(group).on(tensor), (tensor, scatter_list), (src, group_src), async_op)

@@ -2,8 +2,7 @@
 
 Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
 ranks have to agree on, and returns what hands dense tensors to the group's engine. ``Communicator.call``
-runs it, for the public function and for the internal form, ``_all_reduce(communicator, ...)``. A misuse on
-one rank is reported on all.
+runs it, in the internal form, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from interlace.arguments.forms import NOT_GIVEN, either, parts
 from interlace.collectives import chosen_algorithm, sparse
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
-# -- all_reduce ---------------------------------------------------------------------------------------
-
 
 def checked_all_reduce(
-    communicator: Communicator, tensor: torch.Tensor, op: Any, algorithm: str = "auto"
+    communicator: Communicator, tensor: torch.Tensor, op: Any = "sum", algorithm: str = "auto"
 ) -> PreparedCall:
-    """An :func:`all_reduce` that was checked on this rank."""
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op, communicator.rank)
     if factor is not None:
@@ -64,22 +60,7 @@ def checked_all_reduce(
     return PreparedCall(start, (tensor,), call)
 
 
-def _all_reduce(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    op: Any = "sum",
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "all_reduce",
-        checked_all_reduce,
-        (tensor,),
-        (op, algorithm),
-        async_op=async_op,
-        fills=True,
-    )
+_all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
 
 
 def all_reduce(
@@ -111,11 +92,8 @@ def all_reduce(
     """
     communicator = resolve(group).on(tensor)
     if algorithm == "auto" and getattr(tensor, "layout", None) is torch.sparse_coo:
-        return sparse._all_reduce(communicator, tensor, op, async_op)
-    return _all_reduce(communicator, tensor, op, async_op, algorithm=algorithm)
-
-
-# -- all_gather ---------------------------------------------------------------------------------------
+        return sparse._all_reduce(communicator, (tensor,), (op,), async_op)
+    return _all_reduce(communicator, (tensor,), (op, algorithm), async_op)
 
 
 def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
@@ -140,7 +118,6 @@ def checked_all_gather(
     tensor: torch.Tensor,
     algorithm: str = "auto",
 ) -> PreparedCall:
-    """An :func:`all_gather` that was checked on this rank."""
     data = checks.source("tensor", tensor, communicator)
     key: Any = ("all_gather", algorithm, data.dtype, data.shape)
     given: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
@@ -181,22 +158,7 @@ def checked_all_gather(
     return PreparedCall(start, given, call)
 
 
-def _all_gather(
-    communicator: Communicator,
-    output: torch.Tensor | list[torch.Tensor],
-    tensor: torch.Tensor,
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "all_gather",
-        checked_all_gather,
-        (output, tensor),
-        (algorithm,),
-        async_op=async_op,
-        fills=True,
-    )
+_all_gather = internal_form("all_gather", checked_all_gather, fills=True)
 
 
 def all_gather(
@@ -238,24 +200,21 @@ def all_gather(
             output = either("output", output, "tensor_list", tensor_list, "all_gather")
         output = either("output", output, "output_tensor", output_tensor, "all_gather")
         tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
-    return _all_gather(communicator, output, tensor, async_op, algorithm=algorithm)
+    return _all_gather(communicator, (output, tensor), (algorithm,), async_op)
 
 
 all_gather_into_tensor = all_gather
 all_gather_single = all_gather
 _all_gather_base = all_gather
 
-# -- reduce_scatter -----------------------------------------------------------------------------------
-
 
 def checked_reduce_scatter(
     communicator: Communicator,
     output: torch.Tensor,
     input: torch.Tensor | list[torch.Tensor],
-    op: Any,
+    op: Any = "sum",
     algorithm: str = "auto",
 ) -> PreparedCall:
-    """A :func:`reduce_scatter` that was checked on this rank."""
     rank = communicator.rank
     out = checks.target("output", output, communicator)
     name, factor = checks.reduce_op(op, rank)
@@ -310,23 +269,7 @@ def checked_reduce_scatter(
     return PreparedCall(start, (output,), call)
 
 
-def _reduce_scatter(
-    communicator: Communicator,
-    output: torch.Tensor,
-    input: torch.Tensor | list[torch.Tensor],
-    op: Any = "sum",
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> Work | None:
-    return communicator.call(  # type: ignore[no-any-return]
-        "reduce_scatter",
-        checked_reduce_scatter,
-        (output, input),
-        (op, algorithm),
-        async_op=async_op,
-        fills=True,
-    )
+_reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
 
 
 def reduce_scatter(
@@ -363,14 +306,12 @@ def reduce_scatter(
     with communicator.accepting("reduce_scatter"):
         output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
         input = either("input", input, "input_list", input_list, "reduce_scatter")
-    return _reduce_scatter(communicator, output, input, op, async_op, algorithm=algorithm)
+    return _reduce_scatter(communicator, (output, input), (op, algorithm), async_op)
 
 
 reduce_scatter_tensor = reduce_scatter
 reduce_scatter_single = reduce_scatter
 _reduce_scatter_base = reduce_scatter
-
-# -- barrier ------------------------------------------------------------------------------------------
 
 _BARRIER = Call("barrier")
 

@@ -12,9 +12,8 @@ import torch
 
 from interlace.arguments import checks, reduce_ops
 from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.work import Work
 
 NAME = "all_reduce"
 OPS = ("sum", "avg")
@@ -35,18 +34,12 @@ def _checked(communicator: Communicator, tensor: Any, op: Any) -> tuple[torch.Te
     return tensor.detach(), name
 
 
-def _all_reduce(
-    communicator: Communicator, tensor: torch.Tensor, op: Any = "sum", async_op: bool = False
-) -> Work | None:
+def _prepared(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") -> PreparedCall:
     """Reduce a sparse COO ``tensor`` over ranks, in place; it is coalesced afterwards.
 
     ``op``: sum or avg. Ranks may hold entries at different indices. Raises ValueError or TypeError on
     every rank if shapes, numbers of sparse dims, dtypes or ops differ.
     """
-    return communicator.call(NAME, _prepared, (tensor,), (op,), async_op=async_op)  # type: ignore[no-any-return]
-
-
-def _prepared(communicator: Communicator, tensor: torch.Tensor, op: Any) -> PreparedCall:
     data, name = _checked(communicator, tensor, op)
     mine = data.coalesce()
     indices, values = mine.indices(), mine.values().contiguous()
@@ -75,6 +68,9 @@ def _prepared(communicator: Communicator, tensor: torch.Tensor, op: Any) -> Prep
             tensor.copy_(total)
 
     return PreparedCall(start, (tensor,), call)
+
+
+_all_reduce = internal_form(NAME, _prepared)
 
 
 def _rows(like: torch.Tensor, count: int) -> torch.Tensor:

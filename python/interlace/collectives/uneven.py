@@ -90,7 +90,7 @@ def all_gather_v(
     communicator = resolve(group).on(tensor)
     with communicator.accepting("all_gather"):
         parts = split("output", output, "output_split_sizes", output_split_sizes, dim, communicator)
-    return _all_gather(communicator, parts, tensor, async_op)
+    return _all_gather(communicator, (parts, tensor), (), async_op)
 
 
 def reduce_scatter_v(
@@ -119,7 +119,7 @@ def reduce_scatter_v(
     communicator = resolve(group).on(output)
     with communicator.accepting("reduce_scatter"):
         parts = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    return _reduce_scatter(communicator, output, parts, op, async_op)
+    return _reduce_scatter(communicator, (output, parts), (op,), async_op)
 
 
 def gather_v(
@@ -153,7 +153,7 @@ def gather_v(
         parts = None
         if output is not None:
             parts = split("output", output, "sizes", sizes, dim, communicator)
-    return _gather(communicator, tensor, parts, root, async_op)
+    return _gather(communicator, (tensor, parts), (None, root), async_op)
 
 
 def scatter_v(
@@ -187,7 +187,7 @@ def scatter_v(
         parts = None
         if input is not None:
             parts = split("input", input, "sizes", sizes, dim, communicator)
-    return _scatter(communicator, tensor, parts, root, async_op)
+    return _scatter(communicator, (tensor, parts), (None, root), async_op)
 
 
 def all_to_all_v(
@@ -221,4 +221,4 @@ def all_to_all_v(
             "output", output, "output_split_sizes", output_split_sizes, dim, communicator
         )
         inputs = split("input", input, "input_split_sizes", input_split_sizes, dim, communicator)
-    return _all_to_all(communicator, outputs, inputs, async_op)
+    return _all_to_all(communicator, (outputs, inputs), (), async_op)

@@ -189,7 +189,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         (tensor,) = own
         dense = tensor.layout is torch.strided
         start = rootless._all_reduce if dense else sparse._all_reduce
-        return self._run("all_reduce", own, start, tensor, opts.reduceOp, opts.asyncOp)
+        return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts.asyncOp)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED
@@ -201,7 +201,12 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             ) as last:
                 return last(super().allreduce_coalesced(tensors, opts))
         return self._run(
-            "all_reduce_coalesced", own, _all_reduce_coalesced, own, opts.reduceOp, opts.asyncOp
+            "all_reduce_coalesced",
+            own,
+            _all_reduce_coalesced,
+            (own,),
+            (opts.reduceOp,),
+            opts.asyncOp,
         )
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST, *rest: Any) -> Any:
@@ -212,7 +217,9 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)) as last:
                 return last(super().broadcast(tensors, opts))
         (tensor,) = own
-        return self._run("broadcast", own, rooted._broadcast, tensor, opts.rootRank, opts.asyncOp)
+        return self._run(
+            "broadcast", own, rooted._broadcast, (tensor,), (None, opts.rootRank), opts.asyncOp
+        )
 
     def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE, *rest: Any) -> Any:
         if type(opts) is not ReduceOptions or type(tensors) is not list:
@@ -223,7 +230,12 @@ class Collectives(OnInterlace, NamedAsInTorch213):
                 return last(super().reduce(tensors, opts))
         (tensor,) = own
         return self._run(
-            "reduce", own, rooted._reduce, tensor, opts.rootRank, opts.reduceOp, opts.asyncOp
+            "reduce",
+            own,
+            rooted._reduce,
+            (tensor,),
+            (None, opts.rootRank, opts.reduceOp),
+            opts.asyncOp,
         )
 
     def allgather(
@@ -242,7 +254,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             ) as last:
                 return last(super().allgather(outputs, inputs, opts))
         (tensor,) = ins
-        return self._run("all_gather", outs, rootless._all_gather, outs, tensor, opts.asyncOp)
+        return self._run("all_gather", outs, rootless._all_gather, (outs, tensor), (), opts.asyncOp)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
@@ -257,7 +269,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         if out.dim() != tensor.dim():
             out, tensor = flat(out, tensor)
         return self._run(
-            "all_gather_single", [output], rootless._all_gather, out, tensor, opts.asyncOp
+            "all_gather_single", [output], rootless._all_gather, (out, tensor), (), opts.asyncOp
         )
 
     def reduce_scatter(
@@ -286,9 +298,8 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             "reduce_scatter",
             outs,
             rootless._reduce_scatter,
-            output,
-            ins,
-            opts.reduceOp,
+            (output, ins),
+            (opts.reduceOp,),
             opts.asyncOp,
         )
 
@@ -305,8 +316,8 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         if out.dim() != tensor.dim():
             tensor, out = flat(tensor, out)
         return self._run(
-            "reduce_scatter_single", [output], rootless._reduce_scatter, out, tensor,
-            opts.reduceOp, opts.asyncOp,
+            "reduce_scatter_single", [output], rootless._reduce_scatter, (out, tensor),
+            (opts.reduceOp,), opts.asyncOp,
         )  # fmt: skip
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
@@ -314,7 +325,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         if outs is None or ins is None:
             with self._dispatching(inputs, lambda os, ts: self.alltoall(os, ts, opts)) as last:
                 return last(super().alltoall(outputs, inputs, opts))
-        return self._run("all_to_all", outs, _all_to_all, outs, ins, opts.asyncOp)
+        return self._run("all_to_all", outs, _all_to_all, (outs, ins), (), opts.asyncOp)
 
     def all_to_all_single(
         self,
@@ -336,8 +347,8 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         if even and out.shape[1:] != tensor.shape[1:]:
             out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
         return self._run(
-            "all_to_all_single", [output], _all_to_all_single, out, tensor,
-            output_split_sizes, input_split_sizes, opts.asyncOp,
+            "all_to_all_single", [output], _all_to_all_single, (out, tensor),
+            (output_split_sizes, input_split_sizes), opts.asyncOp,
         )  # fmt: skip
 
     def gather(
@@ -352,7 +363,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         (tensor,) = ins
         gathered = outs if outputs else None
         return self._run(
-            "gather", outs, rooted._gather, tensor, gathered, opts.rootRank, opts.asyncOp
+            "gather", outs, rooted._gather, (tensor, gathered), (None, opts.rootRank), opts.asyncOp
         )
 
     def scatter(
@@ -373,7 +384,12 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         (tensor,) = outs
         scattered = ins if inputs else None
         return self._run(
-            "scatter", outs, rooted._scatter, tensor, scattered, opts.rootRank, opts.asyncOp
+            "scatter",
+            outs,
+            rooted._scatter,
+            (tensor, scattered),
+            (None, opts.rootRank),
+            opts.asyncOp,
         )
 
     def barrier(self, opts: Any = _DEFAULT_BARRIER, timeout: timedelta | None = None) -> Any:
@@ -409,7 +425,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
                 return last(super().allgather_coalesced(outputs, inputs, opts))
         by_input = [outs[index :: len(ins)] for index in range(len(ins))]
         return self._run(
-            "all_gather_coalesced", outs, _all_gather_coalesced, by_input, ins, opts.asyncOp
+            "all_gather_coalesced", outs, _all_gather_coalesced, (by_input, ins), (), opts.asyncOp
         )
 
     def all_gather_single_coalesced(
@@ -423,7 +439,12 @@ class Collectives(OnInterlace, NamedAsInTorch213):
                 return last(super().all_gather_single_coalesced(outputs, inputs, opts))
         outs, ins = all_flat(outs, ins)
         return self._run(
-            "all_gather_single_coalesced", outputs, _all_gather_coalesced, outs, ins, opts.asyncOp
+            "all_gather_single_coalesced",
+            outputs,
+            _all_gather_coalesced,
+            (outs, ins),
+            (),
+            opts.asyncOp,
         )
 
     def reduce_scatter_single_coalesced(
@@ -437,8 +458,8 @@ class Collectives(OnInterlace, NamedAsInTorch213):
                 return last(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
         ins, outs = all_flat(ins, outs)
         return self._run(
-            "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, outs, ins,
-            opts.reduceOp, opts.asyncOp,
+            "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, (outs, ins),
+            (opts.reduceOp,), opts.asyncOp,
         )  # fmt: skip
 
     # -- what torch before 2.13 calls them -----------------------------------------------------

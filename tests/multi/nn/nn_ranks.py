@@ -318,7 +318,8 @@ def _nothing(*args: Any, **kwargs: Any) -> _Done:
     return _Done()
 
 
-def _own_part(group: Any, output: torch.Tensor, parts: Any, *rest: Any) -> _Done:
+def _own_part(group: Any, tensors: Any, *rest: Any) -> _Done:
+    output, parts = tensors
     output.copy_(parts[group.rank])
     return _Done()
 

@@ -137,10 +137,11 @@ def test_scatter_sends_each_rank_its_part_only() -> None:
     given: dict[int, tuple[int, list[int] | None]] = {}
     real = rooted._scatter
 
-    def watched(communicator: Any, tensor: Any, tensors: Any, *rest: Any) -> Any:
+    def watched(communicator: Any, arguments: Any, *rest: Any) -> Any:
+        tensor, tensors = arguments
         listed = None if tensors is None else [each.nbytes for each in tensors]
         given[communicator.rank] = (tensor.nbytes, listed)
-        return real(communicator, tensor, tensors, *rest)
+        return real(communicator, arguments, *rest)
 
     def ranks() -> None:
         scatter(torch.ones(5, 4) if interlace.get_rank() == 0 else None, None, [Shard(0)])

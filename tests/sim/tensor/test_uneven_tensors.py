@@ -332,10 +332,11 @@ def test_gather_and_scatter_are_one_to_all_and_all_to_one() -> None:
     gather, scatter = rooted._gather, rooted._scatter
 
     def watch(name: str, real: Any) -> Any:
-        def watched(communicator: Any, tensor: Any, tensors: Any, *rest: Any) -> Any:
+        def watched(communicator: Any, arguments: Any, *rest: Any) -> Any:
+            tensor, tensors = arguments
             listed = None if tensors is None else [each.numel() for each in tensors]
             given.append((name, communicator.rank, listed, tensor.numel()))
-            return real(communicator, tensor, tensors, *rest)
+            return real(communicator, arguments, *rest)
 
         return watched
 

@@ -237,7 +237,7 @@ class Row(torch.autograd.Function):
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
                 if over is not None:
-                    bias_sum = _all_reduce(over, of_bias, "sum", async_op=True)
+                    bias_sum = _all_reduce(over, (of_bias,), async_op=True)
             if started is not None:
                 of_input, *rest = _finished(started)
                 whole = rest[0] if rest else rows

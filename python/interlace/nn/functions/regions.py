@@ -48,7 +48,7 @@ def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    _all_reduce(group, result)
+    _all_reduce(group, (result,))
     return result
 
 
@@ -61,14 +61,14 @@ def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     shape[dim] *= group.world_size
     result = tensor.new_empty(shape)
     parts = list(result.chunk(group.world_size, dim))
-    _all_gather(group, parts, tensor.detach().contiguous(), False)
+    _all_gather(group, (parts, tensor.detach().contiguous()))
     return result
 
 
 def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     parts = [each.contiguous() for each in tensor.detach().chunk(group.world_size, dim)]
     result = torch.empty_like(parts[0])
-    _reduce_scatter(group, result, parts, "sum", False)
+    _reduce_scatter(group, (result, parts))
     return result
 
 
@@ -131,7 +131,7 @@ class _Copied(torch.autograd.Function):
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        _all_reduce(ctx.group, flat)
+        _all_reduce(ctx.group, (flat,))
         parts = zip(torch.split(flat, [grad.numel() for grad in grads]), grads, strict=True)
         return None, *[part.view_as(grad).to(grad.dtype) for part, grad in parts]
 

@@ -116,7 +116,7 @@ def gather(communicator: Communicator | None, rows: torch.Tensor) -> Gather:
         return Gather(rows, None)
     rows = rows.contiguous()
     whole = rows.new_empty(communicator.world_size * rows.shape[0], rows.shape[1])
-    return Gather(whole, _all_gather(communicator, whole, rows, async_op=True))
+    return Gather(whole, _all_gather(communicator, (whole, rows), async_op=True))
 
 
 class _Pending(NamedTuple):

@@ -131,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
         highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
         if here and tokens:
             highest.copy_(rows.amax(1))
-        _all_reduce(group, highest, "max")
+        _all_reduce(group, (highest,), ("max",))
         sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
         own = local.flatten()
         for at in _pieces(tokens, here):
@@ -143,7 +143,7 @@ class _CrossEntropy(torch.autograd.Function):
             if smoothing:
                 torch.sum(part, 1, out=sums[2, at])
             torch.sum(part.exp_(), 1, out=sums[0, at])
-        _all_reduce(group, sums)
+        _all_reduce(group, (sums,))
         log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
         losses = (1 - smoothing) * (log_sum - sums[1])
         if smoothing:

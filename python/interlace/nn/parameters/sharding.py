@@ -121,7 +121,7 @@ class Sharding:
         lengths = [self.part(rank)[1] for rank in range(group.world_size)]
         parts = [local.new_empty(self._with_length(local.shape, each)) for each in lengths if here]
         if group_dst is None:
-            _all_gather(group, parts, local, False)
+            _all_gather(group, (parts, local))
         else:
             _gather(group, local, parts if here else None, group_dst, False)
         return torch.cat(parts[:: self.copies], self.dim) if here else None

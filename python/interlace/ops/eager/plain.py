@@ -45,7 +45,7 @@ def all_reduce(
     )
     if output is not input:
         output.copy_(input)
-    return Started([output], rootless._all_reduce(communicator, output, reduce_op, True))
+    return Started([output], rootless._all_reduce(communicator, (output,), (reduce_op,), True))
 
 
 def all_gather(
@@ -63,7 +63,7 @@ def all_gather(
     whole: Any = output
     if dim or not output.is_contiguous():
         whole = _parts(output, dim, size)
-    return Started([output], rootless._all_gather(communicator, whole, input, True))
+    return Started([output], rootless._all_gather(communicator, (whole, input), (), True))
 
 
 def _parts(tensor: torch.Tensor, dim: int, size: int) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def reduce_scatter(
     whole: Any = input
     if dim or not input.is_contiguous():
         whole = _parts(input, dim, size)
-    work = rootless._reduce_scatter(communicator, output, whole, reduce_op, True)
+    work = rootless._reduce_scatter(communicator, (output, whole), (reduce_op,), True)
     return Started([output], work)
 
 
@@ -112,9 +112,8 @@ def all_to_all(
         ),
     )
     output = _output(communicator, "all_to_all_single", expected, out)
-    work = _all_to_all_single(
-        communicator, output, input, output_split_sizes, input_split_sizes, True
-    )
+    splits = output_split_sizes, input_split_sizes
+    work = _all_to_all_single(communicator, (output, input), splits, True)
     return Started([output], work)
 
 
@@ -126,7 +125,7 @@ def broadcast(
     )
     if communicator.rank == src and output is not input:
         output.copy_(input)
-    return Started([output], rooted._broadcast(communicator, output, src, True))
+    return Started([output], rooted._broadcast(communicator, (output,), (None, src), True))
 
 
 def reduce(communicator: Communicator, input: torch.Tensor, reduce_op: Any, dst: int) -> Started:
@@ -134,9 +133,12 @@ def reduce(communicator: Communicator, input: torch.Tensor, reduce_op: Any, dst:
     output = shapes.like(input)
     if communicator.rank == dst:
         output.copy_(input)
-        return Started([output], rooted._reduce(communicator, output, dst, reduce_op, True))
-    dense = input.contiguous()  # which an expanded gradient is not
-    return Started([output.zero_()], rooted._reduce(communicator, dense, dst, reduce_op, True))
+        reduced = output
+    else:
+        reduced = input.contiguous()  # which an expanded gradient is not
+        output.zero_()
+    work = rooted._reduce(communicator, (reduced,), (None, dst, reduce_op), True)
+    return Started([output], work)
 
 
 def permute(communicator: Communicator, input: torch.Tensor, src_dst: Sequence[int]) -> Started:
@@ -146,9 +148,8 @@ def permute(communicator: Communicator, input: torch.Tensor, src_dst: Sequence[i
     output = shapes.like(input)
     sent, received = [0] * size, [0] * size
     sent[src_dst[rank]] = received[list(src_dst).index(rank)] = input.numel()
-    work = _all_to_all_single(
-        communicator, output.view(-1), input.reshape(-1), received, sent, True
-    )
+    flat = output.view(-1), input.reshape(-1)
+    work = _all_to_all_single(communicator, flat, (received, sent), True)
     return Started([output], work)
 
 
@@ -163,7 +164,7 @@ def gather(communicator: Communicator, input: torch.Tensor, dst: int, gather_dim
             parts = [part.view(()) for part in parts]
     else:
         output.zero_()
-    return Started([output], rooted._gather(communicator, input, parts, dst, True))
+    return Started([output], rooted._gather(communicator, (input, parts), (None, dst), True))
 
 
 def scatter(communicator: Communicator, input: torch.Tensor, src: int, scatter_dim: int) -> Started:
@@ -173,7 +174,7 @@ def scatter(communicator: Communicator, input: torch.Tensor, src: int, scatter_d
     parts = None
     if communicator.rank == src:
         parts = _parts(input, scatter_dim % input.dim(), size)
-    return Started([output], rooted._scatter(communicator, output, parts, src, True))
+    return Started([output], rooted._scatter(communicator, (output, parts), (None, src), True))
 
 
 def rank(communicator: Communicator, input: torch.Tensor) -> Started:

@@ -105,7 +105,7 @@ def mesh_broadcast(
         return _done("broadcast", tensor, async_op)
     communicator = _row("broadcast", *group).on(tensor)
     root = _source("broadcast", group_src, communicator)
-    return _broadcast(communicator, tensor, root, async_op)
+    return _broadcast(communicator, (tensor,), (None, root), async_op)
 
 
 def mesh_scatter(
@@ -152,7 +152,7 @@ def mesh_scatter(
     communicator = _row("scatter", *group).on(output)
     root = _source("scatter", group_src, communicator)
     mine = scatter_list if communicator.rank == root else None
-    return _scatter(communicator, output, mine, root, async_op)
+    return _scatter(communicator, (output, mine), (None, root), async_op)
 
 
 def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: int) -> None:
@@ -229,7 +229,8 @@ def shard_dim_alltoall(
     shape[shard_dim], shape[gather_dim] = sizes[rank], ranks * shape[gather_dim]
     output, length = input.new_empty(shape), input.shape[gather_dim]
     into = list(torch.split(output, length, gather_dim)) if length else [output] * ranks
-    work = _all_to_all(communicator, into, list(torch.split(input, sizes, shard_dim)), True)
+    sent = list(torch.split(input, sizes, shard_dim))
+    work = _all_to_all(communicator, (into, sent), async_op=True)
     made = AsyncTensor(output, work)
     return made if async_op else made.wait()
 

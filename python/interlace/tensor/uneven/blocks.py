@@ -72,7 +72,7 @@ def scatter(
     parts = None
     if whole is not None:
         parts = [whole.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    in_rank(lambda: rooted._scatter(communicator, out, parts, root))
+    in_rank(lambda: rooted._scatter(communicator, (out, parts), (None, root)))
     return None if own is None else out
 
 
@@ -93,7 +93,7 @@ def gather(
     if communicator.rank == root:
         whole = empty(communicator, shape, part.dtype)
         outputs = [part.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    in_rank(lambda: rooted._gather(communicator, part, outputs, root))
+    in_rank(lambda: rooted._gather(communicator, (part, outputs), (None, root)))
     return whole
 
 
@@ -110,7 +110,7 @@ def gather_sum(
     outputs = None
     if communicator.rank == root:
         outputs = [empty(communicator, shape_of(each), part.dtype) for each in blocks]
-    in_rank(lambda: rooted._gather(communicator, part, outputs, root))
+    in_rank(lambda: rooted._gather(communicator, (part, outputs), (None, root)))
     if outputs is None:
         return None
     whole = torch.zeros(tuple(shape), dtype=wide(part.dtype), device=part.device)

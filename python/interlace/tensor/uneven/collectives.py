@@ -220,7 +220,7 @@ def all_gather_v(
     own = tensor.detach()
     whole = blocks.empty(communicator, shape, own.dtype)
     into = [blocks.cut(whole, each) for each in cuts]
-    in_rank(lambda: rootless._all_gather(communicator, into, own, False))
+    in_rank(lambda: rootless._all_gather(communicator, (into, own)))
     if not needs:
         return whole
 
@@ -238,10 +238,10 @@ def _reduced(
     """The sum over ranks of their ``parts[own rank]``, in rank order."""
     if blocks.wide(own.dtype) == blocks.wide(own.dtype, accumulate):
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        rootless._reduce_scatter(communicator, out, parts, "sum", False)
+        rootless._reduce_scatter(communicator, (out, parts))
         return out
     received = [torch.empty_like(own) for _ in parts]
-    _all_to_all(communicator, received, parts)
+    _all_to_all(communicator, (received, parts))
     total = torch.zeros_like(own)
     for each in received:
         total.add_(each)

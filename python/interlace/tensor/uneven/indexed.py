@@ -82,14 +82,14 @@ def indexed_all_to_all_v(
     cuts = blocks.along(whole.shape, dim, lengths)
     sent = [own.index_select(dim, each) for each in picked]
     into = [blocks.cut(whole, each) for each in cuts]
-    in_rank(lambda: _all_to_all(communicator, into, sent))
+    in_rank(lambda: _all_to_all(communicator, (into, sent)))
     if not any(each.requires_grad for each in parts):
         return whole
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
         given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
         back = [torch.empty_like(each) for each in sent]
-        _all_to_all(communicator, back, [blocks.cut(given, each) for each in cuts])
+        _all_to_all(communicator, (back, [blocks.cut(given, each) for each in cuts]))
         wide = blocks.wide(own.dtype, accumulate)
         total = torch.zeros(own.shape, dtype=wide, device=own.device)
         for where, each in zip(picked, back, strict=True):
