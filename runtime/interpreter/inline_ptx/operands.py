@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
-from interlace.runtime.interpreter.inline_ptx.syntax import InlineAssemblyError, Register
+from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Register
 
 _WIDTHS = {"r": 32, "f": 32, "l": 64, "d": 64, "h": 16, "b": 1}
 
 
 def registers_of(constraints: str) -> tuple[tuple[Register, ...], tuple[Register, ...]]:
-    """Operands by their constraints, such as ``"=r,l,0,~{memory}"``."""
+    """Results and inputs by their constraints, such as ``"=r,l,0,~{memory}"``."""
     outputs: list[Register] = []
     inputs: list[Register] = []
     for given in filter(None, (part.strip() for part in constraints.split(","))):
@@ -43,10 +43,10 @@ def registers_of(constraints: str) -> tuple[tuple[Register, ...], tuple[Register
     return tuple(outputs), tuple(inputs)
 
 
-def _layout(bits: int, pack: int) -> tuple[int, int]:
-    """(registers, elements in each): elements of less than 32 bits share registers."""
+def _lanes(bits: int, pack: int) -> list[range]:
+    """The elements in each register: those of less than 32 bits share one."""
     shared = max(1, 32 // bits)
-    return -(-pack // shared), shared
+    return [range(first, min(first + shared, pack)) for first in range(0, pack, shared)]
 
 
 def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
@@ -54,15 +54,11 @@ def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
     flat = np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1)
     bits = 8 * flat.dtype.itemsize
     values = flat.view(f"u{flat.dtype.itemsize}").tolist()
-    if pack == 1:
-        return [values]
-    registers, shared = _layout(bits, pack)
-    columns = []
-    for first in range(0, registers * shared, shared):
-        lanes = range(first, min(first + shared, pack))
-        starts = range(0, len(values), pack)
-        columns.append([sum(values[s + i] << (i - first) * bits for i in lanes) for s in starts])
-    return columns
+    starts = range(0, len(values), pack)
+    return [
+        [sum(values[at + i] << (i - lanes[0]) * bits for i in lanes) for at in starts]
+        for lanes in _lanes(bits, pack)
+    ]
 
 
 def arguments(
@@ -79,12 +75,10 @@ def arguments(
         raise InlineAssemblyError(f"inline PTX: shape {shape} is not a multiple of pack={pack}")
     columns = [column for value in values for column in _columns(value.data, shape, pack)]
     _check_count("inputs", inputs, len(columns), constraints)
-    groups = []
-    for group in range(count):
-        registers = [0] * slots
-        for register, column in zip(inputs, columns, strict=True):
-            registers[register.slot] = column[group] & ((1 << register.bits) - 1)
-        groups.append(registers)
+    groups = [[0] * slots for _ in range(count)]
+    for register, column in zip(inputs, columns, strict=True):
+        for registers, bits in zip(groups, column, strict=True):
+            registers[register.slot] = bits & ((1 << register.bits) - 1)
     return groups
 
 
@@ -97,31 +91,18 @@ def results(
     constraints: str,
 ) -> list[Any]:
     """The handles of what the asm has left in its output registers."""
-    handles, first = [], 0
-    for result in types:
-        dtype = result.scalar
-        stored = triton_interpreter._get_np_dtype(dtype)
-        bits = 8 * stored.itemsize
-        registers, shared = _layout(bits, pack)
-        slots = [register.slot for register in outputs[first : first + registers]]
-        first += registers
-        if len(slots) < registers:
-            break
+    stored = [triton_interpreter._get_np_dtype(result.scalar) for result in types]
+    lanes = [_lanes(8 * kind.itemsize, pack) for kind in stored]
+    _check_count("results", outputs, sum(map(len, lanes)), constraints)
+    left, handles = iter(outputs), []
+    for result, kind, parts in zip(types, stored, lanes, strict=True):
+        bits, places = 8 * kind.itemsize, []  # of an element: its slot, and its first bit there
+        for part, register in zip(parts, left, strict=False):
+            places += [(register.slot, (i - part[0]) * bits) for i in part]
         mask = (1 << bits) - 1
-        values = [
-            group[slots[i // shared]] >> i % shared * bits & mask
-            for group in groups
-            for i in range(pack)
-        ]
-        if dtype.primitive_bitwidth == 1:
-            values = [value & 1 for value in values]
-        data = np.array(values, f"u{stored.itemsize}").view(stored).reshape(shape)
-        handles.append(triton_interpreter.TensorHandle(data, dtype))
-    if len(handles) < len(types) or first != len(outputs):
-        wanted = sum(
-            _layout(8 * triton_interpreter._get_np_dtype(t.scalar).itemsize, pack)[0] for t in types
-        )
-        _check_count("results", outputs, wanted, constraints)
+        values = [group[slot] >> shift & mask for group in groups for slot, shift in places]
+        data = np.array(values, f"u{kind.itemsize}").view(kind).reshape(shape)
+        handles.append(triton_interpreter.TensorHandle(data, result.scalar))
     return handles
 
 

@@ -7,107 +7,72 @@ used inside. Branches get the index of the instruction that they go to.
 from __future__ import annotations
 
 import re
-import struct
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-from interlace.runtime.interpreter.inline_ptx.syntax import (
-    Address,
+from interlace.runtime.interpreter.inline_ptx.instruction import (
     InlineAssemblyError,
     Instruction,
-    Literal,
-    Negated,
-    Operand,
-    Pair,
     Register,
-    Sink,
-    Special,
-    Vector,
     error,
+    split,
 )
 from interlace.runtime.interpreter.inline_ptx.types import TYPES
-
-
-@dataclass
-class Code:
-    instructions: list[Instruction]
-    slots: int
-
-
-@dataclass
-class _Scope:
-    registers: dict[str, Register] = field(default_factory=dict)
-    labels: dict[str, int] = field(default_factory=dict)
-    branches: list[tuple[Instruction, str]] = field(default_factory=list)
-
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
 _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
-_OFFSET = re.compile(r"([^\s+]+)\s*\+\s*(-?\w+)")
-_INTEGER = re.compile(r"(-?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0([0-7]+)|([1-9]\d*|0))U?")
-_DECIMAL = re.compile(r"-?\d+(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)")
-_HEXADECIMAL = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
-_SPECIAL = re.compile(r"%[a-z]\w*(?:\.[xyz])?|WARP_SZ")
 
 
-def parse(asm: str, operands: Sequence[Register]) -> Code:
-    """Parse an asm text whose operands ``$0``, ``$1``, ... are the given registers."""
-    return _Parser(operands).parse(asm)
+class Parser:
+    """Of one text whose operands ``$0``, ``$1``, ... are the given registers; ``slots`` counts all."""
 
-
-class _Parser:
     def __init__(self, operands: Sequence[Register]) -> None:
-        self._operands = operands
-        self._slots = max((register.slot + 1 for register in operands), default=0)
-        self._scopes = [_Scope()]
-        self._instructions: list[Instruction] = []
+        self.slots = max((register.slot + 1 for register in operands), default=0)
+        self._registers = ChainMap({register.name: register for register in operands})
+        self._labels: ChainMap[str, int] = ChainMap()
         self._line, self._text = 1, ""
 
-    def parse(self, asm: str) -> Code:
+    def instructions(self, asm: str) -> Iterator[Instruction]:
+        """One by one, when what is declared before is known. Branches have no target before the end."""
         asm = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", asm)
-        for self._line, self._text in _statements(asm.replace("${:uid}", "0")):
+        asm = re.sub(r"\$\{(\d+)\}", r"$\1", asm.replace("${:uid}", "0"))
+        branches, count = [], 0
+        for self._line, self._text in _statements(asm):
             text = self._text
             if text == "{":
-                self._scopes.append(_Scope())
+                self._registers, self._labels = (
+                    self._registers.new_child(),
+                    self._labels.new_child(),
+                )
             elif text == "}":
-                self._close()
+                if len(self._labels.maps) == 1:
+                    raise self._error("'}' without '{'")
+                self._registers, self._labels = self._registers.parents, self._labels.parents
             elif text.endswith(":"):
-                self._define(self._scopes[-1].labels, text[:-1].rstrip(), len(self._instructions))
+                label = text[:-1].rstrip()
+                if label in self._labels.maps[0]:
+                    raise self._error(f"'{label}' is defined twice")
+                self._labels[label] = count
             elif text.startswith("."):
                 self._declare(text)
             else:
-                self._instructions.append(self._instruction(text))
-        if len(self._scopes) > 1:
+                found = self._instruction(text)
+                if found.mnemonic == "bra":
+                    branches.append((found, self._labels))
+                yield found
+                count += 1
+        if len(self._labels.maps) > 1:
             raise self._error("a '{' is never closed")
-        for instruction, label in self._resolve(self._scopes[0]):
-            raise instruction.error(f"label '{label}' is not defined")
-        return Code(self._instructions, self._slots)
+        for branch, labels in branches:
+            label = branch.operands[0]
+            if label not in labels:
+                raise branch.error(f"label '{label}' is not defined")
+            branch.target = labels[label]
 
     def _error(self, problem: str) -> InlineAssemblyError:
         return error(problem, self._line, self._text)
-
-    def _close(self) -> None:
-        if len(self._scopes) == 1:
-            raise self._error("'}' without '{'")
-        self._scopes[-2].branches += self._resolve(self._scopes.pop())
-
-    @staticmethod
-    def _resolve(scope: _Scope) -> list[tuple[Instruction, str]]:
-        """Give branches their targets; returns those whose label is further out."""
-        left = []
-        for instruction, label in scope.branches:
-            if label in scope.labels:
-                instruction.target = scope.labels[label]
-            else:
-                left.append((instruction, label))
-        return left
-
-    def _define(self, names: dict[str, int], name: str, value: int) -> None:
-        if name in names:
-            raise self._error(f"'{name}' is defined twice")
-        names[name] = value
 
     def _declare(self, text: str) -> None:
         words = text.split(None, 2)
@@ -116,92 +81,24 @@ class _Parser:
         kind = TYPES.get(words[1].lstrip(".")) if len(words) == 3 else None
         if kind is None:
             raise self._error("'.reg' needs one type of 1 to 64 bits and names")
-        scope = self._scopes[-1].registers
         for declared in words[2].split(","):
             match = _DECLARED.fullmatch(declared.strip())
             if match is None:
                 raise self._error(f"'{declared.strip()}' is no name of a register")
             count = [""] if match[2] is None else map(str, range(int(match[2])))
             for name in (match[1] + number for number in count):
-                if name in scope:
+                if name in self._registers.maps[0]:
                     raise self._error(f"register '{name}' is declared twice")
-                scope[name] = Register(name, self._slots, kind.bits)
-                self._slots += 1
+                self._registers[name] = Register(name, self.slots, kind.bits)
+                self.slots += 1
 
     def _instruction(self, text: str) -> Instruction:
-        guard, negated, rest = None, False, text
-        if match := _GUARD.fullmatch(text):
-            guard, negated, rest = self._register(match[2]), bool(match[1]), match[3]
-            if guard is None or guard.bits != 1:
-                raise self._error(f"'{match[2]}' is not a declared predicate")
-        opcode, _, arguments = rest.partition(" ")
-        mnemonic, *qualifiers = opcode.split(".")
-        parts = _split(arguments)
-        found = Instruction(opcode, mnemonic, qualifiers, [], self._line, text, guard, negated)
-        if mnemonic == "bra":
-            if len(parts) != 1:
-                raise self._error("'bra' takes one label")
-            self._scopes[-1].branches.append((found, parts[0]))
-            return found
-        try:
-            found.operands = [self._operand(part) for part in parts]
-        except InlineAssemblyError as problem:
-            found.problem = problem
+        guard = _GUARD.fullmatch(text)
+        opcode, _, operands = (guard[3] if guard else text).partition(" ")
+        found = Instruction(opcode, split(operands), self._line, text, self._registers)
+        if guard:
+            found.guard, found.wanted = found.predicate(guard[2]).slot, 0 if guard[1] else 1
         return found
-
-    def _operand(self, text: str) -> Operand:
-        if text == "_":
-            return Sink()
-        if text[:1] == "[" and text[-1] == "]":
-            return self._address(text[1:-1].strip())
-        if text[:1] == "{" and text[-1] == "}":
-            return Vector(tuple(self._operand(part) for part in _split(text[1:-1])))
-        if "|" in text:
-            first, _, second = text.partition("|")
-            return Pair(self._operand(first.strip()), self._operand(second.strip()))
-        if text.startswith("!"):
-            predicate = self._register(text[1:].strip())
-            if predicate is None or predicate.bits != 1:
-                raise self._error(f"'{text[1:]}' is not a declared predicate")
-            return Negated(predicate)
-        found = self._register(text) or number(text)
-        if found is not None:
-            return found
-        if _SPECIAL.fullmatch(text):
-            return Special(text)
-        raise self._error(f"'{text}' is not a declared register")
-
-    def _address(self, text: str) -> Address:
-        offset = 0
-        if match := _OFFSET.fullmatch(text):
-            literal = number(match[2])
-            if not isinstance(literal, Literal) or not isinstance(literal.value, int):
-                raise self._error(f"the offset in '[{text}]' must be a whole number")
-            text, offset = match[1], literal.value
-        return Address(self._operand(text), offset)
-
-    def _register(self, name: str) -> Register | None:
-        if match := re.fullmatch(r"\$\{?(\d+)\}?", name):
-            if int(match[1]) >= len(self._operands):
-                raise self._error(f"there are {len(self._operands)} operands and no '{name}'")
-            return self._operands[int(match[1])]
-        for scope in reversed(self._scopes):
-            if name in scope.registers:
-                return scope.registers[name]
-        return None
-
-
-def number(text: str) -> Literal | None:
-    """A literal of PTX: ``-12``, ``0x1F``, ``1.5``, ``0f3F800000``; None if it is none."""
-    if match := _INTEGER.fullmatch(text):
-        sign, *digits = match.groups()
-        value = next(int(d, base) for d, base in zip(digits, (16, 2, 8, 10), strict=True) if d)
-        return Literal(-value if sign else value)
-    if match := _HEXADECIMAL.fullmatch(text):
-        raw = bytes.fromhex(match[1] or match[2])
-        value = struct.unpack(">f" if match[1] else ">d", raw)[0]
-        return Literal(value, (8 * len(raw), int.from_bytes(raw, "big")))
-    return Literal(float(text)) if _DECIMAL.fullmatch(text) else None
 
 
 def _statements(asm: str) -> Iterator[tuple[int, str]]:
@@ -222,14 +119,3 @@ def _statements(asm: str) -> Iterator[tuple[int, str]]:
                 raise error("a ';' is missing", line, " ".join(asm[at:].split()))
         yield line, " ".join(asm[at:end].split())
         at = end
-
-
-def _split(text: str) -> list[str]:
-    """Operands, which commas separate outside of brackets."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(text):
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and not depth:
-            parts.append(text[start:at].strip())
-            start = at + 1
-    return [*parts, text[start:].strip()] if text.strip() else []

@@ -23,55 +23,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
-from interlace.runtime.interpreter.inline_ptx.atomics import ATOMICS
-from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
-from interlace.runtime.interpreter.inline_ptx.moves import MOVES
-from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
-from interlace.runtime.interpreter.inline_ptx.operands import arguments, registers_of, results
-from interlace.runtime.interpreter.inline_ptx.parser import parse
-from interlace.runtime.interpreter.inline_ptx.syntax import (
+from interlace.runtime.interpreter.inline_ptx.instruction import (
+    Builder,
     InlineAssemblyError,
     Instruction,
     Register,
 )
-from interlace.runtime.interpreter.inline_ptx.values import (
+from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
+from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
+from interlace.runtime.interpreter.inline_ptx.operands import arguments, registers_of, results
+from interlace.runtime.interpreter.inline_ptx.parser import Parser
+from interlace.runtime.interpreter.inline_ptx.special import (
     OF_THREADS,
     THREADS,
     WARP,
-    Action,
-    Builder,
     PtxSession,
     Thread,
 )
 from interlace.runtime.interpreter.inline_ptx.waits import BLOCK_BARRIER, WAITS
 
-__all__ = ["InlineAssembly", "InlineAssemblyError"]
-
-TOUCHING = {**MEMORY, **ATOMICS, **MULTIMEM, **WAITS}
-BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **TOUCHING}
+TOUCHING = {**MEMORY, **MULTIMEM, **WAITS}
+BUILDERS: dict[str, Builder] = {**ARITHMETIC, **TOUCHING}
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 _AGAIN = -3  # a thread has branched back
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One instruction, run unless predicate register ``guard`` (-1: none) differs from ``wanted``."""
-
-    guard: int
-    wanted: int
-    action: Action
-    text: str
-
-
-@dataclass(frozen=True)
 class _Statement:
     """A built asm text. ``outputs`` and ``inputs`` are its operands."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Instruction, ...]
     outputs: tuple[Register, ...]
     inputs: tuple[Register, ...]
     slots: int
@@ -81,69 +67,49 @@ class _Statement:
 @functools.lru_cache(maxsize=1024)
 def _build(asm: str, constraints: str) -> _Statement:
     outputs, inputs = registers_of(constraints)
-    code = parse(asm, (*outputs, *inputs))
-    steps = [_step(instruction) for instruction in code.instructions]
+    parser, steps = Parser((*outputs, *inputs)), []
+    for instruction in parser.instructions(asm):
+        builder = BUILDERS.get(instruction.mnemonic)
+        if builder is None:
+            raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
+        instruction.action = builder(instruction)
+        steps.append(instruction)
     apart = any(name in asm for name in OF_THREADS)
-    effects = any(i.mnemonic in TOUCHING for i in code.instructions)
-    return _Statement(tuple(steps), outputs, inputs, code.slots, apart and effects)
+    effects = any(step.mnemonic in TOUCHING for step in steps)
+    return _Statement(tuple(steps), outputs, inputs, parser.slots, apart and effects)
 
 
-def _step(instruction: Instruction) -> _Step:
-    builder = BUILDERS.get(instruction.mnemonic)
-    if builder is None:
-        raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
-    guard = -1 if instruction.guard is None else instruction.guard.slot
-    action = builder(instruction)
-    return _Step(guard, 0 if instruction.negated else 1, action, instruction.text)
-
-
-class _Results:
-    """The results of one call, as Triton asks for them."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
-
-    def get_result(self, index: int) -> Any:
-        return self._handles[index]
-
-
-class InlineAssembly:
+class InlineAssembly(PtxSession):
     """``tl.inline_asm_elementwise`` of one session."""
-
-    def __init__(self, builder: Any, hooks: Any) -> None:
-        self._hooks = hooks
-        self._session = PtxSession(builder, hooks)
 
     def create(
         self, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
-    ) -> _Results:
+    ) -> Any:
+        """Runs the text; the results as Triton asks for them."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
         groups = arguments(values, shape, pack, statement.inputs, statement.slots, constraints)
-        self._run(statement, groups)
-        return _Results(results(types, shape, pack, statement.outputs, groups, constraints))
-
-    def _run(self, statement: _Statement, groups: list[list[int]]) -> None:
-        session = self._session
         if len(groups) > 1:
-            threads = [Thread(session, g, i % THREADS, False) for i, g in enumerate(groups)]
+            threads = [Thread(self, g, i % THREADS, False) for i, g in enumerate(groups)]
             self._take_turns(statement, threads)
         elif statement.tells_threads_apart:
             copies = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
-            threads = [Thread(session, g, i, False) for i, g in enumerate(copies)]
+            threads = [Thread(self, g, i, False) for i, g in enumerate(copies)]
             self._take_turns(statement, threads)
         else:
-            thread = Thread(session, groups[0], 0, True)
+            thread = Thread(self, groups[0], 0, True)
             for event in _execute(statement, thread):
                 self._pass(thread, event)
+        found = results(types, shape, pack, statement.outputs, groups, constraints)
+        return SimpleNamespace(get_result=found.__getitem__)
 
     def _pass(self, thread: Thread, event: int) -> None:
         """Handle a stop after which the thread goes on: a barrier of one thread, or a poll."""
         if event == BLOCK_BARRIER:
-            self._hooks.barrier()
+            self.hooks.barrier()
         elif event == _AGAIN and thread.polls_plainly:  # an atomic has given way itself
             thread.polls_plainly = False
-            self._hooks.pause()
+            self.hooks.pause()
 
     def _take_turns(self, statement: _Statement, threads: list[Thread]) -> None:
         running = {thread: _execute(statement, thread) for thread in threads}
@@ -176,7 +142,7 @@ class InlineAssembly:
             if all(arrived.get(t) == barrier for t in members):
                 met = True
                 if whole:
-                    self._hooks.barrier()
+                    self.hooks.barrier()
                 for member in members:
                     del arrived[member]
         return met

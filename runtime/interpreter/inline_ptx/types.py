@@ -17,6 +17,7 @@ import triton.language as tl
 from interlace.runtime.numerics.float_formats import HALF, STORED_AS_BITS, encode
 
 _NAN = 0x7FFFFFFF  # what the arithmetic instructions of fp32 give
+_STRUCTS = {"f16": ("<e", 0), "bf16": ("<f", 16), "f32": ("<f", 0), "f64": ("<d", 0)}
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,21 @@ class ScalarType:
         return int(encode(np.array(float(value)), form))
 
 
-_STRUCTS = {"f16": ("<e", 0), "bf16": ("<f", 16), "f32": ("<f", 0), "f64": ("<d", 0)}
+def _type(name: str, letter: str, memory: Any, stored: str) -> ScalarType:
+    kind = np.dtype(stored)
+    raw = np.dtype(f"u{kind.itemsize}")
+    return ScalarType(name, letter, memory.primitive_bitwidth, memory, kind, raw)
 
 
-def _types() -> dict[str, ScalarType]:
-    named: dict[str, tuple[str, Any, Any]] = {"pred": ("p", tl.int1, np.bool_)}
-    for bits in (8, 16, 32, 64):
-        unsigned = getattr(tl, f"uint{bits}"), f"u{bits // 8}"
-        named |= {f"u{bits}": ("u", *unsigned), f"b{bits}": ("b", *unsigned)}
-        named[f"s{bits}"] = ("s", getattr(tl, f"int{bits}"), f"i{bits // 8}")
-    floats = {"f16": (tl.float16, "f2"), "bf16": (tl.bfloat16, "u2")}
-    floats |= {"f32": (tl.float32, "f4"), "f64": (tl.float64, "f8")}
-    named |= {name: ("f", memory, stored) for name, (memory, stored) in floats.items()}
-    return {
-        name: ScalarType(
-            name, letter, memory.primitive_bitwidth, memory, np.dtype(stored), _unsigned(stored)
-        )
-        for name, (letter, memory, stored) in named.items()
-    }
-
-
-def _unsigned(stored: Any) -> Any:
-    return np.dtype(f"u{np.dtype(stored).itemsize}")
-
-
-TYPES = _types()
+TYPES = {
+    "pred": _type("pred", "p", tl.int1, "?"),
+    "f16": _type("f16", "f", tl.float16, "f2"),
+    "bf16": _type("bf16", "f", tl.bfloat16, "u2"),
+    "f32": _type("f32", "f", tl.float32, "f4"),
+    "f64": _type("f64", "f", tl.float64, "f8"),
+}
+for _bits in (8, 16, 32, 64):
+    for _letter, _word in (("u", "uint"), ("b", "uint"), ("s", "int")):
+        _name, _memory = f"{_letter}{_bits}", getattr(tl, f"{_word}{_bits}")
+        TYPES[_name] = _type(_name, _letter, _memory, f"{_word[0]}{_bits // 8}")
 PREDICATE = TYPES["pred"]

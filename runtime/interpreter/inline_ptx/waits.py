@@ -7,23 +7,15 @@ between the others is nothing.
 from __future__ import annotations
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.interpreter.inline_ptx.atomics import SCOPES
-from interlace.runtime.interpreter.inline_ptx.syntax import Instruction
+from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
+from interlace.runtime.interpreter.inline_ptx.memory import SCOPES
+from interlace.runtime.interpreter.inline_ptx.special import THREADS, Thread
 from interlace.runtime.interpreter.inline_ptx.types import TYPES
-from interlace.runtime.interpreter.inline_ptx.values import (
-    THREADS,
-    Action,
-    Builder,
-    Thread,
-    adds_to,
-    reader,
-)
 
 BLOCK_BARRIER, WARP_BARRIER = -1, -2
 """What the action of a barrier returns; the threads meet in ``threads.py``."""
 
-WAITS: dict[str, Builder] = {}
-builds = adds_to(WAITS)
+WAITS, builds = builders()
 
 
 @builds("fence", "membar")
@@ -31,43 +23,34 @@ def build_fence(instruction: Instruction) -> Action:
     if instruction.flag("proxy"):
         return _nothing
     if instruction.mnemonic == "membar":
-        sem = "sc"
-        scope = {"cta": "cta", "gl": "gpu", "sys": "sys"}.get(
-            instruction.choose("cta", "gl", "sys") or ""
-        )
+        sem, scopes = "sc", {"cta": "cta", "gl": "gpu", "sys": "sys"}
     else:
-        sem = instruction.choose("sc", "acq_rel") or "acq_rel"
-        scope = SCOPES.get(instruction.choose(*SCOPES) or "")
+        sem, scopes = instruction.choose("sc", "acq_rel") or "acq_rel", SCOPES
+    scope = instruction.choose(*scopes)
     instruction.finish(0)
     if scope is None:
         raise instruction.error(f"'{instruction.opcode}' needs a scope")
-    within = scope
-
-    def fence(thread: Thread) -> None:
-        thread.session.hooks.fence(sem, within)
-
-    return fence
+    within = scopes[scope]
+    return lambda thread: thread.session.hooks.fence(sem, within)
 
 
 @builds("bar", "barrier")
 def build_barrier(instruction: Instruction) -> Action:
-    if instruction.flag("warp"):
-        where = WARP_BARRIER
-    else:
-        where = BLOCK_BARRIER
+    warp = instruction.flag("warp")
+    if not warp:
         instruction.flag("cta")
         instruction.flag("aligned")
     if not instruction.flag("sync"):
         raise instruction.unknown(f"'{instruction.opcode}'", ["bar.sync", "bar.warp.sync"])
-    instruction.finish(*((1,) if where == WARP_BARRIER else (1, 2)))
-    reads = [reader(instruction, operand, TYPES["u32"]) for operand in instruction.operands]
+    instruction.finish(*((1,) if warp else (1, 2)))
+    reads = [instruction.reader(operand, TYPES["u32"]) for operand in instruction.operands]
 
     def barrier(thread: Thread) -> int:
         if len(reads) == 2 and reads[1](thread) != THREADS:
             raise instruction.error(
                 f"only barriers of all threads are known, which are taken to be {THREADS}"
             )
-        return where
+        return WARP_BARRIER if warp else BLOCK_BARRIER
 
     return barrier
 

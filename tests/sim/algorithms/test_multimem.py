@@ -21,7 +21,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.interpreter.inline_ptx import multicast
-from interlace.runtime.interpreter.inline_ptx.syntax import InlineAssemblyError
+from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError
 from interlace.runtime.places.sim.place import SimPlace
 from interlace.runtime.tuning import auto
 from interlace.runtime.tuning.configuration import override
