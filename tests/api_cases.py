@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the API, with plain torch and Python numbers as the reference.
+"""The ranks' side of the API's tests, with plain torch and Python numbers as the reference.
 
 A module of its own, because processes import it. Every function runs on a rank and raises AssertionError
 there. Payloads are a function of rank and call, so every rank knows what every other has.

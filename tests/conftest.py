@@ -1,4 +1,4 @@
-"""What every test runs under: where kernels run, one thread, and which tests this machine can do.
+"""Surroundings of every test: where kernels run, one thread, and which tests this machine can do.
 
 Limits of time are in guard.py.
 """

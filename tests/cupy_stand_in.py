@@ -1,4 +1,4 @@
-"""What a loader asks of CuPy, written down: for machines without a GPU. Installed as ``cupy``.
+"""A stand-in for CuPy, as far as a loader needs it: for machines without a GPU. Installed as ``cupy``.
 
 Arrays are NumPy's with an address; ``launches`` has every launch, ``allocations`` every ``cuda.alloc``.
 """

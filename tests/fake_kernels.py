@@ -1,4 +1,4 @@
-"""What the kernels do, for ``fake_cuda``: the same effect on memory, by torch, without their structure.
+"""Kernels of ``fake_cuda``: the same effect on memory as the real ones, by torch, without their structure.
 
 A model is a generator: it yields conditions, and goes on once they hold. It knows tensors by address, as
 a kernel does. Signals are the real ones; how a fused kernel moves and multiplies is not modelled: whole

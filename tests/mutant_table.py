@@ -1,4 +1,4 @@
-"""Which check catches which mutant: ``python tests/mutant_table.py [--write]``; some minutes on two cores.
+"""Mutants, and the checks that catch them: ``python tests/mutant_table.py [--write]``; some minutes.
 
 Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
 docs/verify.md, between two comments; without, what differs from the document is printed and the exit

@@ -1,4 +1,4 @@
-"""How `make test` spreads the suite over workers of pytest-xdist: whole files, the longest first.
+"""Order of the suite in `make test`: whole files on workers of pytest-xdist, the longest first.
 
 A worker takes the next file when it is done with one, so that they all end at about the same time, and a
 fixture of a file is made once. Seconds were measured on two cores in November 2026; what is not here takes

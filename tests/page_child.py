@@ -1,4 +1,4 @@
-"""What a process does in which a block of a page runs: see pages.py. Imports little, it is forked often."""
+"""The process in which a block of a page runs: see pages.py. Imports little, it is forked often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of ops share: payloads, poison, delays, and running on simulated ranks."""
+"""Tools of the tests of ops: payloads, poison, delays, and running on simulated ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the oldest torch that interlace supports (2.11) calls otherwise than the newest."""
+"""Names that the oldest torch that interlace supports (2.11) has otherwise than the newest."""
 
 from __future__ import annotations
 

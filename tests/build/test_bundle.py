@@ -1,4 +1,4 @@
-"""What ``build --op`` writes: the manifest is true of the cubin, and its formulas are the host's.
+"""Bundles of ``build --op``: the manifest is true of the cubin, and its formulas are the host's.
 
 Machine code is looked at with cuobjdump. The host's side of a launch is the real one, on tensors without
 memory. Both comparisons are shown manifests that they must refuse.

@@ -1,4 +1,4 @@
-"""What the kernels by the switch and those with flags in their words compile to: the instructions."""
+"""Instructions of the kernels by the switch, and of those with flags in their words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests on a GPU, virtual ranks and processes alike. Importable by new processes."""
+"""Ranks of the tests on a GPU, virtual ranks and processes alike. Importable by new processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_compile.py do: models, and functions with one pattern each."""
+"""Ranks of test_compile.py: models, and functions with one pattern each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_functional.py and its siblings do: eager, compiled, and what AsyncTensor is."""
+"""Ranks of test_functional.py and its siblings: eager, compiled, and what AsyncTensor is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_functional_compiled.py do: graphs, unwaited results, dynamic shapes, Inductor."""
+"""Ranks of test_functional_compiled.py: graphs, unwaited results, dynamic shapes, Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_functional_compiled.py do about groups, and with exported programs."""
+"""Ranks of test_functional_compiled.py: groups, and with exported programs."""
 
 from __future__ import annotations
 

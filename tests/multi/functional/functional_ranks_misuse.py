@@ -1,4 +1,4 @@
-"""What the ranks of test_functional.py do wrong, one of them or all."""
+"""Ranks of test_functional.py: misuse, by one of them or all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_hosts.py do, and the two hosts that they do it on.
+"""Ranks of test_hosts.py, and the two hosts that they run on.
 
 Run as a script it makes two network namespaces joined by a pair of virtual cables, starts ranks in both,
 and prints what every rank reports as JSON. Namespaces have no names and end with their processes, which

@@ -1,4 +1,4 @@
-"""What the ranks of test_tiny_gpt.py do: the example's training, which is not on their path."""
+"""Ranks of test_tiny_gpt.py: the example's training, which is not on their path."""
 
 from __future__ import annotations
 

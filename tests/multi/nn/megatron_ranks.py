@@ -1,4 +1,4 @@
-"""What the ranks of test_megatron.py do: layers with and without interlace give the same numbers."""
+"""Ranks of test_megatron.py: layers with and without interlace give the same numbers."""
 
 from __future__ import annotations
 

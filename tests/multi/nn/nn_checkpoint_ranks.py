@@ -1,4 +1,4 @@
-"""What the ranks of test_nn_checkpoints.py do: a model in checkpoints of torch.distributed.checkpoint."""
+"""Ranks of test_nn_checkpoints.py: a model in checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

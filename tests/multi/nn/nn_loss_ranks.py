@@ -1,4 +1,4 @@
-"""What the ranks of test_nn_cross_entropy.py do: the loss of split logits against torch's, and misuse."""
+"""Ranks of test_nn_cross_entropy.py: the loss of split logits against torch's, and misuse."""
 
 from __future__ import annotations
 

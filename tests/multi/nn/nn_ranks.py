@@ -1,4 +1,4 @@
-"""What the ranks of test_nn.py do: a layer against the unsharded one of torch, in float64, over two steps.
+"""Ranks of test_nn.py: a layer against the unsharded one of torch, in float64, over two steps.
 
 Every rank makes both under the same seed, gives each its part of the same input, and compares what comes
 out, and all gradients, with its part of the unsharded ones.

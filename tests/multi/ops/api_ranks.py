@@ -1,4 +1,4 @@
-"""What the ranks of test_api_shm.py do. A module of its own, because new processes import it."""
+"""Ranks of test_api_shm.py. A module of its own, because new processes import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do with the fused ops on scaled operands.
+"""Ranks of the tests of fused ops on scaled operands.
 
 A module of its own, because new processes import it.
 """

@@ -1,4 +1,4 @@
-"""What test_alone.py runs in a world of one."""
+"""The world of one of test_alone.py."""
 
 from __future__ import annotations
 

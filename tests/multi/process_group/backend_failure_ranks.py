@@ -1,4 +1,4 @@
-"""What the ranks of test_backend_failures.py do: errors that C++ must see, modes, gradients, the end."""
+"""Ranks of test_backend_failures.py: errors that C++ must see, modes, gradients, the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_backend.py do about groups: how many, which ranks, their names and their end."""
+"""Ranks of test_backend.py: groups: how many, which ranks, their names and their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_backend.py do. A module of its own, because new processes import it."""
+"""Ranks of test_backend.py. A module of its own, because new processes import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_backend_frameworks.py do: torch's ways to train in parallel, on the backend.
+"""Ranks of test_backend_frameworks.py: torch's ways to train in parallel, on the backend.
 
 Every function of :data:`CASES` runs on both ranks of a default group and raises if its numbers are not
 those of the same computation in one process.

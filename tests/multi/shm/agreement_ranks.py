@@ -1,4 +1,4 @@
-"""What the ranks of ``test_device_agreement.py`` do: agree on calls through memory of the host."""
+"""Ranks of test_device_agreement.py: agree on calls through memory of the host."""
 
 from __future__ import annotations
 

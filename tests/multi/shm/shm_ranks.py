@@ -1,4 +1,4 @@
-"""What the ranks of test_shm_place.py do. A module of its own, because new processes import it.
+"""Ranks of test_shm_place.py. A module of its own, because new processes import it.
 
 ``setup`` gives the place of the rank to the functions, as the launcher gives the group.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of test_host_steps.py run. Every rank can compute every rank's data."""
+"""Ranks of test_host_steps.py. Every rank can compute every rank's data."""
 
 from __future__ import annotations
 

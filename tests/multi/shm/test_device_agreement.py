@@ -1,4 +1,4 @@
-"""What ranks on GPUs do on their hosts only, by processes: they agree on calls, and send messages."""
+"""Agreement of ranks on GPUs on their hosts, by processes: calls, and messages."""
 
 from __future__ import annotations
 

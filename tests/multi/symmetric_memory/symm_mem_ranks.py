@@ -1,4 +1,4 @@
-"""What ranks do with ``torch.ops.symm_mem`` on a CPU.
+"""Ranks of the tests of ``torch.ops.symm_mem`` on a CPU.
 
 A module of its own, because new processes import it.
 """

@@ -1,4 +1,4 @@
-"""What ranks do with symmetric memory of their own, in ``sim`` and in ``shm``, and their kernels.
+"""Ranks with symmetric memory of their own, in ``sim`` and in ``shm``, and their kernels.
 
 A module of its own, because new processes import it.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of test_mesh.py do: interlace.tensor's collectives beside torch's, and their gradients."""
+"""Ranks of test_mesh.py: interlace.tensor's collectives beside torch's, and their gradients."""
 
 from __future__ import annotations
 

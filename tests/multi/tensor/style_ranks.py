@@ -1,4 +1,4 @@
-"""What the ranks of test_styles.py do: interlace's parallel styles beside torch's, on one process group."""
+"""Ranks of test_styles.py: interlace's parallel styles beside torch's, on one process group."""
 
 from __future__ import annotations
 

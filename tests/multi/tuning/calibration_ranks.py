@@ -1,4 +1,4 @@
-"""What the ranks of test_calibration.py do: choose algorithms while their calibrations differ."""
+"""Ranks of test_calibration.py: choose algorithms while their calibrations differ."""
 
 from __future__ import annotations
 

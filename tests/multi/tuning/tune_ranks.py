@@ -1,4 +1,4 @@
-"""What the ranks of ``test_tune_ranks.py`` do: run ops while their tuning caches differ."""
+"""Ranks of test_tune_ranks.py: run ops while their tuning caches differ."""
 
 from __future__ import annotations
 

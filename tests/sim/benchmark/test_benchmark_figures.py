@@ -1,4 +1,4 @@
-"""What ``interlace bench`` computes: factors, sizes, overlap, spread, caches, payloads; its protocol."""
+"""Figures of ``interlace bench``: factors, sizes, overlap, spread, caches, payloads; its protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo reads: texts, activations and weights from files, and clear errors for what it cannot."""
+"""Inputs of the demo: texts, activations and weights from files, and clear errors for others."""
 
 from __future__ import annotations
 

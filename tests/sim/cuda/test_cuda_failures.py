@@ -1,4 +1,4 @@
-"""What ends a wait on a GPU that would not end: bounds, dead peers, aborts.
+"""Ends of waits on a GPU that would not end by themselves: bounds, dead peers, aborts.
 
 On the fake GPU; the watchdog looks when it is told to.
 """

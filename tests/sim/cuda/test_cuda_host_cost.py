@@ -1,4 +1,4 @@
-"""What a repeated call must not do on the host: keep memory, make events, load or bind anything anew."""
+"""Cost of a repeated call on the host: no memory kept, no event made, nothing loaded or bound anew."""
 
 from __future__ import annotations
 

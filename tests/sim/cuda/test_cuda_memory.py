@@ -1,4 +1,4 @@
-"""How processes come to share GPU memory, without a GPU: torch's rendezvous, CUDA IPC, their refusals."""
+"""Sharing of GPU memory by processes, without a GPU: torch's rendezvous, CUDA IPC, their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU tests do on a rank, on the fake GPU: their own code must not be what fails there."""
+"""The GPU tests' code for a rank, on the fake GPU: it must not be what fails there."""
 
 from __future__ import annotations
 

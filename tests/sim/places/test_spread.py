@@ -1,4 +1,4 @@
-"""Where ranks move that share cores unevenly, and that they stay free to run anywhere."""
+"""Moves of ranks that share cores unevenly; they stay free to run anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How things fail: deadlock reports, exceptions of ranks, time limits, and waits that give up."""
+"""Failures: deadlock reports, exceptions of ranks, time limits, and waits that give up."""
 
 from __future__ import annotations
 

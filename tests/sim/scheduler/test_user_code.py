@@ -1,4 +1,4 @@
-"""What user code does besides calling ops: kernels of its own, errors on one rank, Ctrl-C."""
+"""User code besides calls of ops: kernels of its own, errors on one rank, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fields of a configuration may be: said before anything runs, wherever the values come from."""
+"""Values of a configuration's fields: refused before anything runs, wherever they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``interlace tune`` writes to: never somebody else's file, and found out before it measures."""
+"""Files of ``interlace tune``: never somebody else's, and found out before it measures."""
 
 from __future__ import annotations
 
