@@ -18,19 +18,24 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Table
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
-from interlace.kernels.tiling import arrival_order, chunks_of, prefix_sums
 from interlace.runtime.algorithms import node_fused
 from interlace.runtime.algorithms.node_fused import GatherMoves
 from interlace.runtime.algorithms.operands import (
     Linear,
     copies,
+    enqueue_product,
     epilogue,
     launch_options,
-    multiply,
     product,
 )
-from interlace.runtime.algorithms.plain import all_gather_copy, resident_programs, send_table
-from interlace.runtime.core.call import Call
+from interlace.runtime.algorithms.plain import (
+    agreed_call,
+    all_gather_copy,
+    others,
+    resident_programs,
+    send_by_copy_engine,
+    send_table,
+)
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
@@ -141,7 +146,9 @@ def all_gather_matmul_fused(
         if far is not None:
             far.start(workspace, input)
         elif not sizes.copiers:
-            _send_by_copy_engine(communicator, workspace, input, rows, size, scales_at, sent_scale)
+            lines = formulas.send_lines(rank, communicator.world_size, rows, size)
+            sent = [(input, 0)] + ([] if sent_scale is None else [(sent_scale, scales_at)])
+            send_by_copy_engine(communicator, workspace, lines, sent)
         path = multicast_path(communicator, configuration, workspace)
         copiers = sizes.copiers
         for (chunks, grid), operand in zip(sizes.launches, operands, strict=True):
@@ -167,10 +174,9 @@ def all_gather_matmul_fused(
             copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):
             # No tile, so no program has waited; but what arrives late would hit the next op.
-            counts = [len(chunks_of(count, size)) for count in rows]
-            for source, chunk in arrival_order(rank, communicator.world_size, counts):
-                if source != rank:
-                    communicator.compute.wait(workspace, source, sum(counts[:source]) + chunk)
+            lines = formulas.arrival_lines(rank, communicator.world_size, rows, size, False)
+            for source, *_, slot in lines:
+                communicator.compute.wait(workspace, source, slot)
         if gathered is not None:
             arrived = workspace.data(rank, 0, (total, inner), input.dtype)
             first = sum(rows[:rank])
@@ -196,34 +202,6 @@ def multicast_path(
     return "peers" if communicator.place.interpreted else ""
 
 
-def _send_by_copy_engine(
-    communicator: Communicator,
-    workspace: Workspace,
-    input: torch.Tensor,
-    rows: Sequence[int],
-    size: int,
-    scales_at: int,
-    row_scale: torch.Tensor | None,
-) -> None:
-    """Push the chunks of the own shard on the copy stream, in ``send_order``, with their scales."""
-    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
-    stream = communicator.copying
-    counts = [len(chunks_of(count, size)) for count in rows]
-    first_slot, first_row = sum(counts[:rank]), sum(rows[:rank])
-    stream.wait_credits(workspace)
-    for chunk, (first, count) in enumerate(chunks_of(rows[rank], size)):
-        for step in range(1, world_size):
-            peer = (rank + step) % world_size
-            begin = (first_row + first) * inner * input.element_size()
-            theirs = workspace.data(peer, begin, (count, inner), input.dtype)
-            stream.copy(theirs, input[first : first + count], f"chunk {chunk} to rank {peer}")
-            if row_scale is not None:
-                begin = scales_at + (first_row + first) * row_scale.element_size()
-                theirs = workspace.data(peer, begin, (count,), row_scale.dtype)
-                stream.copy(theirs, row_scale[first : first + count], "its scales")
-            stream.publish(workspace, peer, first_slot + chunk)
-
-
 def all_gather_matmul_pipelined(
     communicator: Communicator,
     input: torch.Tensor,
@@ -247,33 +225,24 @@ def all_gather_matmul_pipelined(
     direct = communicator.place.direct_access
     # a CPU gains more from large matmuls than from finer overlap
     size = max(1, -(-max(rows) // (1 if direct else configuration.chunks)))
-    chunks = [chunks_of(count, size) for count in rows]
-    counts = [len(part) for part in chunks]
-    first_slots, first_rows = prefix_sums(counts), prefix_sums(rows)
-    layout = Layout(pulled=True)
-    layout.add_slots(first_slots[-1])
-    staged = layout.add_data(max(rows) * inner * itemsize)
+    lines = formulas.arrival_lines(rank, world_size, rows, size, True)
     if gathered is None and not direct:
         gathered = torch.empty(sum(rows), inner, dtype=input.dtype, device=input.device)
 
     def body(workspace: Workspace) -> None:
         stream, copying = communicator.compute, communicator.copying
         copying.wait_credits(workspace)
-        for chunk, (first, count) in enumerate(chunks[rank]):
-            mine = workspace.data(
-                rank, staged + first * inner * itemsize, (count, inner), input.dtype
-            )
-            copying.copy(mine, input[first : first + count], f"stage chunk {chunk}")
-            for step in range(1, world_size):
-                peer = (rank + step) % world_size
-                copying.publish(workspace, peer, first_slots[rank] + chunk)
-        for source, chunk in arrival_order(rank, world_size, counts):
-            first, count = chunks[source][chunk]
-            row = first_rows[source] + first
-            operand = input[first : first + count]
+        for source, first, count, _, slot in lines:
+            if source == rank:
+                mine = workspace.data(rank, first * inner * itemsize, (count, inner), input.dtype)
+                copying.copy(mine, input[first : first + count], f"stage rows from {first} on")
+                for peer in others(communicator):
+                    copying.publish(workspace, peer, slot)
+        for source, first, count, row, slot in lines:
+            operand, rows_here = input[first : first + count], slice(row, row + count)
+            label = f"rows from {first} on of rank {source}"
             if source != rank:
-                slot = first_slots[source] + chunk
-                begin = staged + first * inner * itemsize
+                begin = first * inner * itemsize
                 theirs = workspace.data(source, begin, (count, inner), input.dtype)
                 if direct:
                     stream.wait(workspace, source, slot)
@@ -281,33 +250,16 @@ def all_gather_matmul_pipelined(
                 else:
                     assert gathered is not None
                     copying.wait(workspace, source, slot)
-                    copying.copy(
-                        gathered[row : row + count], theirs, f"chunk {chunk} of rank {source}"
-                    )
+                    copying.copy(gathered[rows_here], theirs, label)
                     stream.wait_event(copying.record())
-                    operand = gathered[row : row + count]
+                    operand = gathered[rows_here]
             for linear in linears:
-                part = linear.output[row : row + count]
-                stream.call(
-                    lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
-                        part, operand, linear.weight, linear.bias, linear.activation
-                    ),
-                    f"matmul chunk {chunk} of rank {source}",
-                )
+                enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None and (direct or source == rank):
-                stream.copy(gathered[row : row + count], operand, "gathered")
+                stream.copy(gathered[rows_here], operand, "gathered")
 
+    layout = Layout(formulas.chunk_slots(rows, size), max(rows) * inner * itemsize, pulled=True)
     return communicator.enqueue("all_gather_matmul", layout, body)
-
-
-def _small_gather(communicator: Communicator, rows: Sequence[int], input: torch.Tensor) -> Call:
-    """What the ranks have agreed on already, as the engine wants it."""
-    key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
-    call = communicator.calls.get(key)
-    if call is None:
-        terms = tuple((str(index), each) for index, each in enumerate(key))
-        call = communicator.remember(key, Call("all_gather_matmul", terms))
-    return call
 
 
 def all_gather_matmul_unfused(
@@ -318,16 +270,16 @@ def all_gather_matmul_unfused(
     gathered: torch.Tensor,
 ) -> Event:
     """Gather everything into ``gathered``, then one torch matmul per weight."""
-    firsts = prefix_sums(rows)
-    parts = [
-        gathered[first : first + count].view(-1) for first, count in zip(firsts, rows, strict=False)
-    ]
+    parts = [part.view(-1) for part in torch.split(gathered, list(rows))]
     flat = input.contiguous().view(-1)
     if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:
-        communicator.engine.all_gather(_small_gather(communicator, rows, input), parts, flat)
+        key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
+        call = agreed_call(communicator, "all_gather_matmul", key)
+        communicator.engine.all_gather(call, parts, flat)
     else:
         all_gather_copy(communicator, flat, parts)
-    _multiply_all(communicator, linears, gathered)
+    for linear in linears:
+        enqueue_product(communicator, gathered, linear, slice(None), "matmul")
     return communicator.compute.record()
 
 
@@ -344,17 +296,6 @@ def all_gather_inner_matmul(
     """
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
     all_gather_copy(communicator, shard.view(-1), parts)
-    _multiply_all(communicator, linears, gathered.T)
-    return communicator.compute.record()
-
-
-def _multiply_all(
-    communicator: Communicator, linears: Sequence[Linear], gathered: torch.Tensor
-) -> None:
     for linear in linears:
-        communicator.compute.call(
-            lambda linear=linear: multiply(  # type: ignore[misc]
-                linear.output, gathered, linear.weight, linear.bias, linear.activation
-            ),
-            "matmul",
-        )
+        enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
+    return communicator.compute.record()

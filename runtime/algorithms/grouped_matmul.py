@@ -17,17 +17,17 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Experts, Table
 from interlace.kernels.fused import grouped_matmul
-from interlace.runtime.algorithms.grouped_routes import Routes, Segment
+from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import (
     DESCRIPTOR_ALIGNMENT,
     Linear,
     bias_or_none,
     copies,
+    enqueue_product,
     launch_options,
-    multiply,
     product,
 )
-from interlace.runtime.algorithms.plain import resident_programs
+from interlace.runtime.algorithms.plain import resident_programs, send_by_copy_engine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
@@ -36,22 +36,10 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
 
-def _expert(linear: Linear, expert: int, rows: slice) -> Linear:
-    """The weight of one expert, and the rows of the output that are its."""
+def _expert(linear: Linear, expert: int) -> Linear:
+    """The weight of one expert."""
     bias = None if linear.bias is None else linear.bias[expert]
-    return Linear(linear.weight[expert], bias, linear.output[rows], activation=linear.activation)
-
-
-def _multiply(communicator: Communicator, input: torch.Tensor, part: Linear, label: str) -> None:
-    """One expert's matmul on the compute stream; none of no rows."""
-    if part.output.numel():
-        communicator.compute.call(
-            lambda: multiply(part.output, input, part.weight, part.bias, part.activation), label
-        )
-
-
-def _of_segment(linear: Linear, segment: Segment) -> Linear:
-    return _expert(linear, segment.expert, slice(segment.to, segment.to + segment.rows))
+    return replace(linear, weight=linear.weight[expert], bias=bias)
 
 
 def _operands(
@@ -89,9 +77,7 @@ def grouped_matmul_fused(
     offsets = communicator.table(
         ("grouped offsets", *key), lambda: routes.offset_lines(), passing=True
     )
-    layout = Layout()
-    layout.add_slots(routes.slots(size))
-    layout.add_data(routes.most_received * inner * itemsize)
+    layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
     operands = _operands(communicator, configuration, input, linear)
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
@@ -101,7 +87,7 @@ def grouped_matmul_fused(
         most = max(1, communicator.place.program_limit // 4)
         copiers = min(configuration.copiers, len(lines), most)
         if not copiers and lines:
-            _send_by_copy_engine(communicator, workspace, input, lines)
+            send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
         resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
         communicator.compute.launch(
             KernelLaunch(
@@ -128,22 +114,6 @@ def grouped_matmul_fused(
             _keep(communicator, routes, input, arrived, received)
 
     return communicator.enqueue(op, layout, body)
-
-
-def _send_by_copy_engine(
-    communicator: Communicator,
-    workspace: Workspace,
-    input: torch.Tensor,
-    lines: list[list[int]],
-) -> None:
-    """Push chunk by chunk on the copy stream."""
-    stream, inner = communicator.copying, input.shape[1]
-    stream.wait_credits(workspace)
-    for peer, first, count, row, slot in lines:
-        begin = row * inner * input.element_size()
-        theirs = workspace.data(peer, begin, (count, inner), input.dtype)
-        stream.copy(theirs, input[first : first + count], f"rows to rank {peer}")
-        stream.publish(workspace, peer, slot)
 
 
 def _keep(
@@ -183,9 +153,8 @@ def grouped_matmul_pipelined(
     """
     rank, inner, itemsize = communicator.rank, input.shape[1], input.element_size()
     direct = communicator.place.direct_access
-    layout = Layout(pulled=True)
-    layout.add_slots(routes.world_size)
-    layout.add_data(max(each[-1] for each in routes.firsts) * inner * itemsize)
+    staged_bytes = max(each[-1] for each in routes.firsts) * inner * itemsize
+    layout = Layout(routes.world_size, staged_bytes, pulled=True)
     if received is None and not direct:
         received = input.new_empty(routes.received(rank), inner)
 
@@ -220,7 +189,8 @@ def grouped_matmul_pipelined(
                         stream.wait_event(copying.record())
                         operand = received[rows]
                 label = f"expert {segment.expert}, rows of rank {source}"
-                _multiply(communicator, operand, _of_segment(linear, segment), label)
+                part = _expert(linear, segment.expert)
+                enqueue_product(communicator, operand, part, rows, label)
                 if received is not None and (direct or source == rank):
                     stream.copy(received[rows], operand, "received")
 
@@ -250,13 +220,13 @@ def grouped_matmul_unfused(
             for expert in routes.mine:
                 segment = expert[source]
                 if segment.rows:
-                    rows = arrived[begin : begin + segment.rows]
                     to = received[segment.to : segment.to + segment.rows]
-                    stream.copy(to, rows, f"rows of rank {source}")
+                    theirs = arrived[begin : begin + segment.rows]
+                    stream.copy(to, theirs, f"rows of rank {source}")
                     begin += segment.rows
     for index, (first, count) in enumerate(routes.expert_rows()):
-        part = _expert(linear, index, slice(first, first + count))
-        _multiply(communicator, received[first : first + count], part, f"expert {index}")
+        part, rows = _expert(linear, index), slice(first, first + count)
+        enqueue_product(communicator, received[rows], part, rows, f"expert {index}")
     return stream.record()
 
 

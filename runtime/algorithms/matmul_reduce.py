@@ -28,8 +28,14 @@ from interlace.runtime.algorithms.operands import (
     multiply,
     product,
 )
-from interlace.runtime.algorithms.plain import resident_programs, segment_table
-from interlace.runtime.core.call import Call
+from interlace.runtime.algorithms.plain import (
+    agreed_call,
+    others,
+    pushed_layout,
+    resident_programs,
+    segment_table,
+    wait_for_all,
+)
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
@@ -70,15 +76,12 @@ def matmul_reduce_scatter_fused(
         )
     if event := _between_nodes(communicator, input, linear, segments, average):
         return event
-    rank, world_size = communicator.rank, communicator.world_size
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
-    layout = Layout()
-    layout.add_slots(formulas.reduce_slots(world_size, rows, block_m, tiles_n))
-    layout.add_data(formulas.contributed_bytes(world_size, rows, row_bytes))
+    layout = pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
     # before the streams wait for what the caller has issued
     operands = product(communicator, configuration, input, linear, published=True)
     table = segment_table(communicator, segments, block_m, tiles_n)
@@ -94,7 +97,7 @@ def matmul_reduce_scatter_fused(
                     **operands,
                     **epilogue(linear, row_scale),
                     "segments_ptr": table,
-                    "own_rows": rows[rank],
+                    "own_rows": rows[communicator.rank],
                     "AVERAGE": average,
                 },
                 "matmul_reduce_scatter",
@@ -140,33 +143,29 @@ def matmul_reduce_scatter_pipelined(
         return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
-    layout = Layout()
-    slots = layout.add_slots(world_size)
     region = max(count for _, count in segments) * columns * dtype.itemsize
-    offset = layout.add_data(world_size * region)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
         for owner in owner_order(rank, world_size):
             first, count = segments[owner]
-            theirs = workspace.data(owner, offset + rank * region, (count, columns), dtype)
+            theirs = workspace.data(owner, rank * region, (count, columns), dtype)
             part = input[first : first + count]
             stream.call(
                 lambda theirs=theirs, part=part: multiply(theirs, part, linear.weight, None),  # type: ignore[misc]
                 f"matmul for rank {owner}",
             )
             if owner != rank:
-                stream.publish(workspace, owner, slots + rank)
-        for source in range(world_size):
-            if source != rank:
-                stream.wait(workspace, source, slots + source)
+                stream.publish(workspace, owner, rank)
+        wait_for_all(communicator, workspace, 0)
         parts = [
-            workspace.data(rank, offset + source * region, linear.output.shape, dtype)
+            workspace.data(rank, source * region, linear.output.shape, dtype)
             for source in range(world_size)
         ]
         stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
 
+    layout = Layout(world_size, world_size * region)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
@@ -204,27 +203,23 @@ def matmul_reduce_scatter_unfused(
     exact = exact and dtype in (torch.float32, torch.float64)
     if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
         return _small_reduce_scatter(communicator, input, linear, segments, average=average)
-    layout = Layout(pulled=True)
-    slots = layout.add_slots(world_size)
-    offset = layout.add_data(nbytes)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
-        product = workspace.data(rank, offset, (input.shape[0], columns), dtype)
+        product = workspace.data(rank, 0, (input.shape[0], columns), dtype)
         stream.call(lambda: multiply(product, input, linear.weight, None), "matmul")
-        for step in range(1, world_size):
-            stream.publish(workspace, (rank + step) % world_size, slots + rank)
+        for peer in others(communicator):
+            stream.publish(workspace, peer, rank)
         first, count = segments[rank]
-        begin = offset + first * columns * dtype.itemsize
-        for source in range(world_size):
-            if source != rank:
-                stream.wait(workspace, source, slots + source)
+        begin = first * columns * dtype.itemsize
+        wait_for_all(communicator, workspace, 0)
         parts = [
             workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
         ]
         stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
 
+    layout = Layout(world_size, nbytes, pulled=True)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
@@ -242,10 +237,7 @@ def _small_reduce_scatter(
     parts = [product[first : first + count].view(-1) for first, count in segments]
     reduction = "avg" if average else "sum"
     key = ("parts of matmul_reduce_scatter", tuple(segments), product.shape, product.dtype, average)
-    call = communicator.calls.get(key)
-    if call is None:
-        terms = tuple((str(index), each) for index, each in enumerate(key))
-        call = communicator.remember(key, Call("matmul_reduce_scatter", terms))
+    call = agreed_call(communicator, "matmul_reduce_scatter", key)
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     return communicator.compute.record()
 
@@ -270,14 +262,11 @@ def matmul_all_reduce_fused(
                 communicator, input, own, segments, configuration, average=average
             ),
         )
-    world_size = communicator.world_size
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     tiles = formulas.tiles_of([rows], block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
-    layout = Layout()
-    layout.add_slots(formulas.reduce_slots(world_size, [rows], block_m, tiles_n))
-    layout.add_data(formulas.contributed_bytes(world_size, [rows], row_bytes))
+    layout = pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
     operands = product(communicator, configuration, input, linear)
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
     operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)

@@ -20,7 +20,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms.operands import Linear, multiply
+from interlace.runtime.algorithms.operands import Linear, enqueue_product, multiply
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.place import Nodes
@@ -90,9 +90,7 @@ def all_gather_matmul_pipelined(
     rank, inner = communicator.rank, input.shape[1]
     size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
     moves = GatherMoves(communicator, nodes, rows, size, configuration)
-    layout = Layout()
-    layout.add_slots(moves.slots)
-    layout.add_data(formulas.gathered_bytes(rows, inner * input.element_size()))
+    nbytes = formulas.gathered_bytes(rows, inner * input.element_size())
     lines = algorithms.arrival_lines(rank, nodes, rows, size, own=True)
 
     def body(workspace: Workspace) -> None:
@@ -100,23 +98,18 @@ def all_gather_matmul_pipelined(
         moves.start(workspace, input)
         arrived = workspace.data(rank, 0, (sum(rows), inner), input.dtype)
         for source, first, count, row, slot in lines:
-            operand = input[first : first + count]
+            operand, rows_here = input[first : first + count], slice(row, row + count)
             if source != rank:
                 stream.wait(workspace, source, slot)
-                operand = arrived[row : row + count]
+                operand = arrived[rows_here]
             for linear in linears:
-                part = linear.output[row : row + count]
-                stream.call(
-                    lambda part=part, operand=operand, linear=linear: multiply(  # type: ignore[misc]
-                        part, operand, linear.weight, linear.bias, linear.activation
-                    ),
-                    f"matmul of rows from rank {source}",
-                )
+                label = f"matmul of rows from rank {source}"
+                enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None:
-                stream.copy(gathered[row : row + count], operand, "gathered")
+                stream.copy(gathered[rows_here], operand, "gathered")
         moves.finish(workspace)
 
-    return communicator.enqueue("all_gather_matmul", layout, body)
+    return communicator.enqueue("all_gather_matmul", Layout(moves.slots, nbytes), body)
 
 
 def matmul_reduce_scatter(

@@ -180,9 +180,7 @@ def all_gather(
     in_place = output[sum(lengths[:rank]) :].data_ptr() == input.data_ptr()
     arrivals = arrival_lines(rank, nodes, lengths, chunk, own=not in_place)
     table = communicator.table(("node arrivals", tuple(lengths), chunk, in_place), lambda: arrivals)
-    layout = Layout()
-    layout.add_slots(moves.leased(communicator.world_size))
-    layout.add_data(sum(lengths))
+    layout = Layout(moves.leased(communicator.world_size), sum(lengths))
     moving, collecting = shared_programs(communicator, configuration, moves.count)
     far = partners(communicator, nodes)
 
@@ -273,9 +271,7 @@ def exchange(
     lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
     key = ("node exchange", tuple(tuple(each) for each in sizes))
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
-    layout = Layout()
-    layout.add_slots(moves.leased(communicator.world_size))
-    layout.add_data(total)
+    layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)
     far = partners(communicator, nodes)
 

@@ -67,6 +67,17 @@ def multiply(
         output.copy_(activate(output, activation))
 
 
+def enqueue_product(
+    communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
+) -> None:
+    """``linear.output[rows]`` = activation(input @ weight + bias), by torch on the compute stream."""
+    output = linear.output[rows]
+    if output.numel():
+        communicator.compute.call(
+            lambda: multiply(output, input, linear.weight, linear.bias, linear.activation), label
+        )
+
+
 def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
     return (
         tensor.data_ptr() % DESCRIPTOR_ALIGNMENT == 0

@@ -11,8 +11,10 @@ All tensors here are flat and contiguous. Reductions are ``reductions.fold``'s, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from interlace.kernels.arguments import Table
 from interlace.kernels.collectives import reduction
 from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
 from interlace.runtime.algorithms.node_moves import gather_parts
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
@@ -73,31 +76,32 @@ def pull(
     op: str,
     nbytes: int,
     staged: Sequence[Staged],
-    taken: Sequence[Taken],
+    taken: Sequence[Taken] = (),
+    then: Callable[[Workspace], None] | None = None,
 ) -> Event:
-    """Stage parts in the own workspace, then take what others have staged in theirs.
+    """Stage parts in the own workspace, take what others have staged in theirs, do what comes ``then``.
 
     ``nbytes`` is the same on all ranks and what the one that stages most needs. Every rank that takes
     from another is a reader of exactly one of its parts. A rank may take from itself. All is staged
     before anything is taken, so destinations may lie in the memory of staged tensors.
     """
-    rank, world_size = communicator.rank, communicator.world_size
-    layout = Layout(pulled=True)
-    slots = layout.add_slots(world_size)
-    layout.add_data(nbytes)
+    rank = communicator.rank
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
         for part in staged:
-            stage(communicator, workspace, part, slots + rank)
+            stage(communicator, workspace, part, rank)
         for take in taken:
             if take.source != rank:
-                stream.wait(workspace, take.source, slots + take.source)
+                stream.wait(workspace, take.source, take.source)
             to = take.destination
             theirs = workspace.data(take.source, take.offset, to.shape, to.dtype)
             stream.copy(to, theirs, f"part of rank {take.source}")
+        if then is not None:
+            then(workspace)
 
+    layout = Layout(communicator.world_size, nbytes, pulled=True)
     return communicator.enqueue(op, layout, body)
 
 
@@ -133,6 +137,36 @@ def send_table(communicator: Communicator, rows: Sequence[int], chunk_size: int)
     return Table(lines, formulas.sends_of(rank, world_size, rows, chunk_size))
 
 
+def send_by_copy_engine(
+    communicator: Communicator,
+    workspace: Workspace,
+    lines: Sequence[formulas.Line],
+    tensors: Sequence[tuple[torch.Tensor, int]],
+) -> None:
+    """Push rows of ``tensors`` on the copy stream, to their byte offsets in the peers' workspaces.
+
+    ``lines`` are as of :func:`send_table`.
+    """
+    stream = communicator.copying
+    stream.wait_credits(workspace)
+    for peer, first, count, row, slot in lines:
+        for tensor, offset in tensors:
+            shape = (count, *tensor.shape[1:])
+            begin = offset + row * math.prod(shape[1:]) * tensor.element_size()
+            theirs = workspace.data(peer, begin, shape, tensor.dtype)
+            stream.copy(theirs, tensor[first : first + count], f"rows to rank {peer}")
+        stream.publish(workspace, peer, slot)
+
+
+def agreed_call(communicator: Communicator, op: str, key: tuple[Any, ...]) -> Call:
+    """What the ranks have agreed on already, as the engine wants it."""
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = tuple((str(index), each) for index, each in enumerate(key))
+        call = communicator.remember(key, Call(op, terms))
+    return call
+
+
 def resident_programs(
     communicator: Communicator, configuration: Configuration, reserved: int = 0
 ) -> int:
@@ -165,9 +199,7 @@ def all_gather_kernel(
         lambda: formulas.arrival_lines(rank, world_size, lengths, chunk, not in_place),
     )
     arrivals = Table(table, slots - (formulas.ceil_div(lengths[rank], chunk) if in_place else 0))
-    layout = Layout()
-    layout.add_slots(slots)
-    layout.add_data(formulas.gathered_bytes(lengths, output.dtype.itemsize))
+    layout = Layout(slots, formulas.gathered_bytes(lengths, output.dtype.itemsize))
     copiers = max(1, min(configuration.copiers, sends.count))
     limit = configuration.programs or communicator.place.program_limit
 
@@ -205,40 +237,41 @@ def reduce_scatter_copy(
 ) -> Event:
     """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
     rank, world_size = communicator.rank, communicator.world_size
-    layout = Layout(pulled=True)
-    slots = layout.add_slots(world_size)
+    layout = Layout()
     offsets = [layout.add_data(part.numel() * output.dtype.itemsize) for part in inputs]
+    staged = [
+        Staged(offsets[owner], inputs[owner], [owner] if owner != rank else [])
+        for owner in owner_order(rank, world_size)
+    ]
 
-    def body(workspace: Workspace) -> None:
-        communicator.compute.wait_credits(workspace)
-        for owner in owner_order(rank, world_size):
-            readers = [owner] if owner != rank else []
-            part = Staged(offsets[owner], inputs[owner], readers)
-            stage(communicator, workspace, part, slots + rank)
-        reduce_staged(communicator, workspace, slots, offsets[rank], output, reduction=reduction)
+    def sum_up(workspace: Workspace) -> None:
+        fold_staged(communicator, workspace, 0, offsets[rank], output, reduction)
 
-    return communicator.enqueue("reduce_scatter", layout, body)
+    return pull(communicator, "reduce_scatter", layout.nbytes, staged, then=sum_up)
 
 
-def reduce_staged(
+def wait_for_all(communicator: Communicator, workspace: Workspace, slots: int) -> None:
+    """Hold the compute stream until every peer has published its slot, from number ``slots`` on."""
+    for source in range(communicator.world_size):
+        if source != communicator.rank:
+            communicator.compute.wait(workspace, source, slots + source)
+
+
+def fold_staged(
     communicator: Communicator,
     workspace: Workspace,
     slots: int,
     offset: int,
     output: torch.Tensor,
-    *,
     reduction: str,
 ) -> None:
     """Reduce what each rank has staged for this one at ``offset`` of its workspace."""
-    stream = communicator.compute
-    for source in range(communicator.world_size):
-        if source != communicator.rank:
-            stream.wait(workspace, source, slots + source)
+    wait_for_all(communicator, workspace, slots)
     parts = [
         workspace.data(source, offset, output.shape, output.dtype)
         for source in range(communicator.world_size)
     ]
-    stream.call(lambda: fold(reduction, parts, output), reduction)
+    communicator.compute.call(lambda: fold(reduction, parts, output), reduction)
 
 
 def reduce_copy(
@@ -246,29 +279,34 @@ def reduce_copy(
 ) -> Event:
     """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it is only read."""
     is_root = communicator.rank == root
-    layout = Layout(pulled=True)
-    slots = layout.add_slots(communicator.world_size)
-    offset = layout.add_data(tensor.numel() * tensor.dtype.itemsize)
 
-    def body(workspace: Workspace) -> None:
-        communicator.compute.wait_credits(workspace)
-        part = Staged(offset, tensor, [] if is_root else [root])
-        stage(communicator, workspace, part, slots + communicator.rank)
+    def sum_up(workspace: Workspace) -> None:
         if is_root:
-            reduce_staged(communicator, workspace, slots, offset, tensor, reduction=reduction)
+            fold_staged(communicator, workspace, 0, 0, tensor, reduction)
 
-    return communicator.enqueue("reduce", layout, body)
+    staged = [Staged(0, tensor, [] if is_root else [root])]
+    return pull(communicator, "reduce", tensor.nbytes, staged, then=sum_up)
 
 
 def segment_table(
     communicator: Communicator, segments: Sequence[tuple[int, int]], per_tile: int, columns: int
 ) -> torch.Tensor:
     """Lines (owner, first row, rows, number of the first tile) in the order of production."""
-
     rank, world_size = communicator.rank, communicator.world_size
     return communicator.table(
         ("segments", tuple(segments), per_tile, columns),
         lambda: formulas.segment_lines(rank, world_size, segments, per_tile, columns),
+    )
+
+
+def pushed_layout(
+    communicator: Communicator, rows: Sequence[int], block_m: int, tiles_n: int, row_bytes: int
+) -> Layout:
+    """Of an op in which every rank pushes its contribution to the rows of each owner."""
+    world_size = communicator.world_size
+    return Layout(
+        formulas.reduce_slots(world_size, rows, block_m, tiles_n),
+        formulas.contributed_bytes(world_size, rows, row_bytes),
     )
 
 
@@ -282,11 +320,9 @@ def reduce_scatter_kernel(
     average: bool,
 ) -> Event:
     """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
-    block, world_size = configuration.block_elements, communicator.world_size
+    block = configuration.block_elements
     segments = formulas.segments_of(lengths)
-    layout = Layout()
-    layout.add_slots(formulas.reduce_slots(world_size, lengths, block, 1))
-    layout.add_data(formulas.contributed_bytes(world_size, lengths, output.dtype.itemsize))
+    layout = pushed_layout(communicator, lengths, block, 1, output.dtype.itemsize)
     limit = configuration.programs or communicator.place.program_limit
     table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
 
@@ -338,9 +374,8 @@ def all_reduce_copy(
         stage(communicator, workspace, Staged(offset, input, others(communicator)), staged + rank)
         first, count = segments[rank]
         mine = workspace.data(rank, sums_offset, (count,), input.dtype)
-        reduce_staged(
-            communicator, workspace, staged, offset + first * itemsize, mine, reduction=reduction
-        )
+        begin = offset + first * itemsize
+        fold_staged(communicator, workspace, staged, begin, mine, reduction)
         for peer in others(communicator):
             stream.publish(workspace, peer, summed + rank)
         for source, _ in arrival_order(rank, world_size, [1] * world_size):
@@ -362,11 +397,8 @@ def all_reduce_kernel(
     average: bool,
 ) -> Event:
     """One-shot all-reduce by kernel; ``input`` and ``output`` may be the same tensor."""
-    block, world_size = configuration.block_elements, communicator.world_size
-    elements = input.numel()
-    layout = Layout()
-    layout.add_slots(formulas.reduce_slots(world_size, [elements], block, 1))
-    layout.add_data(formulas.contributed_bytes(world_size, [elements], input.dtype.itemsize))
+    block, elements = configuration.block_elements, input.numel()
+    layout = pushed_layout(communicator, [elements], block, 1, input.dtype.itemsize)
     limit = configuration.programs or communicator.place.program_limit
 
     def body(workspace: Workspace) -> None:
