@@ -8,7 +8,7 @@ All tensors here are flat and contiguous. Parts begin at 16 bytes, so an input t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -32,33 +32,53 @@ def _block(configuration: Configuration) -> int:
     return max(VECTOR_BYTES, configuration.block_elements)
 
 
-def _launch(
+def _run(
     communicator: Communicator,
-    workspace: Workspace,
     configuration: Configuration,
-    kernel: object,
-    blocks: int,
     op: str,
-    arguments: dict[str, object],
-) -> None:
-    multicast = workspace.buffer.multicast
-    assert multicast or communicator.place.interpreted, "which the engine has made sure of"
+    kernel: object,
+    layout: Layout,
+    blocks: int,
+    arguments: Mapping[str, object],
+    sums: int | None = None,
+) -> Event:
+    """Enqueue ``kernel`` alone; ``sums`` is where in the data region its sums are, if it has any."""
     limit = configuration.programs or communicator.place.program_limit
-    communicator.compute.launch(
-        KernelLaunch(
-            kernel,
-            formulas.persistent_grid(0, blocks, limit),
-            {
-                **workspace.kernel_arguments(),
-                **arguments,
-                "multicast": multicast,
-                "BLOCK": _block(configuration),
-                "MULTIMEM": multicast != 0,
-            },
-            op,
-            num_warps=configuration.num_warps,
+
+    def body(workspace: Workspace) -> None:
+        multicast = workspace.buffer.multicast
+        assert multicast or communicator.place.interpreted, "which the engine has made sure of"
+        offsets = {} if sums is None else {"sums_offset": workspace.data_offset + sums}
+        communicator.compute.launch(
+            KernelLaunch(
+                kernel,
+                formulas.persistent_grid(0, blocks, limit),
+                {
+                    **workspace.kernel_arguments(),
+                    **arguments,
+                    **offsets,
+                    "blocks": blocks,
+                    "multicast": multicast,
+                    "BLOCK": _block(configuration),
+                    "MULTIMEM": multicast != 0,
+                },
+                op,
+                num_warps=configuration.num_warps,
+            )
         )
+
+    return communicator.enqueue(op, layout, body)
+
+
+def _parts(
+    communicator: Communicator, lengths: Sequence[int], block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
+    """The table of parts of ``lengths``, and how many blocks they have."""
+    table = communicator.table(
+        ("multimem parts", tuple(lengths), block, dtype),
+        lambda: formulas.multimem_parts(lengths, block, dtype.itemsize),
     )
+    return table, sum(formulas.ceil_div(length, block) for length in lengths)
 
 
 def all_gather(
@@ -69,34 +89,11 @@ def all_gather(
     configuration: Configuration,
 ) -> Event:
     """``output = concat(input of rank 0, 1, ...)``; ``lengths`` by rank."""
-    block = _block(configuration)
-    parts = formulas.multimem_parts(lengths, block, input.element_size())
-    blocks = sum(formulas.ceil_div(length, block) for length in lengths)
-    source = _aligned(input)
-    layout = Layout()
-    layout.add_slots(blocks)
-    layout.add_data(formulas.multimem_bytes(lengths, input.element_size()))
-    table = communicator.table(
-        ("multimem parts", tuple(lengths), block, input.dtype), lambda: parts
-    )
-
-    def body(workspace: Workspace) -> None:
-        _launch(
-            communicator,
-            workspace,
-            configuration,
-            multimem.multimem_all_gather_kernel,
-            blocks,
-            "all_gather",
-            {
-                "input_ptr": source,
-                "output_ptr": output,
-                "parts_ptr": table,
-                "blocks": blocks,
-            },
-        )
-
-    return communicator.enqueue("all_gather", layout, body)
+    table, blocks = _parts(communicator, lengths, _block(configuration), input.dtype)
+    layout = Layout(blocks, formulas.multimem_bytes(lengths, input.element_size()))
+    arguments = {"input_ptr": _aligned(input), "output_ptr": output, "parts_ptr": table}
+    kernel = multimem.multimem_all_gather_kernel
+    return _run(communicator, configuration, "all_gather", kernel, layout, blocks, arguments)
 
 
 def reduce_scatter(
@@ -108,34 +105,14 @@ def reduce_scatter(
 ) -> Event:
     """``output`` = the sum over ranks of the own part of ``input``, whose parts have ``lengths``."""
     block, item = _block(configuration), input.element_size()
-    parts = formulas.multimem_parts(lengths, block, item)
-    blocks = sum(formulas.ceil_div(length, block) for length in lengths)
-    layout = Layout(pulled=True)
-    layout.add_slots(communicator.world_size * blocks)
-    layout.add_data(blocks * block * item)
+    table, blocks = _parts(communicator, lengths, block, input.dtype)
+    layout = Layout(communicator.world_size * blocks, blocks * block * item, pulled=True)
     sums = layout.add_data(formulas.ceil_div(max(lengths), block) * block * item)
-    table = communicator.table(
-        ("multimem parts", tuple(lengths), block, input.dtype), lambda: parts
+    arguments = {"input_ptr": input, "output_ptr": output, "parts_ptr": table}
+    kernel = multimem.multimem_reduce_scatter_kernel
+    return _run(
+        communicator, configuration, "reduce_scatter", kernel, layout, blocks, arguments, sums
     )
-
-    def body(workspace: Workspace) -> None:
-        _launch(
-            communicator,
-            workspace,
-            configuration,
-            multimem.multimem_reduce_scatter_kernel,
-            blocks,
-            "reduce_scatter",
-            {
-                "input_ptr": input,
-                "output_ptr": output,
-                "parts_ptr": table,
-                "blocks": blocks,
-                "sums_offset": workspace.data_offset + sums,
-            },
-        )
-
-    return communicator.enqueue("reduce_scatter", layout, body)
 
 
 def all_reduce(
@@ -147,26 +124,8 @@ def all_reduce(
     """``output`` = the sum over ranks of ``input``, which may be the same tensor."""
     block, item, elements = _block(configuration), input.element_size(), input.numel()
     blocks = formulas.ceil_div(elements, block)
-    layout = Layout(pulled=True)
-    layout.add_slots((communicator.world_size + 1) * blocks)
-    layout.add_data(blocks * block * item)
+    layout = Layout((communicator.world_size + 1) * blocks, blocks * block * item, pulled=True)
     sums = layout.add_data(blocks * block * item)
-
-    def body(workspace: Workspace) -> None:
-        _launch(
-            communicator,
-            workspace,
-            configuration,
-            multimem.multimem_all_reduce_kernel,
-            blocks,
-            "all_reduce",
-            {
-                "input_ptr": input,
-                "output_ptr": output,
-                "elements": elements,
-                "blocks": blocks,
-                "sums_offset": workspace.data_offset + sums,
-            },
-        )
-
-    return communicator.enqueue("all_reduce", layout, body)
+    arguments = {"input_ptr": input, "output_ptr": output, "elements": elements}
+    kernel = multimem.multimem_all_reduce_kernel
+    return _run(communicator, configuration, "all_reduce", kernel, layout, blocks, arguments, sums)

@@ -45,29 +45,14 @@ def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> Tables:
     """``segments`` are (first row, rows) by owner."""
-    of = nodes.of
-
-    def place(by: int, owner: int) -> int:
-        return int(order.reduced_owners(by, of).index(owner))
-
-    def tiles(owner: int) -> int:
-        return formulas.ceil_div(segments[owner][1], block_m) * tiles_n
-
-    lines, start = [], 0
-    for owner in order.scatter_order(rank, of):
-        taker = order.reducer(rank, owner, of)
-        lines.append([taker, *segments[owner], start, place(taker, owner)])
-        start += tiles(owner)
-    duties, start = [], 0
-    for number, owner in enumerate(order.reduced_owners(rank, of)[1:], 1):
-        duties.append([owner, number, segments[owner][1], start])
-        start += tiles(owner)
-    sums = []
-    for node in nodes.names():
-        by = rank if node == of[rank] else order.counterpart(rank, node, of)
+    pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
+    known = algorithms.reductions_of(rank, nodes, pieces)
+    return Tables(
+        [[by, *segments[owner], start, place] for owner, by, place, start in known.parts],
+        [[owner, place, segments[owner][1], start] for owner, place, start in known.duties],
         # the first that a rank reduces are its own rows, which are no duty
-        sums.append([by, max(0, place(by, rank) - 1)])
-    return Tables(lines, duties, sums)
+        [[by, max(0, place - 1)] for by, place in known.sums],
+    )
 
 
 def matmul_reduce_scatter(

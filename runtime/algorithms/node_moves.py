@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -317,30 +317,40 @@ def sums_of(nodes: Nodes, lengths: Sequence[int], block: int) -> Sums:
     return Sums(piece, pieces, pieces * piece, regions, max(owned))
 
 
-def part_lines(
-    rank: int, nodes: Nodes, lengths: Sequence[int], piece: int
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """The tables ``parts``, ``duties`` and ``sums`` of ``node_reduce_scatter_kernel``."""
-    firsts = [sum(lengths[:owner]) for owner in range(len(lengths))]
+class Reductions(NamedTuple):
+    """Who sums what in a reduce-scatter, as one rank needs to know it.
+
+    ``parts``: lines (owner, reducer, the owner's place with it, first piece), in the order of production.
+    ``duties``: (owner, its place here, first piece) of what this rank sums for others. ``sums``: by node,
+    who sums this rank's part there, and its place with it.
+    """
+
+    parts: list[tuple[int, int, int, int]]
+    duties: list[tuple[int, int, int]]
+    sums: list[tuple[int, int]]
+
+
+def reductions_of(rank: int, nodes: Nodes, pieces: Sequence[int]) -> Reductions:
+    """``pieces`` by owner: how many its part has."""
+    of = nodes.of
 
     def place(by: int, owner: int) -> int:
-        return int(order.reduced_owners(by, nodes.of).index(owner))
+        return int(order.reduced_owners(by, of).index(owner))
 
     parts, start = [], 0
-    for owner in order.scatter_order(rank, nodes.of):
-        by = order.reducer(rank, owner, nodes.of)
-        parts.append([by, place(by, owner), firsts[owner], lengths[owner], start])
-        start += formulas.ceil_div(lengths[owner], piece)
+    for owner in order.scatter_order(rank, of):
+        by = order.reducer(rank, owner, of)
+        parts.append((owner, by, place(by, owner), start))
+        start += pieces[owner]
     duties, start = [], 0
-    for number, owner in enumerate(order.reduced_owners(rank, nodes.of)):
+    for number, owner in enumerate(order.reduced_owners(rank, of)):
         if owner != rank:
-            duties.append([owner, number, firsts[owner], lengths[owner], start])
-            start += formulas.ceil_div(lengths[owner], piece)
-    sums = []
-    for node in nodes.names():
-        by = order.counterpart(rank, node, nodes.of) if node != nodes.of[rank] else rank
-        sums.append([by, place(by, rank)])
-    return parts, duties, sums
+            duties.append((owner, number, start))
+            start += pieces[owner]
+    by_node = [
+        rank if node == of[rank] else order.counterpart(rank, node, of) for node in nodes.names()
+    ]
+    return Reductions(parts, duties, [(by, place(by, rank)) for by in by_node])
 
 
 def reduce_scatter(
@@ -436,10 +446,14 @@ def _sum_tables(
     communicator: Communicator, nodes: Nodes, lengths: Sequence[int], piece: int
 ) -> tuple[torch.Tensor, Table, torch.Tensor]:
     """Of ``node_reduce_scatter_kernel``: the parts, what this rank sums for others, and who sums for it."""
-    parts, duties, sums = part_lines(communicator.rank, nodes, lengths, piece)
+    firsts = [sum(lengths[:owner]) for owner in range(len(lengths))]
+    pieces = [formulas.ceil_div(length, piece) for length in lengths]
+    known = reductions_of(communicator.rank, nodes, pieces)
+    parts = [(by, at, firsts[o], lengths[o], start) for o, by, at, start in known.parts]
+    duties = [(o, at, firsts[o], lengths[o], start) for o, at, start in known.duties]
     key = (tuple(lengths), piece)
     return (
         communicator.table(("node parts", key), lambda: parts),
         Table(communicator.table(("node duties", key), lambda: duties), len(duties)),
-        communicator.table(("node sums", key), lambda: sums),
+        communicator.table(("node sums", key), lambda: known.sums),
     )

@@ -6,12 +6,14 @@ import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from interlace.runtime.core.errors import DifferentOpsError
 from interlace.runtime.core.stream import Event, Outcome
+
+T = TypeVar("T")
 
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
 
@@ -99,6 +101,31 @@ class PreparedCall(NamedTuple):
     start: Start
     outputs: Sequence[torch.Tensor] = ()
     terms: Call | None = None
+
+
+def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
+    """The first of ``waiting`` that ``fits``, which then waits no more; None if none does."""
+    found = next((each for each in waiting if fits(each)), None)
+    if found is not None:
+        waiting.remove(found)
+    return found
+
+
+def mismatch(
+    tensor: torch.Tensor, rank: int, tag: int, source: int, dtype: torch.dtype, numel: int
+) -> Exception | None:
+    """Why ``tensor`` of ``rank`` cannot receive a message from ``source``; None if it can."""
+    if tensor.dtype != dtype:
+        return TypeError(
+            f"recv: dtype of tensor differs between ranks: {dtype} was sent by rank {source}, "
+            f"{tensor.dtype} is received on rank {rank} (tag {tag})"
+        )
+    if tensor.numel() != numel:
+        return ValueError(
+            f"recv: number of elements differs between ranks: {numel} were sent by rank {source}, "
+            f"{tensor.numel()} are received on rank {rank} (tag {tag})"
+        )
+    return None
 
 
 def compare(messages: Sequence[bytes]) -> list[Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, mismatch, take_first
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
@@ -53,6 +53,9 @@ class _Posted:
     future: Future[Outcome] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
 
+    def fits(self, announced: _Announced) -> bool:
+        return self.tag == announced.tag and self.source in (None, announced.source)
+
 
 @dataclass(eq=False)
 class _Sending:
@@ -63,10 +66,6 @@ class _Sending:
     tag: int
     future: Future[Outcome] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
-
-
-def _fits(posted: _Posted, announced: _Announced) -> bool:
-    return posted.tag == announced.tag and posted.source in (None, announced.source)
 
 
 class HostTransfers:
@@ -112,11 +111,10 @@ class HostTransfers:
         self._links.check()
         posted = _Posted(tensor, peer, tag)
         with self._lock:
-            announced = next((each for each in self._announced if _fits(posted, each)), None)
+            announced = take_first(self._announced, posted.fits)
             if announced is None:
                 self._posted.append(posted)
             else:
-                self._announced.remove(announced)
                 self._submit(lambda: self._take(posted, announced))
         self._fail_late()
         return posted.future
@@ -157,17 +155,17 @@ class HostTransfers:
         elif packet.kind == ANNOUNCED:
             announced = _Announced(source, packet.tag, packet.number, *packet.content)
             with self._lock:
-                posted = next((each for each in self._posted if _fits(each, announced)), None)
+                posted = take_first(self._posted, lambda each: each.fits(announced))
                 if posted is None:
                     self._announced.append(announced)
                     return
-                self._posted.remove(posted)
             self._submit(lambda: self._take(posted, announced))
 
     def _take(self, posted: _Posted, announced: _Announced) -> None:
         """Receive the bytes; into memory of our own if they do not fit the caller's tensor."""
-        error = _mismatch(posted, announced, self._rank)
         source, number, target = announced.source, announced.number, posted.tensor
+        about = announced.tag, source, announced.dtype, announced.numel
+        error = mismatch(target, self._rank, *about)
         if error is not None:
             target = torch.empty(announced.numel, dtype=announced.dtype)
         try:
@@ -230,18 +228,3 @@ def _settle(future: Future[Outcome], end: Outcome | BaseException) -> None:
             future.set_exception(end)
         else:
             future.set_result(end)
-
-
-def _mismatch(posted: _Posted, announced: _Announced, rank: int) -> Exception | None:
-    tensor, source = posted.tensor, announced.source
-    if tensor.dtype != announced.dtype:
-        return TypeError(
-            f"recv: dtype of tensor differs between ranks: {announced.dtype} was sent by rank "
-            f"{source}, {tensor.dtype} is received on rank {rank}"
-        )
-    if tensor.numel() != announced.numel:
-        return ValueError(
-            f"recv: number of elements differs between ranks: {announced.numel} were sent by rank "
-            f"{source}, {tensor.numel()} are received on rank {rank}"
-        )
-    return None

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, mismatch, take_first
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
@@ -88,6 +88,9 @@ class _Receiving:
     tag: int
     future: _Moving
 
+    def fits(self, message: _Arriving) -> bool:
+        return self.tag == message.tag and self.peer in (None, message.peer)
+
 
 @dataclass(eq=False)
 class _Arriving:
@@ -97,7 +100,7 @@ class _Arriving:
     tag: int
     nbytes: int
     dtype: torch.dtype
-    wanted: _Receiving | None
+    wanted: _Receiving | None = None
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     moved: int = 0
     target: int = 0
@@ -147,11 +150,10 @@ class Mail:
         with self._lock:
             self._group.check_usable()
             self._move()  # what has come first is received first
-            kept = next((m for m in self._kept if _fits(receiving, m)), None)
+            kept = take_first(self._kept, receiving.fits)
             if kept is None:
                 self._receiving.append(receiving)
             else:
-                self._kept.remove(kept)
                 kept.wanted = receiving
                 if kept.moved == kept.nbytes:
                     self._finish(kept)
@@ -332,15 +334,9 @@ class Mail:
 
     def _begin(self, peer: int, tag: int, nbytes: int, dtype: torch.dtype) -> _Arriving:
         """A new message: into the tensor of whoever asked for it, else into memory of our own."""
-        message = _Arriving(peer, tag, nbytes, dtype, None)
-        self._arriving[peer] = message
-        wanted = next((r for r in self._receiving if _fits(r, message)), None)
-        if wanted is None:
-            self._kept.append(message)
-        else:
-            self._receiving.remove(wanted)
-            message.wanted = wanted
-        if wanted is not None and _mismatch(wanted, message, self._rank) is None:
+        message = self._arriving[peer] = self._matched(_Arriving(peer, tag, nbytes, dtype))
+        wanted = message.wanted
+        if wanted is not None and self._mismatch(wanted, message) is None:
             message.target = wanted.tensor.data_ptr() if nbytes else 0
         else:
             self._drop(message)
@@ -348,17 +344,12 @@ class Mail:
 
     def _keep(self, tensor: torch.Tensor, tag: int) -> None:
         """A message to oneself: it has arrived when it is sent."""
-        message = _Arriving(self._rank, tag, tensor.nbytes, tensor.dtype, None)
+        message = self._matched(_Arriving(self._rank, tag, tensor.nbytes, tensor.dtype))
         self._drop(message)
         if tensor.nbytes:
             _memmove(message.target, tensor.data_ptr(), tensor.nbytes)
         message.moved = tensor.nbytes
-        wanted = next((r for r in self._receiving if _fits(r, message)), None)
-        if wanted is None:
-            self._kept.append(message)
-        else:
-            self._receiving.remove(wanted)
-            message.wanted = wanted
+        if message.wanted is not None:
             self._finish(message)
 
     def _drop(self, message: _Arriving) -> None:
@@ -366,34 +357,25 @@ class Mail:
         message.buffer = torch.empty(message.nbytes, dtype=torch.uint8)
         message.target = message.buffer.data_ptr() if message.nbytes else 0
 
+    def _matched(self, message: _Arriving) -> _Arriving:
+        """``message`` with the receive that waits for it, or among those that are kept for one."""
+        message.wanted = take_first(self._receiving, lambda each: each.fits(message))
+        if message.wanted is None:
+            self._kept.append(message)
+        return message
+
+    def _mismatch(self, wanted: _Receiving, message: _Arriving) -> Exception | None:
+        numel = message.nbytes // message.dtype.itemsize
+        about = message.tag, message.peer, message.dtype, numel
+        return mismatch(wanted.tensor, self._rank, *about)
+
     def _finish(self, message: _Arriving) -> None:
         wanted, peer = message.wanted, message.peer
         assert wanted is not None
-        error = _mismatch(wanted, message, self._rank)
+        error = self._mismatch(wanted, message)
         if error is not None:
             wanted.future.set_exception(error)
             return
         if message.buffer.numel():
             _memmove(wanted.tensor.data_ptr(), message.buffer.data_ptr(), message.nbytes)
         wanted.future.set_result(Outcome(None, None, lambda: peer))
-
-
-def _fits(receiving: _Receiving, message: _Arriving) -> bool:
-    return receiving.tag == message.tag and receiving.peer in (None, message.peer)
-
-
-def _mismatch(wanted: _Receiving, message: _Arriving, rank: int) -> Exception | None:
-    """What is wrong with ``message`` for the tensor that is to receive it."""
-    tensor, peer = wanted.tensor, message.peer
-    if tensor.dtype != message.dtype:
-        return TypeError(
-            f"recv: dtype of tensor differs between ranks: {message.dtype} was sent by rank {peer}, "
-            f"{tensor.dtype} is received on rank {rank}"
-        )
-    if tensor.nbytes != message.nbytes:
-        itemsize = tensor.dtype.itemsize
-        return ValueError(
-            f"recv: number of elements differs between ranks: {message.nbytes // itemsize} were sent "
-            f"by rank {peer}, {tensor.numel()} are received on rank {rank}"
-        )
-    return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from interlace.runtime.core.call import mismatch, take_first
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome, Stream
@@ -63,7 +64,9 @@ class Receive(Future[Outcome]):
         self._context.run(self._settle, message)
 
     def _settle(self, message: Message) -> None:
-        problem = self._mismatch(message)
+        numel = message.data.nbytes // message.dtype.itemsize
+        about = self.tag, message.source, message.dtype, numel
+        problem = mismatch(self.tensor, self.rank, *about)
         if problem is not None:
             self.set_exception(problem)
             return
@@ -71,23 +74,6 @@ class Receive(Future[Outcome]):
         self.stream.wait_event(message.sent)
         self.stream.copy(bytes_of(self.tensor), message.data, f"from rank {message.source}")
         self.set_result(Outcome(None, self.stream.record(), lambda: message.source))
-
-    def _mismatch(self, message: Message) -> Exception | None:
-        about = f"from rank {message.source} to rank {self.rank} with tag {self.tag}"
-        if message.dtype != self.tensor.dtype:
-            return TypeError(
-                f"recv: dtype of tensor is {self.tensor.dtype} on rank {self.rank}, but the message "
-                f"{about} is of {message.dtype}"
-            )
-        expected, sent = (
-            n // message.dtype.itemsize for n in (self.tensor.nbytes, message.data.nbytes)
-        )
-        if expected != sent:
-            return ValueError(
-                f"recv: tensor has {expected} elements on rank {self.rank}, but the message {about} "
-                f"has {sent}"
-            )
-        return None
 
     def result(self, timeout: float | None = None) -> Outcome:
         """The outcome; blocks the host task. ``timeout`` is void: here is no clock but the run's."""
@@ -105,18 +91,16 @@ class Mailbox:
 
     def post(self, message: Message) -> None:
         """Give ``message`` to the first receive that it fits, now or later."""
-        receive = next((each for each in self.receives if each.fits(message)), None)
+        receive = take_first(self.receives, lambda each: each.fits(message))
         if receive is None:
             self.messages.append(message)
         else:
-            self.receives.remove(receive)
             receive.settle(message)
 
     def take(self, receive: Receive) -> None:
         """Give ``receive`` the first message that fits, now or later."""
-        message = next((each for each in self.messages if receive.fits(each)), None)
+        message = take_first(self.messages, receive.fits)
         if message is None:
             self.receives.append(receive)
         else:
-            self.messages.remove(message)
             receive.settle(message)

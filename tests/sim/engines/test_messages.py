@@ -106,10 +106,10 @@ def test_a_receive_that_does_not_fit_fails_on_the_receiver_only() -> None:
 
     for seed in range(4):
         assert interlace.run(on_rank, 2, seed=seed)[1] == [
-            "ValueError: recv: tensor has 2 elements on rank 1, but the message from rank 0 to rank 1 "
-            "with tag 4 has 3",
-            "TypeError: recv: dtype of tensor is torch.float32 on rank 1, but the message from rank 0 "
-            "to rank 1 with tag 4 is of torch.int32",
+            "ValueError: recv: number of elements differs between ranks: 3 were sent by rank 0, 2 are "
+            "received on rank 1 (tag 4)",
+            "TypeError: recv: dtype of tensor differs between ranks: torch.int32 was sent by rank 0, "
+            "torch.float32 is received on rank 1 (tag 4)",
         ]
 
 
