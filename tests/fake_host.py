@@ -44,6 +44,7 @@ class ThreadHost:
 
     def __init__(self, turns: Turns, rank: int, world_size: int, key: Any = "world") -> None:
         self.rank, self.world_size = rank, world_size
+        self.group = self
         self.turns, self._key = turns, key
         self._meetings = 0
         self.dead: Exception | None = None

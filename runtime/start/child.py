@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from interlace.runtime.core.errors import AbortedError, PeerDiedError
 from interlace.runtime.core.place import Place
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.waiting import usable_cores
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -88,14 +89,9 @@ def _perform(task: Task) -> Report:
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
         function, arguments, keywords, setup = _unpickled(task.call)
         store = _store(task.store_port)
-        place = ShmPlace.connect(
-            store,
-            task.rank,
-            task.world_size,
-            timeout=task.place_timeout,
-            name="run",
-            generation=task.run,
-        )
+        prefix, timeout = f"interlace/run/{task.run}", task.place_timeout
+        group = HostGroup(store, task.rank, task.world_size, timeout=timeout, prefix=prefix)
+        place = ShmPlace(group)
         if setup is not None:
             place = setup(place) or place
         result = function(*arguments, **keywords)

@@ -16,6 +16,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem, own_gpu
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.place import HostsPlace
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 
 if TYPE_CHECKING:
@@ -42,16 +43,15 @@ def connect_place(
     CollectiveTimeoutError that names the ranks which did not come.
     """
 
+    prefix = f"interlace/{name}/{generation}"
+
     def on_one_host() -> Place:
-        return ShmPlace.connect(
-            store, rank, world_size, timeout=timeout, name=name, generation=generation
-        )
+        return ShmPlace(HostGroup(store, rank, world_size, timeout=timeout, prefix=prefix))
 
     if world_size == 1:
         return on_one_host()
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
-    prefix = f"interlace/{name}/{generation}"
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     cards, nonce = host_map.meet(store, rank, world_size, card, prefix=prefix, timeout=timeout)
     if all(other.host == card.host for other in cards):

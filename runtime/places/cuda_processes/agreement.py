@@ -199,7 +199,7 @@ class Agreement:
         answers = [payload] * self._world_size
         for peer in self._peers:
             if not self._noted(number, peer):
-                self._host.wait_until(partial(self._noted, number, peer), doing, (peer,))
+                self._host.group.wait_until(partial(self._noted, number, peer), doing, (peer,))
             theirs, area = self._note_of(number, peer)
             if theirs != digest:
                 answers[peer] = self._text(peer, theirs, area, number)
@@ -255,11 +255,11 @@ class Agreement:
         for peer in self._peers:
             board = self._boards[peer]
             if board.acquired(_CHECKED) < oldest:
-                self._host.wait_until(
+                self._host.group.wait_until(
                     lambda board=board: board.acquired(_CHECKED) >= oldest, doing, (peer,)
                 )
         if self.mismatch() is None and self._compared < oldest:
-            self._host.wait_until(
+            self._host.group.wait_until(
                 lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
             )
         compared = [self._boards[peer].acquired(_CHECKED) for peer in self._peers]

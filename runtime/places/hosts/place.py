@@ -12,10 +12,9 @@ import pickle
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,27 +29,23 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
 from interlace.runtime.places.hosts.links import HostLinks, aborted_by
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.inline_stream import CompletedEvent
-from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
 
 _LENGTH = struct.Struct("<q")
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
 _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
 
-class HostsPlace(Place):
+class HostsPlace(CpuPlace):
     """One rank of a group of processes on several hosts. Made collectively.
 
     ``cards`` are the ranks', ``prefix`` is this group's alone in ``store``. ``timeout``, in seconds,
@@ -59,8 +54,6 @@ class HostsPlace(Place):
     """
 
     name = "hosts"
-    device = torch.device("cpu")
-    interpreted = True
     direct_access = False
 
     def __init__(
@@ -85,15 +78,15 @@ class HostsPlace(Place):
         self._engine_lock = threading.Lock()
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
         self._transfers: HostTransfers | None = None
-        self._group: HostGroup = HostGroup(
+        self.group = HostGroup(
             store,
             self.local_ranks.index(rank),
             len(self.local_ranks),
             timeout=timeout,
             prefix=f"{prefix}/host {self.map.index(rank)}",
-            parent=None if parent is None else parent._group,
+            parent=None if parent is None else parent.group,
         )
-        self.local = ShmPlace(self._group)
+        self.local = ShmPlace(self.group)
         self.worker = self.local.worker
         try:
             self._links = HostLinks(
@@ -134,7 +127,7 @@ class HostsPlace(Place):
                 len(ranks),
                 timeout=self._timeout,
                 prefix=prefix,
-                parent=self._group,
+                parent=self.group,
             )
             return ShmPlace(group)
         return HostsPlace(
@@ -191,15 +184,11 @@ class HostsPlace(Place):
         return error
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective.
-
-        Within each host; then the first rank of each host sends its host's messages to those of the
-        other hosts, which hand them out.
-        """
+        """Within each host; then first ranks of hosts swap their hosts' messages, and hand them out."""
         check_size(payload, self.rank, doing)
         with self._lock, self.guarded(doing):
             messages: list[bytes] = [b""] * self.world_size
-            own = self._group.exchange(payload, doing)
+            own = self.group.exchange(payload, doing)
             for rank, message in zip(self.local_ranks, own, strict=True):
                 messages[rank] = message
             others = [ranks for ranks in self.map.hosts if self.rank not in ranks]
@@ -246,7 +235,7 @@ class HostsPlace(Place):
         received = b""
         while not received or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
             mine = stream[len(received) : len(received) + LARGEST_MESSAGE]
-            received += self._group.exchange(mine, doing)[0]
+            received += self.group.exchange(mine, doing)[0]
         handed_out: list[bytes] = pickle.loads(received[_LENGTH.size :])
         return handed_out
 
@@ -255,19 +244,6 @@ class HostsPlace(Place):
     def new_engine(self, communicator: Any) -> Engine:
         assert self._transfers is not None
         return HostsEngine(self, self.map, self._links, self._transfers)
-
-    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
-        return self.local.new_stream(name, priority=priority)
-
-    def record_current(self) -> Event:
-        return CompletedEvent()
-
-    def hold_current(self, event: Event, waiting_for: str) -> None:
-        event.synchronize()
-
-    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
-        return self.local.submit(function, asynchronous=asynchronous)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         raise self._no_user_memory()
@@ -299,7 +275,7 @@ class HostsPlace(Place):
 
     def _on_failure(self, error: InterlaceError) -> None:
         """Called once, in whichever thread found the group to have failed."""
-        self._group.abort(str(error))
+        self.group.abort(str(error))
         if self._transfers is not None:
             self._transfers.fail(error)
         for child in list(self._children):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.errors import (
     AbortedError,
+    BlockedWait,
     CollectiveTimeoutError,
     InterlaceError,
     PeerDiedError,
@@ -34,7 +35,6 @@ from interlace.runtime.places.one_host.control import (
     Control,
     check_size,
 )
-from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import (
     HEADER_BYTES,
     Identity,
@@ -93,7 +93,7 @@ class HostGroup:
         self._pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_values, self._pidfds).atexit = False
         self._pids: dict[int, int] = {rank: os.getpid()}
-        self._control: Control | None = None
+        self.control: Control | None = None  # while joining, and after leaving
         self.shared_ranges = SharedRanges(rank)
         self._rendezvous = rendezvous.connect(
             store, rank, world_size, prefix=prefix, timeout=timeout
@@ -123,7 +123,7 @@ class HostGroup:
                 Identity(nonce, rank, self.world_size, CONTROL_BYTES)
                 for rank in range(self.world_size)
             ]
-            self._control = Control(self.rank, self._map(own.mapping, received, identities))
+            self.control = Control(self.rank, self._map(own.mapping, received, identities))
         finally:
             own.close()
             os.close(pidfd)
@@ -202,7 +202,7 @@ class HostGroup:
         """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
         in the next message, and is not waited for; what it has sent before that can be taken by then.
         """
-        control, sequence, patience = self._control, self._sequence, self.patience()
+        control, sequence, patience = self.control, self._sequence, self.patience()
         assert control is not None
         before: set[int] = set()  # ahead when what had come was taken last
 
@@ -255,7 +255,7 @@ class HostGroup:
         self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
     ) -> tuple[Control, int]:
         """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
-        control = self._control
+        control = self.control
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
@@ -266,7 +266,7 @@ class HostGroup:
         return control, sequence
 
     def await_message(self, sequence: int, doing: str) -> None:
-        control = self._control
+        control = self.control
         assert control is not None
         self.await_word(control.peers, SEQUENCE, sequence, doing)
         if not sequence % LOOK:
@@ -274,7 +274,7 @@ class HostGroup:
 
     def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
         """Return when word ``index`` of these peers' control segments is at least ``value``."""
-        control = self._control
+        control = self.control
         assert control is not None
         for peer in peers:
             if control.words[peer].acquired(index) < value:
@@ -283,21 +283,10 @@ class HostGroup:
 
     def release(self, index: int, value: int) -> None:
         """Store a word of the own control segment; what was written before comes before it."""
-        control = self._control
+        control = self.control
         assert control is not None
         control.words[self.rank].release(index, value)
         control.bell.ring()
-
-    @property
-    def spread(self) -> Spread:
-        """Where the ranks run; only after joining."""
-        assert self._control is not None
-        return self._control.spread
-
-    @property
-    def control(self) -> Control | None:
-        """The control segments; None while joining and after leaving."""
-        return self._control
 
     def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
         """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
@@ -328,8 +317,27 @@ class HostGroup:
     def patience(self, timeout: float | None = None) -> Patience:
         """For one wait: step it after every poll that failed. Bounded as the group is by default."""
         bound = self.timeout if timeout is None else timeout
-        bell = None if self._control is None else self._control.bell
+        bell = None if self.control is None else self.control.bell
         return Patience(self.rank, bound, self.interruption, spins=self._spins, bell=bell)
+
+    def idle_hook(self) -> Callable[[BlockedWait], None]:
+        """For one launch: to be called whenever all its programs wait for peers.
+
+        The timeout starts again whenever another wait is reported, so it bounds one wait. The
+        report is of one program of many, so any peer may be the one that is waited for; but a peer
+        that has left in good order has finished its part of every op.
+        """
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        patience, last = self.patience(), ""
+
+        def idle(wait: BlockedWait) -> None:
+            nonlocal patience, last
+            doing = str(wait)
+            if doing != last:
+                patience, last = self.patience(), doing
+            patience.step(doing, [rank for rank in peers if not self.has_left(rank)])
+
+        return idle
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """Why a wait for these ranks can never end. Root causes come first.
@@ -339,7 +347,7 @@ class HostGroup:
         """
         if self._unusable:
             return InterlaceError(f"rank {self.rank}: {doing}: {self._unusable}")
-        control = self._control
+        control = self.control
         if control is None:
             return None  # still joining
         awaited = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
@@ -366,8 +374,8 @@ class HostGroup:
 
     def failure(self) -> InterlaceError | None:
         """What this group, or one it is a part of, was aborted with."""
-        if self._control is not None:
-            found = self._control.aborted_by()
+        if self.control is not None:
+            found = self.control.aborted_by()
             if found is not None:
                 rank, reason = found
                 return AbortedError(f"rank {rank} aborted the group: {reason}")
@@ -375,7 +383,7 @@ class HostGroup:
 
     def check(self) -> None:
         """Raise if this group, or one it is a part of, cannot be used or was aborted."""
-        control = self._control
+        control = self.control
         if self._unusable or control is None:
             self.check_usable()
         elif control.own_view[ABORTED] or (self._parent is not None):
@@ -391,7 +399,7 @@ class HostGroup:
 
     def has_left(self, rank: int) -> bool:
         """Whether ``rank`` has closed its side of the group."""
-        return self._control is not None and self._control.has_left(rank)
+        return self.control is not None and self.control.has_left(rank)
 
     def abort(self, reason: str) -> None:
         """Make every wait of every rank end with an AbortedError that says ``reason``.
@@ -399,12 +407,12 @@ class HostGroup:
         Never blocks. Of several aborts the first one's reason is reported, as a rule.
         """
         with self._abort_lock:
-            if (control := self._control) is not None:
+            if (control := self.control) is not None:
                 control.abort(reason)
 
     def disown(self, reason: str) -> None:
         """Refuse every later collective with ``reason``, and never touch the memory again."""
-        self._unusable, self._control = reason, None
+        self._unusable, self.control = reason, None
 
     def close(self, linger: float = 0.0) -> None:
         """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
@@ -413,7 +421,7 @@ class HostGroup:
         store: a rank that returned earlier could meet the next generation in a store about to go.
         """
         self._unusable = self._unusable or "the group is closed"
-        control, self._control = self._control, None
+        control, self.control = self.control, None
         if control is not None:
             control.leave()
             self._await_first(control, linger)

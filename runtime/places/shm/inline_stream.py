@@ -8,7 +8,7 @@ What a stream waits for must therefore be published by a peer, or by this rank b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,29 +17,12 @@ from interlace.runtime.core.errors import AbortedError, BlockedWait
 from interlace.runtime.core.memory import WORD, Workspace
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host.atomics import Cells, load_acquire, store_release
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
 if TYPE_CHECKING:
     from interlace.runtime.core.launch import KernelLaunch
-
-
-class Waiter(Protocol):
-    """What an :class:`InlineStream` needs of its place."""
-
-    rank: int
-    world_size: int
-
-    def wait_until(
-        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
-    ) -> None:
-        """Return once ``predicate()``; raise if a rank of ``waited_for`` is gone, etc."""
-
-    def idle_hook(self) -> Callable[[BlockedWait], None]:
-        """For one launch: a function to call whenever all its programs wait."""
-
-    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
-        """Raise what the group has failed with while this rank did this, if it has."""
 
 
 class CompletedEvent(Event):
@@ -53,23 +36,23 @@ class CompletedEvent(Event):
 
 
 class InlineStream(Stream):
-    """Runs items at once. ``waiter`` is the place."""
+    """Runs items at once. ``group`` is that of the host's ranks."""
 
-    def __init__(self, waiter: Waiter) -> None:
-        self._waiter = waiter
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
 
     def launch(self, launch: KernelLaunch) -> None:
         hooks: list[Callable[[BlockedWait], None]] = []
 
         def idle(wait: BlockedWait) -> None:
             if not hooks:
-                hooks.append(self._waiter.idle_hook())
+                hooks.append(self._group.idle_hook())
             hooks[0](wait)
 
-        run_interpreted(launch, self._waiter.rank, idle, observer=trace.current())
+        run_interpreted(launch, self._group.rank, idle, observer=trace.current())
         # Waits in a kernel return early once the group is aborted: what it computed is void.
-        everyone = range(self._waiter.world_size)
-        self._waiter.check_during(f"{launch.op}, in {launch.name}", everyone)
+        everyone = range(self._group.world_size)
+        self._group.check_during(f"{launch.op}, in {launch.name}", everyone)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         destination.copy_(source)
@@ -94,7 +77,7 @@ class InlineStream(Stream):
                 self._raise_abort(doing, (source,))
             return seen >= epoch
 
-        self._waiter.wait_until(published, doing, (source,))
+        self._group.wait_until(published, doing, (source,))
 
     def wait_credits(self, workspace: Workspace) -> None:
         base = _bases(workspace)[workspace.rank]
@@ -113,7 +96,7 @@ class InlineStream(Stream):
 
         first = late()
         if first:
-            self._waiter.wait_until(lambda: not late(), doing, first)
+            self._group.wait_until(lambda: not late(), doing, first)
 
     def finish(self, workspace: Workspace) -> None:
         bases = _bases(workspace)
@@ -133,7 +116,7 @@ class InlineStream(Stream):
 
     def _raise_abort(self, doing: str, waited_for: Sequence[int]) -> None:
         """The channel is void: a rank aborted, or a kernel of some rank gave up its wait."""
-        self._waiter.check_during(doing, waited_for)
+        self._group.check_during(doing, waited_for)
         raise AbortedError(f"{doing}: a kernel of this group has given up waiting")
 
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
-from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
@@ -40,161 +39,23 @@ from interlace.runtime.places.shm.inline_stream import CompletedEvent, InlineStr
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 T = TypeVar("T")
 
 
-class ShmPlace(Place):
-    """One rank of a group of processes on one host. Made by :meth:`connect` and :meth:`subgroup`.
+class CpuPlace(Place):
+    """One rank that is a process and computes on the CPU; ``group`` is that of its host's ranks.
 
     Ops of one group run in the order of the calls: asynchronous ones in the group's worker thread,
     synchronous ones in the caller's unless the worker is still busy.
     """
 
-    name = "shm"
     device = torch.device("cpu")
     interpreted = True
-    direct_access = True
     worker: OrderedWorker
-    check: Callable[[], None]
-
-    def __init__(self, group: HostGroup) -> None:
-        self.rank, self.world_size = group.rank, group.world_size
-        self._group = group
-        self.check = group.check
-        self.alone = group.world_size == 1
-        self.worker = OrderedWorker("interlace ops")
-        self._buffers: list[weakref.ref[SymmetricBuffer]] = []
-
-    @classmethod
-    def connect(
-        cls,
-        store: Store | None,
-        rank: int,
-        world_size: int,
-        *,
-        timeout: float,
-        name: str,
-        generation: int = 0,
-    ) -> ShmPlace:
-        """Join the group ``name``. Collective; ``store`` may be None for a group of one.
-
-        ``timeout``, in seconds, bounds joining and every later wait. ``generation`` tells groups
-        of the same name apart that are made one after another.
-        """
-        prefix = f"interlace/{name}/{generation}"
-        return cls(HostGroup(store, rank, world_size, timeout=timeout, prefix=prefix))
-
-    def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
-        group = self._group
-        members = "-".join(map(str, ranks))
-        return ShmPlace(
-            HostGroup(
-                group.store,
-                ranks.index(self.rank),
-                len(ranks),
-                timeout=group.timeout,
-                prefix=f"{group.prefix}/{members}/{generation}",
-                parent=group,
-            )
-        )
-
-    def set_timeout(self, seconds: float) -> None:
-        self._group.timeout = seconds
-
-    # -- memory and messages -------------------------------------------------------------------
-
-    def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Zeroed symmetric memory of ``nbytes`` on every rank. Collective.
-
-        Either all ranks get it or all raise: InterlaceError naming the rank and size when memory is
-        short, ValueError when the ranks ask for different sizes. Unmapped with the last tensor.
-        """
-        if nbytes < 0:
-            raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
-        self.worker.drain()
-        mappings = self._group.allocate(nbytes, f"an allocation of {nbytes} bytes")
-        tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
-        peers = torch.tensor([m.data_address for m in mappings], dtype=torch.int64)
-        recorder = trace.current()
-        if recorder is not None:
-            for rank, memory in enumerate(tensors):
-                recorder.on_allocate(rank, memory)
-        buffer = SymmetricBuffer(self.rank, nbytes, peers, tensors)
-        self._buffers = [ref for ref in self._buffers if ref() is not None]
-        self._buffers.append(weakref.ref(buffer))
-        return buffer
-
-    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
-        """Memory of this process; it holds a descriptor until it is given up."""
-        segment = self._group.new_segment(total_bytes(sizes))
-        return LocalMemory(split(segment.mapping.array(), sizes), segment)
-
-    def owns(self, memory: LocalMemory) -> bool:
-        return isinstance(memory.origin, Segment)
-
-    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
-        """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""
-        self.worker.drain()
-        sizes = [len(part) for part in memory.parts]
-        mappings = self._group.share(memory.origin, doing)
-        shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
-        shared[self.rank] = memory.parts
-        self._group.shared_ranges.add([parts[0] for parts in shared])
-        recorder = trace.current()
-        if recorder is not None:
-            for rank, parts in enumerate(shared):
-                for part in parts:
-                    recorder.on_allocate(rank, torch.from_numpy(part))
-        user_launches.route(self)
-        return shared
-
-    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
-        if self.worker.unfinished:
-            self.worker.drain()  # messages go out in the order of the calls, on every rank
-        return self._group.exchange(payload, doing)
-
-    def agree(self, call: Call) -> list[bytes]:
-        return self.exchange(call.message, call.op)
-
-    # -- waiting -------------------------------------------------------------------------------
-
-    def wait_until(
-        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
-    ) -> None:
-        """Poll ``predicate``; raise when a rank of ``waited_for`` is gone, on abort, on timeout."""
-        self._group.wait_until(predicate, doing, waited_for)
-
-    def idle_hook(self) -> Callable[[BlockedWait], None]:
-        """For one launch: to be called whenever all its programs wait for peers.
-
-        The timeout starts again whenever another wait is reported, so it bounds one wait. The
-        report is of one program of many, so any peer may be the one that is waited for; but a peer
-        that has left in good order has finished its part of every op.
-        """
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        patience, last = self._group.patience(), ""
-
-        def idle(wait: BlockedWait) -> None:
-            nonlocal patience, last
-            doing = str(wait)
-            if doing != last:
-                patience, last = self._group.patience(), doing
-            patience.step(doing, [rank for rank in peers if not self._group.has_left(rank)])
-
-        return idle
-
-    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
-        """If the group was aborted, raise why; a rank of ``waited_for`` that died comes first."""
-        self._group.check_during(doing, waited_for)
-
-    # -- execution -----------------------------------------------------------------------------
+    group: HostGroup
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
-        return InlineStream(self)
+        return InlineStream(self.group)
 
     def record_current(self) -> Event:
         return CompletedEvent()
@@ -209,37 +70,111 @@ class ShmPlace(Place):
             return self.worker.submit(function)
         return super().submit(function, asynchronous=asynchronous)
 
+
+class ShmPlace(CpuPlace):
+    """One rank of a group of processes on one host."""
+
+    name = "shm"
+    direct_access = True
+    check: Callable[[], None]
+
+    def __init__(self, group: HostGroup) -> None:
+        self.rank, self.world_size, self.group = group.rank, group.world_size, group
+        self.check = group.check
+        self.alone = group.world_size == 1
+        self.worker = OrderedWorker("interlace ops")
+        self._buffers: list[weakref.ref[SymmetricBuffer]] = []
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
+        group = self.group
+        members = "-".join(map(str, ranks))
+        return ShmPlace(
+            HostGroup(
+                group.store,
+                ranks.index(self.rank),
+                len(ranks),
+                timeout=group.timeout,
+                prefix=f"{group.prefix}/{members}/{generation}",
+                parent=group,
+            )
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        self.group.timeout = seconds
+
+    # -- memory and messages -------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """As ``Place.allocate``; errors as of ``HostGroup.allocate``. Unmapped with the last tensor."""
+        if nbytes < 0:
+            raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
+        self.worker.drain()
+        mappings = self.group.allocate(nbytes, f"an allocation of {nbytes} bytes")
+        tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
+        peers = torch.tensor([m.data_address for m in mappings], dtype=torch.int64)
+        recorder = trace.current()
+        if recorder is not None:
+            for rank, memory in enumerate(tensors):
+                recorder.on_allocate(rank, memory)
+        buffer = SymmetricBuffer(self.rank, nbytes, peers, tensors)
+        self._buffers = [ref for ref in self._buffers if ref() is not None]
+        self._buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
+        """Memory of this process; it holds a descriptor until it is given up."""
+        segment = self.group.new_segment(total_bytes(sizes))
+        return LocalMemory(split(segment.mapping.array(), sizes), segment)
+
+    def owns(self, memory: LocalMemory) -> bool:
+        return isinstance(memory.origin, Segment)
+
+    def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
+        """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""
+        self.worker.drain()
+        sizes = [len(part) for part in memory.parts]
+        mappings = self.group.share(memory.origin, doing)
+        shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
+        shared[self.rank] = memory.parts
+        self.group.shared_ranges.add([parts[0] for parts in shared])
+        recorder = trace.current()
+        if recorder is not None:
+            for rank, parts in enumerate(shared):
+                for part in parts:
+                    recorder.on_allocate(rank, torch.from_numpy(part))
+        user_launches.route(self)
+        return shared
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        if self.worker.unfinished:
+            self.worker.drain()  # messages go out in the order of the calls, on every rank
+        return self.group.exchange(payload, doing)
+
+    # -- execution -----------------------------------------------------------------------------
+
     def new_engine(self, communicator: object) -> Engine:
-        return HostEngine(self._group)
+        return HostEngine(self.group)
 
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:
-        patience = self._group.patience(timeout)
+        patience = self.group.patience(timeout)
 
         def idle(wait: BlockedWait) -> None:
             patience.step(launch.op, waited_for())
 
         run_interpreted(launch, self.rank, idle, observer=trace.current())
 
-    def drain(self) -> None:
-        """Return once the async ops that were submitted so far have finished."""
-        self.worker.drain()
-
     # -- failing and ending --------------------------------------------------------------------
 
     def trouble(self, doing: str) -> Exception | None:
         """A death, an abort. A peer that has left in good order is no trouble."""
-        present = [rank for rank in range(self.world_size) if not self._group.has_left(rank)]
-        return self._group.interruption(doing, [rank for rank in present if rank != self.rank])
+        present = [rank for rank in range(self.world_size) if not self.group.has_left(rank)]
+        return self.group.interruption(doing, [rank for rank in present if rank != self.rank])
 
     def abort(self, reason: str) -> None:
-        """Make every wait of every rank end with an AbortedError that says ``reason``.
-
-        Idempotent, never blocks. The reason goes first: whoever sees a buffer's ABORT word finds
-        it.
-        """
-        self._group.abort(reason)
+        """As ``Place.abort``. The reason goes first: whoever sees a buffer's ABORT word finds it."""
+        self.group.abort(reason)
         for reference in self._buffers:
             buffer = reference()
             if buffer is not None and buffer.nbytes >= HEADER_WORDS * WORD:
@@ -250,5 +185,5 @@ class ShmPlace(Place):
         """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
         self.worker.close()
-        self._group.close(self.linger)
+        self.group.close(self.linger)
         self._buffers = []

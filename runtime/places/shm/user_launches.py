@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
@@ -30,40 +30,27 @@ from interlace.runtime.interpreter import session
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
-
-class Waiting(Protocol):
-    """What this file needs of a place."""
-
-    rank: int
-
-    def drain(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def idle_hook(self) -> Callable[[BlockedWait], None]: ...
-
-
-_places: list[weakref.ref[Waiting]] = []
+_places: list[weakref.ref[Any]] = []  # of ShmPlace
 _installed = False
 
 
-def route(place: Waiting) -> None:
+def route(place: Any) -> None:
     """From now on kernels of user code may wait for the peers of ``place``. Idempotent."""
     _install()
     if place not in _open_places():
         _places.append(weakref.ref(place))
 
 
-def unroute(place: Waiting) -> None:
+def unroute(place: Any) -> None:
     """Kernels do not wait for the peers of ``place`` any more. Idempotent."""
     _places[:] = [reference for reference in _places if reference() not in (None, place)]
 
 
-def _open_places() -> list[Waiting]:
+def _open_places() -> list[Any]:
     return [place for reference in list(_places) if (place := reference()) is not None]
 
 
-def _usable(places: list[Waiting]) -> list[Waiting]:
+def _usable(places: list[Any]) -> list[Any]:
     """Those whose group has not failed. Raises what it has failed with if all have."""
     usable = []
     failure: InterlaceError | None = None
@@ -86,7 +73,7 @@ class _Launches:
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
         places = _usable(_open_places())
-        hooks = [place.idle_hook() for place in places]
+        hooks = [place.group.idle_hook() for place in places]
 
         def idle(wait: BlockedWait) -> None:
             for hook in hooks:
@@ -116,7 +103,7 @@ def _install() -> None:
             def in_order(*args: Any, **named: Any) -> Any:
                 # While a worker runs an op, its session answers for all launches of the process.
                 for place in (places := _open_places()):
-                    place.drain()
+                    place.worker.drain()
                 if not places:
                     return launch(*args, **named)
                 with session._session_lock:

@@ -26,6 +26,7 @@ from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDied
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places.one_host import control, segment
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 
 SLOTS = 16
@@ -328,7 +329,7 @@ def subgroup_sees_abort() -> str:
         except AbortedError as error:
             return str(error)
     else:
-        place.wait_until(lambda: _failed(), "the abort", ())
+        place.group.wait_until(lambda: _failed(), "the abort", ())
     return ""
 
 
@@ -387,7 +388,10 @@ def connect_again(port: int, times: int) -> int:
 
     store = TCPStore("127.0.0.1", port, is_master=False)
     for _ in range(times):
-        again = ShmPlace.connect(store, place.rank, place.world_size, timeout=300, name="again")
+        group = HostGroup(
+            store, place.rank, place.world_size, timeout=300, prefix="interlace/again/0"
+        )
+        again = ShmPlace(group)
         again.exchange(b"", "again")
         again.close()
     place.exchange(b"", "all")
