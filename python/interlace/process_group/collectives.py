@@ -1,7 +1,7 @@
 """The collectives of a process group in Python: which way a call goes, and interlace's internal forms.
 
-Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to
-``super()``; ``rules.py`` says which, and why the method must be the one that calls it.
+Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to torch's
+own method; ``rules.py`` says which, and how that must be called.
 Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     ScatterOptions,
     _create_work_from_future,
 )
+from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import monitored_barrier as monitored
 from interlace.collectives import point_to_point, rooted, rootless, sparse
@@ -39,13 +40,13 @@ from interlace.collectives.coalesced import (
 from interlace.groups.groups import OnInterlace
 from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
 from interlace.process_group.rules import (
-    NamedAsInTorch213,
+    ProcessGroup,
     keep_outside_compilation,
     renamed,
+    torchs_own,
     underlying,
 )
 from interlace.process_group.short_forms import all_flat, flat, long_form
-from interlace.process_group.staging import HostCopies
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
@@ -72,7 +73,31 @@ COMPLETED: Work = _create_work_from_future(_done)
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class Collectives(OnInterlace, NamedAsInTorch213):
+class HostCopies:
+    """Copies, in the memory of the host, of the tensors of one call, for whose device a group has no place.
+
+    Right for every collective, and not fast: nothing overlaps, and the call returns when the copies back
+    are enqueued on the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of ``tensors``, which are complete; waits for the device."""
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        self._pairs += zip(tensors, copies, strict=True)
+        return copies
+
+    def back(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Bring those of ``outputs`` back that are copies, or were copied."""
+        filled = {output.data_ptr() for output in outputs}
+        for original, copy in self._pairs:
+            if original.data_ptr() in filled or copy.data_ptr() in filled:
+                original.detach().copy_(copy)
+
+
+class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
     """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
@@ -83,7 +108,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
-    _above = 0  # calls of super() under way
+    _above = 0  # calls of torch's own methods under way
 
     @abc.abstractmethod
     def _make_dispatchable(self) -> None:
@@ -115,36 +140,30 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             return self._copies.of(plain)
         return plain
 
-    @contextlib.contextmanager
-    def _dispatching(
-        self, tensors: Tensors, serve: Callable[..., Any]
-    ) -> Iterator[Callable[[Any], Any]]:
-        """Around a call of ``super()``, which hands it to torch's dispatcher.
+    def _dispatched(self, name: str, tensors: Sequence[Any], *rest: Any) -> Any:
+        """Hand a call of method ``name`` to torch's dispatcher, by torch's own method of that name.
 
-        What comes back is to be given to the function that is yielded, for the Work to return: that of
-        the call as it was served, if it was, because torch's own would hide its errors and its source.
+        What the dispatcher leaves of it is served here, and has the Work of that: torch's own would hide
+        its errors and its source.
         """
         works: list[Any] = []
 
-        def serving(*args: Any) -> Any:
-            works.append(serve(*args))
+        def serve(*given: Any) -> Any:
+            works.append(getattr(self, name)(*given[: len(tensors)], *rest))
             return works[-1]
-
-        def last(work: Any) -> Any:
-            return works[-1] if works and works[-1] is not None else work
 
         self._above += 1
         try:
-            if is_simulated(tensors):
-                yield last
-            elif needs_backend():
-                self._make_dispatchable()
-                yield last
-            else:
-                with returning_to(self, serving):
-                    yield last
+            with contextlib.ExitStack() as around:
+                if not is_simulated(tree_leaves(tensors)):
+                    if needs_backend():
+                        self._make_dispatchable()
+                    else:
+                        around.enter_context(returning_to(self, serve))
+                work = torchs_own(name)(self, *tensors, *rest)
         finally:
             self._above -= 1
+        return works[-1] if works and works[-1] is not None else work
 
     def _run(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
@@ -163,7 +182,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     def _run_on_copies(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
     ) -> Work:
-        """Run an op on copies of tensors for whose device this group has no place, to its end."""
+        """Run an op on copies of its tensors, to its end."""
         copies, self._copies = self._copies, None
         assert copies is not None
         if function in (point_to_point._isend, point_to_point._irecv):
@@ -184,8 +203,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
             return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.allreduce(ts, opts)) as last:
-                return last(super().allreduce(tensors, opts))
+            return self._dispatched("allreduce", (tensors,), opts)
         (tensor,) = own
         dense = tensor.layout is torch.strided
         start = rootless._all_reduce if dense else sparse._all_reduce
@@ -196,63 +214,38 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     ) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(
-                tensors, lambda ts, *_: self.allreduce_coalesced(ts, opts)
-            ) as last:
-                return last(super().allreduce_coalesced(tensors, opts))
-        return self._run(
-            "all_reduce_coalesced",
-            own,
-            _all_reduce_coalesced,
-            (own,),
-            (opts.reduceOp,),
-            opts.asyncOp,
-        )
+            return self._dispatched("allreduce_coalesced", (tensors,), opts)
+        op, start = (opts.reduceOp,), _all_reduce_coalesced
+        return self._run("all_reduce_coalesced", own, start, (own,), op, opts.asyncOp)
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST, *rest: Any) -> Any:
         if type(opts) is not BroadcastOptions or type(tensors) is not list:
             return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.broadcast(ts, opts)) as last:
-                return last(super().broadcast(tensors, opts))
+            return self._dispatched("broadcast", (tensors,), opts)
         (tensor,) = own
-        return self._run(
-            "broadcast", own, rooted._broadcast, (tensor,), (None, opts.rootRank), opts.asyncOp
-        )
+        root = None, opts.rootRank
+        return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts.asyncOp)
 
     def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE, *rest: Any) -> Any:
         if type(opts) is not ReduceOptions or type(tensors) is not list:
             return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.reduce(ts, opts)) as last:
-                return last(super().reduce(tensors, opts))
+            return self._dispatched("reduce", (tensors,), opts)
         (tensor,) = own
-        return self._run(
-            "reduce",
-            own,
-            rooted._reduce,
-            (tensor,),
-            (None, opts.rootRank, opts.reduceOp),
-            opts.asyncOp,
-        )
+        options = None, opts.rootRank, opts.reduceOp
+        return self._run("reduce", own, rooted._reduce, (tensor,), options, opts.asyncOp)
 
     def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
+        self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
     ) -> Any:
-        if (
-            type(opts) is not AllgatherOptions
-            or type(outputs) is not list
-            or type(inputs) is not list
-        ):
+        if type(opts) is not AllgatherOptions or not type(outputs) is type(inputs) is list:
             return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0]), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(
-                inputs, lambda outs, ins: self.allgather(outs, ins, opts)
-            ) as last:
-                return last(super().allgather(outputs, inputs, opts))
+            return self._dispatched("allgather", (outputs, inputs), opts)
         (tensor,) = ins
         return self._run("all_gather", outs, rootless._all_gather, (outs, tensor), (), opts.asyncOp)
 
@@ -261,70 +254,43 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     ) -> Any:
         own = self._own([output, input])
         if own is None:
-            with self._dispatching(
-                [input], lambda out, x: self.all_gather_single(out, x, opts)
-            ) as last:
-                return last(super().all_gather_single(output, input, opts))
+            return self._dispatched("all_gather_single", (output, input), opts)
         out, tensor = own
         if out.dim() != tensor.dim():
             out, tensor = flat(out, tensor)
-        return self._run(
-            "all_gather_single", [output], rootless._all_gather, (out, tensor), (), opts.asyncOp
-        )
+        start = rootless._all_gather
+        return self._run("all_gather_single", [output], start, (out, tensor), (), opts.asyncOp)
 
     def reduce_scatter(
-        self,
-        outputs: Tensors,
-        inputs: list[Tensors],
-        opts: Any = _DEFAULT_REDUCE_SCATTER,
-        *rest: Any,
+        self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_REDUCE_SCATTER, *rest: Any
     ) -> Any:
-        if (
-            type(opts) is not ReduceScatterOptions
-            or type(outputs) is not list
-            or type(inputs) is not list
-        ):
+        if type(opts) is not ReduceScatterOptions or not type(outputs) is type(inputs) is list:
             return self.reduce_scatter(
                 *long_form(ReduceScatterOptions, [outputs, inputs], [opts, *rest])
             )
         outs, ins = self._own(outputs), self._own(inputs[0])
         if outs is None or ins is None:
-            with self._dispatching(
-                outputs, lambda outs, ins: self.reduce_scatter(outs, ins, opts)
-            ) as last:
-                return last(super().reduce_scatter(outputs, inputs, opts))
+            return self._dispatched("reduce_scatter", (outputs, inputs), opts)
         (output,) = outs
-        return self._run(
-            "reduce_scatter",
-            outs,
-            rootless._reduce_scatter,
-            (output, ins),
-            (opts.reduceOp,),
-            opts.asyncOp,
-        )
+        op, start = (opts.reduceOp,), rootless._reduce_scatter
+        return self._run("reduce_scatter", outs, start, (output, ins), op, opts.asyncOp)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
     ) -> Any:
         own = self._own([output, input])
         if own is None:
-            with self._dispatching(
-                [input], lambda out, x: self.reduce_scatter_single(out, x, opts)
-            ) as last:
-                return last(super().reduce_scatter_single(output, input, opts))
+            return self._dispatched("reduce_scatter_single", (output, input), opts)
         out, tensor = own
         if out.dim() != tensor.dim():
             tensor, out = flat(tensor, out)
-        return self._run(
-            "reduce_scatter_single", [output], rootless._reduce_scatter, (out, tensor),
-            (opts.reduceOp,), opts.asyncOp,
-        )  # fmt: skip
+        op, start = (opts.reduceOp,), rootless._reduce_scatter
+        return self._run("reduce_scatter_single", [output], start, (out, tensor), op, opts.asyncOp)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(inputs, lambda os, ts: self.alltoall(os, ts, opts)) as last:
-                return last(super().alltoall(outputs, inputs, opts))
+            return self._dispatched("alltoall", (outputs, inputs), opts)
         return self._run("all_to_all", outs, _all_to_all, (outs, ins), (), opts.asyncOp)
 
     def all_to_all_single(
@@ -335,69 +301,44 @@ class Collectives(OnInterlace, NamedAsInTorch213):
         input_split_sizes: Sequence[int],
         opts: Any = _DEFAULT_ALL_TO_ALL,
     ) -> Any:
-        even = not output_split_sizes and not input_split_sizes
+        splits = output_split_sizes, input_split_sizes
         own = self._own([output, input])
         if own is None:
-            splits = output_split_sizes, input_split_sizes
-            with self._dispatching(
-                [input], lambda out, x: self.all_to_all_single(out, x, *splits, opts)
-            ) as last:
-                return last(super().all_to_all_single(output, input, *splits, opts))
+            return self._dispatched("all_to_all_single", (output, input), *splits, opts)
         out, tensor = own
-        if even and out.shape[1:] != tensor.shape[1:]:
+        if not any(splits) and out.shape[1:] != tensor.shape[1:]:
             out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
         return self._run(
-            "all_to_all_single", [output], _all_to_all_single, (out, tensor),
-            (output_split_sizes, input_split_sizes), opts.asyncOp,
-        )  # fmt: skip
+            "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts.asyncOp
+        )
 
-    def gather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_GATHER, *rest: Any
-    ) -> Any:
-        if type(opts) is not GatherOptions or type(outputs) is not list or type(inputs) is not list:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_GATHER, *rest: Any) -> Any:
+        if type(opts) is not GatherOptions or not type(outputs) is type(inputs) is list:
             return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(inputs, lambda outs, ins: self.gather(outs, ins, opts)) as last:
-                return last(super().gather(outputs, inputs, opts))
+            return self._dispatched("gather", (outputs, inputs), opts)
         (tensor,) = ins
         gathered = outs if outputs else None
-        return self._run(
-            "gather", outs, rooted._gather, (tensor, gathered), (None, opts.rootRank), opts.asyncOp
-        )
+        root = None, opts.rootRank
+        return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts.asyncOp)
 
-    def scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _DEFAULT_SCATTER, *rest: Any
-    ) -> Any:
-        if (
-            type(opts) is not ScatterOptions
-            or type(outputs) is not list
-            or type(inputs) is not list
-        ):
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_SCATTER, *rest: Any) -> Any:
+        if type(opts) is not ScatterOptions or not type(outputs) is type(inputs) is list:
             return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
         if outs is None or ins is None:
-            with self._dispatching(
-                outputs, lambda outs, ins: self.scatter(outs, ins, opts)
-            ) as last:
-                return last(super().scatter(outputs, inputs, opts))
-        (tensor,) = outs
+            return self._dispatched("scatter", (outputs, inputs), opts)
+        (output,) = outs
         scattered = ins if inputs else None
-        return self._run(
-            "scatter",
-            outs,
-            rooted._scatter,
-            (tensor, scattered),
-            (None, opts.rootRank),
-            opts.asyncOp,
-        )
+        root = None, opts.rootRank
+        return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts.asyncOp)
 
     def barrier(self, opts: Any = _DEFAULT_BARRIER, timeout: timedelta | None = None) -> Any:
         if type(opts) is not BarrierOptions or timeout is not None:
             return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
-            with self._dispatching([], lambda *_: self.barrier(opts)) as last:
-                return last(super().barrier(opts))
+            return self._dispatched("barrier", (), opts)
         timeout = opts.timeout if opts.timeout > timedelta(0) else None
         return self._run("barrier", [], rootless._barrier, opts.asyncOp, timeout)
 
@@ -406,9 +347,7 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     ) -> None:
         """``dist.monitored_barrier`` refuses every backend but gloo; interlace's own function does not."""
         if self._own([]) is None:
-            serve = self.monitored_barrier
-            with self._dispatching([], lambda *_: serve(timeout, wait_all_ranks)):
-                super().monitored_barrier(timeout, wait_all_ranks)
+            self._dispatched("monitored_barrier", (), timeout, wait_all_ranks)
             return
         monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
 
@@ -419,48 +358,30 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     ) -> Any:
         outs, ins = self._own([each for row in outputs for each in row]), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(
-                inputs, lambda rows, ts: self.allgather_coalesced(rows, ts, opts)
-            ) as last:
-                return last(super().allgather_coalesced(outputs, inputs, opts))
+            return self._dispatched("allgather_coalesced", (outputs, inputs), opts)
         by_input = [outs[index :: len(ins)] for index in range(len(ins))]
-        return self._run(
-            "all_gather_coalesced", outs, _all_gather_coalesced, (by_input, ins), (), opts.asyncOp
-        )
+        start = _all_gather_coalesced
+        return self._run("all_gather_coalesced", outs, start, (by_input, ins), (), opts.asyncOp)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
     ) -> Any:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(
-                inputs, lambda os, ts: self.all_gather_single_coalesced(os, ts, opts)
-            ) as last:
-                return last(super().all_gather_single_coalesced(outputs, inputs, opts))
-        outs, ins = all_flat(outs, ins)
-        return self._run(
-            "all_gather_single_coalesced",
-            outputs,
-            _all_gather_coalesced,
-            (outs, ins),
-            (),
-            opts.asyncOp,
-        )
+            return self._dispatched("all_gather_single_coalesced", (outputs, inputs), opts)
+        lists, start = all_flat(outs, ins), _all_gather_coalesced
+        return self._run("all_gather_single_coalesced", outputs, start, lists, (), opts.asyncOp)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_REDUCE_SCATTER
     ) -> Any:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
-            with self._dispatching(
-                inputs, lambda os, ts: self.reduce_scatter_single_coalesced(os, ts, opts)
-            ) as last:
-                return last(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
+            return self._dispatched("reduce_scatter_single_coalesced", (outputs, inputs), opts)
         ins, outs = all_flat(ins, outs)
-        return self._run(
-            "reduce_scatter_single_coalesced", outputs, _reduce_scatter_tensor_coalesced, (outs, ins),
-            (opts.reduceOp,), opts.asyncOp,
-        )  # fmt: skip
+        op, start = (opts.reduceOp,), _reduce_scatter_tensor_coalesced
+        name = "reduce_scatter_single_coalesced"
+        return self._run(name, outputs, start, (outs, ins), op, opts.asyncOp)
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
@@ -475,24 +396,21 @@ class Collectives(OnInterlace, NamedAsInTorch213):
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.send(ts, dstRank, tag)) as last:
-                return last(super().send(tensors, dstRank, tag))
+            return self._dispatched("send", (tensors,), dstRank, tag)
         (tensor,) = own
         return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.recv(ts, srcRank, tag)) as last:
-                return last(super().recv(tensors, srcRank, tag))
+            return self._dispatched("recv", (tensors,), srcRank, tag)
         (tensor,) = own
         return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         own = self._own(tensors)
         if own is None:
-            with self._dispatching(tensors, lambda ts, *_: self.recv_anysource(ts, tag)) as last:
-                return last(super().recv_anysource(tensors, tag))
+            return self._dispatched("recv_anysource", (tensors,), tag)
         (tensor,) = own
         return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
 

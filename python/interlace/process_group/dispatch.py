@@ -1,11 +1,11 @@
 """A collective that goes through torch's dispatcher first, and comes back to the same process group.
 
-``super().allreduce(...)`` dispatches ``c10d::allreduce_``: dispatch modes and tensor subclasses see it,
+torch's own ``allreduce`` dispatches ``c10d::allreduce_``: dispatch modes and tensor subclasses see it,
 change its tensors, or answer it. What is left would reach torch's kernel, which asks the group for a C++
 backend. So for the time of the call there is one more mode below those of the user::
 
     Python          group.allreduce(tensors)      a mode is active, or a tensor is of a subclass
-    super()         c10d::allreduce_
+    torch's own     c10d::allreduce_
     user's modes    see it, hand it on
     Returning       tensors of subclasses: lets these see it; plain ones: group.allreduce(tensors) again
 
@@ -34,11 +34,14 @@ _c10d: Any = c10d
 _TorchDispatchMode: Any = TorchDispatchMode
 
 
-def is_simulated(tensors: Sequence[torch.Tensor]) -> bool:
+def is_simulated(tensors: Sequence[Any]) -> bool:
     """Whether no data will move: fake and meta tensors, or a mode that makes them."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
-    return any(tensor.is_meta or hasattr(tensor, "fake_mode") for tensor in tensors)
+    return any(
+        isinstance(each, torch.Tensor) and (each.is_meta or hasattr(each, "fake_mode"))
+        for each in tensors
+    )
 
 
 def needs_backend() -> bool:
@@ -84,7 +87,7 @@ def _same_group(unbox: Callable[[Any], Any], boxed: Any, group: Any) -> bool:
 
 @contextlib.contextmanager
 def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
-    """Around the call of ``super()``: what the dispatcher leaves comes back as ``serve(*tensors)``.
+    """Around the call of torch's method: what the dispatcher leaves comes back as ``serve(*tensors)``.
 
     ``serve`` takes the first two arguments of the ``c10d::`` op and returns a Work, or None as the op does.
     """

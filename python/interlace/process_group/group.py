@@ -28,24 +28,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from interlace.process_group import functional_kernels
-from interlace.process_group.collectives import COMPLETED, Collectives
+from interlace.process_group.collectives import COMPLETED, Collectives, HostCopies
 from interlace.process_group.rules import keep_outside_compilation, underlying
-from interlace.process_group.staging import HostCopies
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.available import gpu_problem
+from interlace.runtime.start import connect
 
 LINGER_SECONDS = 0.2
 DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
-
-
-def connect_place(store: Any, rank: int, world_size: int, timeout: float, name: str) -> Place:
-    """The place of one rank of a group that meets through ``store``. Collective; seconds."""
-    from interlace.runtime.start import connect
-
-    return connect.connect_place(store, rank, world_size, timeout=timeout, name=name)
 
 
 def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
@@ -111,7 +104,7 @@ class InterlaceProcessGroup(Collectives):
     ) -> None:
         super().__init__(rank, size)
         functional_kernels.register()
-        place = connect_place(store, rank, size, timeout.total_seconds(), name)
+        place = connect.connect_place(store, rank, size, timeout=timeout.total_seconds(), name=name)
         self._place = place
         self._store, self._timeout = store, timeout
         self._group_name, self._group_description = name, "undefined"
@@ -128,8 +121,6 @@ class InterlaceProcessGroup(Collectives):
     @functools.cached_property
     def device_communicator(self) -> Communicator:
         """This group on its ranks' GPUs. Making it is collective."""
-        from interlace.runtime.start import connect
-
         ranks = tuple(range(self.size()))
         host = self._place.subgroup(ranks, ON_GPU)
         place = connect.on_gpu(
@@ -179,11 +170,8 @@ class InterlaceProcessGroup(Collectives):
     def setGroupDesc(self, description: str) -> None:
         self._group_description = description
 
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._group_description = description
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -217,16 +205,13 @@ class InterlaceProcessGroup(Collectives):
         if self._gloo is None:
             from torch._C._distributed_c10d import ProcessGroupGloo
 
-            kind = self._backend_kind()
+            kind = dist.ProcessGroup.BackendType.CUSTOM
             # gloo reads what an earlier group has left under the same name in the same store
             name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
             store = PrefixStore(f"interlace/gloo/{name}", self._store)
             self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
             self._register_backend(torch.device("cpu"), kind, self._gloo)
             self._set_default_backend(kind)
-
-    def _backend_kind(self) -> Any:
-        return dist.ProcessGroup.BackendType.CUSTOM
 
     # -- ending --------------------------------------------------------------------------------
 

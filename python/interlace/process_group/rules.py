@@ -2,7 +2,7 @@
 
 A Python ``ProcessGroup`` is called before torch's dispatcher: dispatch modes and tensor subclasses that
 would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) never learn of it. Then the method
-has to hand the call to ``super()``, which dispatches ``c10d::<op>``.
+has to hand the call to torch's own, which dispatches ``c10d::<op>``.
 
 =======================================  =============================================================
 dispatch mode is active                  torch: the mode decides
@@ -11,12 +11,13 @@ subclass with ``__torch_dispatch__``     torch
 meta tensor                              torch
 =======================================  =============================================================
 
-``super()`` must be called from a function that is called as the method is: pybind11 knows a call of the
-base class by the name of the calling function, and otherwise calls the override again, without end.
+That must be called from a function that is called as the method is: pybind11 knows a call of the base
+class by the name of the calling function, and otherwise calls the override again, without end.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
-_ProcessGroup: Any = dist.ProcessGroup  # its overloads differ from what torch calls
+ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overloads say
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -71,10 +72,6 @@ def keep_outside_compilation(group_class: type) -> None:
             set_code_exec_strategy(method.__code__, skip)
 
 
-class NamedAsInTorch213(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose ``super()`` has the names of torch 2.13 in torch before it, too."""
-
-
 OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -84,32 +81,29 @@ OLD_NAMES = {
 }
 
 
-def _torchs_own(old: str) -> Any:
+@functools.cache
+def torchs_own(name: str) -> Any:
     """torch's method, called from a function of its name: see the head of this file."""
-    method = getattr(dist.ProcessGroup, old)
+    known = name if hasattr(ProcessGroup, name) else OLD_NAMES[name]
+    method = getattr(ProcessGroup, known)
 
     def own(self: Any, *args: Any) -> Any:
         return method(self, *args)
 
-    own.__code__ = own.__code__.replace(co_name=old)
+    own.__code__ = own.__code__.replace(co_name=known)
     return own
 
 
-for _new, _old in OLD_NAMES.items():
-    if not hasattr(dist.ProcessGroup, _new):
-        setattr(NamedAsInTorch213, _new, _torchs_own(_old))
-
-
 def renamed(new: str) -> property:
-    """A method under its old name; but torch's own while the group calls ``super()`` (``_above``).
+    """A method under its old name; but torch's own while the group calls that (``_above``).
 
     torch looks for an override under the old name last, and would take ours for the end of its search
     when it runs its own method. Before 2.13 it knows the old name only, and must go on to find ours there.
     """
-    torchs_own = getattr(dist.ProcessGroup, OLD_NAMES[new])
-    has_both = hasattr(dist.ProcessGroup, new)
+    old = getattr(ProcessGroup, OLD_NAMES[new])
+    has_both = hasattr(ProcessGroup, new)
 
     def method(self: Any) -> Any:
-        return torchs_own.__get__(self) if has_both and self._above else getattr(self, new)
+        return old.__get__(self) if has_both and self._above else getattr(self, new)
 
     return property(method)
