@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.benchmark.runs.measure import Sizes, Tick, measure
-from interlace.benchmark.runs.results import Result
+from interlace.benchmark.runs.measure import Tick, measure
+from interlace.benchmark.runs.results import Result, Sizes
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import Request
 from interlace.benchmark.timing.sizes import format_size

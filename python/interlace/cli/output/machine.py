@@ -10,6 +10,7 @@ import ctypes.util
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import socket
@@ -17,6 +18,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 Facts = dict[str, Any]
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -56,8 +60,8 @@ def inspect_machine() -> Facts:
         "hosts": {
             "this_host": _probe(_this_host),
             "launched": _launched(),
-            "gloo": _probe(_gloo),
-            "nccl": _probe(_nccl),
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
         },
     }
 
@@ -90,36 +94,21 @@ def _interpreted() -> bool:
 
 
 def _torch() -> Facts:
-    import torch
-
     return {"version": torch.__version__, "cuda_build": torch.version.cuda}
 
 
 def _gpus() -> list[Facts]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "index": index,
-                "name": about.name,
-                "capability": [about.major, about.minor],
-                "memory_bytes": about.total_memory,
-            }
-        )
+        facts = {"name": about.name, "capability": [about.major, about.minor]}
+        found.append({"index": index, **facts, "memory_bytes": about.total_memory})
     return found
 
 
 def _peer_access() -> str | None:
     """Summary of the matrix of devices that can reach each other's memory."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if not pairs:
         return None
     cut = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
@@ -127,11 +116,10 @@ def _peer_access() -> str | None:
 
 
 def _multicast() -> bool | None:
-    import torch
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     if not count:
         return None
     return all(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, i) for i in range(count))
@@ -176,18 +164,6 @@ def _launched() -> str | None:
         return None
     count = f"{here} of {world_size} ranks" if here.isdecimal() else f"of {world_size} ranks"
     return f"{count}, this is rank {rank}"
-
-
-def _gloo() -> bool:
-    import torch.distributed
-
-    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
-
-
-def _nccl() -> bool:
-    import torch.distributed
-
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 def _memory() -> int:

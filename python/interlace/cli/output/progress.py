@@ -20,7 +20,7 @@ Tick = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class TickFile:
+class _TickFile:
     """What a rank in another process calls: writes "done total" into ``path``."""
 
     path: str
@@ -29,12 +29,11 @@ class TickFile:
         with open(self.path, "w", encoding="ascii") as file:
             file.write(f"{done} {total}\n")
 
-    def read(self) -> tuple[int, int] | None:
-        """What was written last, if it is whole."""
+    def read(self) -> list[int]:
+        """What was written last; something else if it is not whole."""
         with contextlib.suppress(OSError, ValueError), open(self.path, encoding="ascii") as file:
-            done, total = file.read().split()
-            return int(done), int(total)
-        return None
+            return [int(number) for number in file.read().split()]
+        return []
 
 
 def nothing(done: int, total: int) -> None:
@@ -53,10 +52,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shown:
-            self._bar = _rich_bar()
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=float(self._count))
+            with contextlib.suppress(ImportError):  # drawn by the caller only
+                self._bar = _bars("TaskProgressColumn", auto_refresh=False)
+                self._bar.start()
+                self._task = self._bar.add_task("", total=float(self._count))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -86,7 +85,7 @@ class Progress:
         if not apart:
             yield self.at
             return
-        tick = TickFile(path)
+        tick = _TickFile(path)
         if self._bar is None:
             yield tick
             return
@@ -95,7 +94,7 @@ class Progress:
         def watch() -> None:
             while not ended.wait(PERIOD):
                 found = tick.read()
-                if found is not None:
+                if len(found) == 2:
                     self.at(*found)
 
         thread = threading.Thread(target=watch, name="interlace bench progress", daemon=True)
@@ -112,17 +111,7 @@ class Progress:
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
     """Yields a function that begins a bar, of a text and a count; its result is called after each step."""
-    from rich import progress
-    from rich.console import Console
-
-    with progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bars:
+    with _bars("MofNCompleteColumn") as bars:
 
         def begin(text: str, total: int | None) -> Callable[..., None]:
             task = bars.add_task(text, total=total)
@@ -131,19 +120,17 @@ def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
         yield begin
 
 
-def _rich_bar() -> Any:
-    """rich's bar, drawn by the caller only; None without rich."""
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        return None
+def _bars(column: str, **how: Any) -> Any:
+    """rich's bars on stderr; ``column`` says how much is done."""
+    from rich import progress
+    from rich.console import Console
+
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        progress.TaskProgressColumn(),
+        getattr(progress, column)(),
         progress.TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        auto_refresh=False,
+        **how,
     )

@@ -6,48 +6,41 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from interlace.runtime.scheduler.observer import Observer
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.findings import Finding
 from interlace.verify.race_check.happens_before import Detector
 
 
-class Several(Observer):
-    """Detectors that look at the same run by different rules."""
-
-    know: Callable[..., None]
-    new: Callable[..., None]
-    touch: Callable[..., None]
+class Several:
+    """Detectors that look at the same run by different rules: an observer that tells each of them."""
 
     def __init__(self, detectors: list[Detector]) -> None:
         self.detectors = detectors
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def tell_all(*arguments: Any, **named: Any) -> Any:
+            answers = [getattr(each, name)(*arguments, **named) for each in self.detectors]
+            return answers[0]
 
-def _to_all(name: str) -> Callable[..., None]:
-    def forward(self: Several, *arguments: Any, **named: Any) -> None:
-        for detector in self.detectors:
-            getattr(detector, name)(*arguments, **named)
-
-    return forward
-
-
-_OBSERVED = [name for name in vars(Observer) if name.startswith("on_") or name == "attach"]
-for _name in (*_OBSERVED, "know", "new", "touch"):
-    setattr(Several, _name, _to_all(_name))
+        return tell_all
 
 
 CAUSES = (
     (
         "no barrier",
-        Rules(barriers=False),
         "call tl.debug_barrier() between the data and the signal",
+        Rules(barriers=False),
     ),
-    ("narrow scope", Rules(scopes=False), 'signal and wait with scope="sys"'),
-    ("weak order", Rules(orders=False), 'signal with sem="release", wait with sem="acquire"'),
+    ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
     (
         "weak order",
-        Rules(barriers=False, orders=False, scopes=False),
+        'signal with sem="release", wait with sem="acquire"',
+        Rules(orders=False),
+    ),
+    (
+        "weak order",
         "barrier, release and acquire, or scope: more than one of them is missing",
+        Rules(barriers=False, orders=False, scopes=False),
     ),
 )
 
@@ -56,7 +49,7 @@ def explain(findings: list[Finding], relaxed: list[Detector]) -> list[Finding]:
     """Findings with the rule that makes them, by what detectors with ``CAUSES``' rules did not find."""
     explained = []
     for finding in findings:
-        for (kind, _, hint), detector in zip(CAUSES, relaxed, strict=True):
+        for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
             if finding.kind != "narrow scope" and finding.key not in detector.found:
                 finding = replace(finding, kind=kind, hint=hint)
                 break

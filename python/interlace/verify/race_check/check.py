@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from interlace import launcher
 from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Scheduler
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.verify.lint_check.launches import specialisation
@@ -68,11 +69,10 @@ def races(
         if error is not None and _form(error) not in {_form(text) for _, text in errors}:
             errors.append((seed, error))
         events += detector.events
-        for launch in detector.launches:
-            launches.setdefault(specialisation(launch), launch)
-        new = [finding for finding in detector.findings if finding.key not in found]
+        launches = {**{specialisation(each): each for each in detector.launches}, **launches}
+        new = [finding for key, finding in detector.found.items() if key not in found]
         if new:
-            relaxed = [Detector(seed, rules) for _, rules, _ in CAUSES]
+            relaxed = [Detector(seed, rules) for _, _, rules in CAUSES]
             _observed(on_rank, world_size, seed, Several(relaxed), store_buffers, timeout)
             for finding in explain(new, relaxed):
                 found[finding.key] = finding
@@ -104,7 +104,7 @@ def _observed(
     scheduler = Scheduler(
         seed,
         strategy=for_seed(seed),
-        observer=detector,
+        observer=cast(Observer, detector),
         store_buffers=store_buffers,
         timeout=timeout,
     )

@@ -65,12 +65,7 @@ class Detector(Observer):
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
         self._sites: dict[Access, int] = {}
-        self.found: dict[tuple[Any, ...], Finding] = {}
-
-    @property
-    def findings(self) -> list[Finding]:
-        """One per kind and pair of source lines."""
-        return list(self.found.values())
+        self.found: dict[tuple[Any, ...], Finding] = {}  # one per kind and pair of source lines
 
     # -- agents ------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class Detector(Observer):
         base, nbytes = storage.data_ptr(), storage.nbytes()
         fresh = fresh and not self._memory.is_symmetric(base)
         # symmetric memory is known by itself, and may be a part of a storage
-        if tensor.numel() and (fresh or not self._memory.known(tensor.data_ptr())):
+        if tensor.numel() and (fresh or self._memory.at(tensor.data_ptr()) is None):
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")

@@ -8,7 +8,7 @@ of the component; ``happens_before.py`` says what they mean.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -51,11 +51,10 @@ class _Marks:
 
 
 class ShadowSegment:
-    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address and
-    size."""
+    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address, size."""
 
     def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
-        self.base, self.nbytes, self.label, self.symmetric = base, nbytes, label, symmetric
+        self.base, self.end, self.label, self.symmetric = base, base + nbytes, label, symmetric
         self.messages: dict[tuple[int, int], Any] = {}
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
@@ -63,10 +62,6 @@ class ShadowSegment:
         self.written = _Marks(cells)
         self.loads: dict[int, _Marks] = {}
         self.atomics: dict[int, _Marks] = {}
-
-    @property
-    def end(self) -> int:
-        return self.base + self.nbytes
 
     def _refine(self, size: int) -> None:
         factor = self.cell // size
@@ -113,11 +108,8 @@ class ShadowSegment:
         found = []
         for site in np.unique(sites[bad]):
             where = np.flatnonzero(bad & (sites == site))
-            found.append(
-                Conflict(
-                    int(writer[where[0]]), int(site), self._number(index, where[0]), len(where)
-                )
-            )
+            cell = self._number(index, where[0])
+            found.append(Conflict(int(writer[where[0]]), int(site), cell, len(where)))
         return found
 
     def unordered(
@@ -186,36 +178,25 @@ class ShadowMemory:
 
     def is_symmetric(self, address: int) -> bool:
         """Whether this is symmetric memory, which lives as long as the run."""
-        segment = self._at(address)
+        segment = self.at(address)
         return segment is not None and segment.symmetric
-
-    def known(self, address: int) -> bool:
-        """Whether a segment has this address."""
-        return self._at(address) is not None
 
     def remove(self, low: int, high: int) -> None:
         """Forget segments that overlap ``[low, high)``."""
         first = max(0, bisect_right(self._bases, low) - 1)
-        doomed = []
-        for base in self._bases[first:]:
-            if base >= high:
-                break
+        for base in self._bases[first : bisect_left(self._bases, high)]:
             if self._segments[base].end > low:
-                doomed.append(base)
-        for base in doomed:
-            self._bases.remove(base)
-            del self._segments[base]
+                self._bases.remove(base)
+                del self._segments[base]
 
-    def _at(self, address: int) -> ShadowSegment | None:
+    def at(self, address: int) -> ShadowSegment | None:
+        """The segment that has this address."""
         position = bisect_right(self._bases, address) - 1
-        if position >= 0:
-            segment = self._segments[self._bases[position]]
-            if address < segment.end:
-                return segment
-        return None
+        segment = self._segments[self._bases[position]] if position >= 0 else None
+        return None if segment is None or address >= segment.end else segment
 
     def _at_or_page(self, address: int) -> ShadowSegment:
-        segment = self._at(address)
+        segment = self.at(address)
         if segment is not None:
             return segment
         base, end = address // PAGE * PAGE, address // PAGE * PAGE + PAGE
@@ -226,9 +207,7 @@ class ShadowMemory:
                 end = min(end, other.base)
         base = -(-base // LARGEST_CELL) * LARGEST_CELL if base < address - LARGEST_CELL else base
         self.add(base, end - base, "memory that no tensor of this run owns")
-        found = self._at(address)
-        assert found is not None
-        return found
+        return self._segments[base]
 
     def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
@@ -245,9 +224,7 @@ class ShadowMemory:
 
     def find_range(self, low: int, nbytes: int) -> tuple[ShadowSegment, Index] | None:
         """Segment and cells of contiguous bytes of a tensor; None if there are none."""
-        if nbytes <= 0:
-            return None
-        segment = self._at(low)
+        segment = self.at(low) if nbytes > 0 else None
         if segment is None or low + nbytes > segment.end:
             return None
         return segment, segment.range(low, low + nbytes)

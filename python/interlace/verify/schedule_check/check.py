@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from interlace import launcher
@@ -67,7 +67,7 @@ class ScheduleReport:
     store_buffers: bool
     seconds: float
     failing: tuple[int, ...]
-    failure: Failure | None = field(default=None)
+    failure: Failure | None = None
 
     @property
     def clean(self) -> bool:
@@ -145,17 +145,13 @@ def schedules(
     expected = first_outcome.digest if deterministic and first_outcome.error is None else None
     failing = [chosen[0]] if first_outcome.error is not None else []
     on_progress(1)
-    failing += [
-        seed
-        for seed, wrong in parallel.map_seeds(
-            lambda seed: _wrong(trial.run(seed), expected) is not None,
-            chosen[1:],
-            workers=workers,
-            on_progress=lambda done: on_progress(done + 1),
-        )
-        if wrong
-    ]
-    failing.sort()
+    kinds = parallel.map_seeds(
+        lambda seed: _wrong(trial.run(seed), expected),
+        chosen[1:],
+        workers=workers,
+        on_progress=lambda done: on_progress(done + 1),
+    )
+    failing = sorted(failing + [seed for seed, kind in kinds if kind is not None])
     seconds = time.monotonic() - begin
     failure = None
     if failing:
@@ -254,9 +250,8 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
     text = "results differ from the first schedule's"
     if told.error is not None:
         text = str(told.error).strip()
-        text = (
-            text if text and not text.endswith(":") else f"{text} {kind} without a message".strip()
-        )
+        if not text or text.endswith(":"):
+            text = f"{text} {kind} without a message".strip()
     return Failure(seed, kind, text, best, max(0, len(found.segments) - 1), told.story)
 
 

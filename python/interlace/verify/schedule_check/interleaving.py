@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from interlace.runtime.core.accesses import Atomic
@@ -27,27 +27,12 @@ class Storyteller(Observer):
     def lines(self, error: BaseException | None = None) -> tuple[str, ...]:
         """One line per step; repetitions of a line are counted. A long story keeps its end."""
         told: list[str] = []
-        who, last, times = "", "", 0
         stuck = self._stuck if isinstance(error, DeadlockError) else None
-
-        def close() -> None:
-            if times > 1:
-                told[-1] += f"  ({times} times)"
-
-        for task, text in self._steps[:stuck]:
-            line = f"    {text}"
-            if task != who:
-                close()
-                told.append(f"{task}:")
-                who, last = task, ""
-            if line == last:
-                times += 1
-                continue
-            if last:
-                close()
-            told.append(line)
-            last, times = line, 1
-        close()
+        for task, steps in itertools.groupby(self._steps[:stuck], lambda step: step[0]):
+            told.append(f"{task}:")
+            for text, same in itertools.groupby(text for _, text in steps):
+                times = len(list(same))
+                told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
         if len(told) > LONGEST:
             told = [f"... {len(told) - LONGEST} lines before this ...", *told[-LONGEST:]]
         if isinstance(error, DeadlockError):
@@ -66,8 +51,7 @@ class Storyteller(Observer):
         place = self._memory.find(int(addresses[0])) if len(addresses) else None
         if task is None or place is None:
             return
-        count = f"{len(addresses)} elements" if len(addresses) > 1 else "1 element"
-        self._note(task, f"{verb} {count} at {place}{_where()}")
+        self._note(task, f"{verb} {_elements(len(addresses))} at {place}{_where()}")
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
         self._memory.put(memory.data_ptr(), memory.nbytes, label)
@@ -75,10 +59,8 @@ class Storyteller(Observer):
     def on_visible(self, task: Task, address: int, elements: int) -> None:
         place = self._memory.find(address)
         if place is not None:
-            count = f"{elements} elements" if elements > 1 else "1 element"
-            self._steps.append(
-                ("memory", f"{count} at {place}, stored by {task.name}: visible now")
-            )
+            text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
+            self._steps.append(("memory", text))
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
@@ -105,7 +87,10 @@ class Storyteller(Observer):
         self._note(task, f"has done: {label}")
 
 
+def _elements(count: int) -> str:
+    return f"{count} elements" if count > 1 else "1 element"
+
+
 def _where() -> str:
-    frames: Iterator[Any] = iter(source_frames(sys._getframe(3)))
-    line = line_of(next(frames, None))
+    line = line_of(next(iter(source_frames(sys._getframe(3))), None))
     return f"  [{line}]" if line else ""

@@ -11,8 +11,10 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import Entry, entries
@@ -44,11 +46,6 @@ class Plan:
     quick: bool = False
     ignore: tuple[str, ...] = ()
 
-    @property
-    def patterns(self) -> tuple[int, int]:
-        """Ranks and rounds of the protocols."""
-        return QUICK_PATTERNS if self.quick else FULL_PATTERNS
-
 
 QUICK = Plan((2, 3), 1, 3, (90,), True)
 
@@ -69,8 +66,7 @@ class Result:
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One check of one function, on one world size, or of one protocol."""
 
     subject: str
@@ -90,104 +86,92 @@ def shipped_jobs(names: Sequence[str], plan: Plan) -> list[Job]:
 
     A quick plan leaves variants out where it is for several ops, not where somebody asks for one.
     """
-    jobs = []
     quick = plan.quick and len(names) > 1
-    for world_size in sorted(plan.ranks, reverse=True):
-        for name in names:
-            for variant, fn in TARGETS[name].checked(quick).items():
-                jobs.append(_race_job(name, variant, fn, world_size, plan))
-    for name in names:
-        for variant, fn in TARGETS[name].checked(quick).items():
-            for late in (False, True):
-                jobs.append(_schedule_job(name, variant, fn, min(plan.ranks), plan, late))
+    plan = replace(plan, ranks=tuple(sorted(plan.ranks, reverse=True)))
+    return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)
+
+
+def function_jobs(subject: str, fn: Callable[[], Any], plan: Plan) -> list[Job]:
+    """Races and schedules of a user's function."""
+    return _jobs({subject: {"": fn}}, plan)
+
+
+def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: Plan) -> list[Job]:
+    every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
+    jobs = []
+
+    def add(check: str, world_size: int, job: Callable[..., Any], *arguments: Any) -> None:
+        for subject, variant, fn in every:
+            text = f"{variant} {world_size} ranks".strip()
+            jobs.append(Job(subject, check, text, partial(job, fn, world_size, *arguments)))
+
+    for world_size in plan.ranks:
+        add("races", world_size, _races, plan.seeds)
+    add("schedules", min(plan.ranks), _schedules, plan.schedules, False)
+    add("late stores", min(plan.ranks), _schedules, plan.schedules, True)
     return jobs
 
 
 def protocol_jobs(plan: Plan) -> list[Job]:
     """All interleavings of the patterns of ``kernels/signal.py``."""
-    ranks, rounds = plan.patterns
-
-    def job(name: str) -> Job:
-        def run() -> tuple[str, Sequence[str]]:
-            found = explored(name, ranks, rounds)
-            wrong = [str(each) for each in (*found.deadlocks, *found.violations)]
-            reduced = ", reduced" if found.reduced else ""
-            return f"{found.states} states{reduced}", wrong
-
-        return Job(PROTOCOLS, "protocol", f"{name}, {ranks} ranks, {rounds} rounds", run)
-
-    return [job(name) for name in PATTERNS]
+    ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
+    text = f"{ranks} ranks, {rounds} rounds"
+    return [
+        Job(PROTOCOLS, "protocol", f"{name}, {text}", partial(_protocol, name, ranks, rounds))
+        for name in PATTERNS
+    ]
 
 
-def function_jobs(subject: str, fn: Callable[[], Any], plan: Plan) -> list[Job]:
-    """Races and schedules of a user's function."""
-    jobs = [_race_job(subject, "", fn, world_size, plan) for world_size in plan.ranks]
-    smallest = min(plan.ranks)
-    return jobs + [_schedule_job(subject, "", fn, smallest, plan, late) for late in (False, True)]
+def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> tuple[str, Sequence[str]]:
+    report = races(fn, world_size, seeds=seeds)
+    texts = [str(finding) for finding in report.findings]
+    texts += [f"seed {seed}: {text}" for seed, text in report.errors]
+    return f"{report.events} accesses", texts
 
 
-def _race_job(
-    subject: str, variant: str, fn: Callable[[], Any], world_size: int, plan: Plan
-) -> Job:
-    def run() -> tuple[str, Sequence[str]]:
-        report = races(fn, world_size, seeds=plan.seeds)
-        texts = [str(finding) for finding in report.findings]
-        texts += [f"seed {seed}: {text}" for seed, text in report.errors]
-        return f"{report.events} accesses", texts
-
-    return Job(subject, "races", f"{variant} {world_size} ranks".strip(), run)
+def _schedules(
+    fn: Callable[[], Any], world_size: int, count: int, late: bool
+) -> tuple[str, Sequence[str]]:
+    report = schedules(fn, world_size, n=count, store_buffers=late, workers=1)
+    return f"{report.schedules} schedules", [] if report.clean else [str(report)]
 
 
-def _schedule_job(
-    subject: str, variant: str, fn: Callable[[], Any], world_size: int, plan: Plan, late: bool
-) -> Job:
-    def run() -> tuple[str, Sequence[str]]:
-        report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
-        texts = [] if report.clean else [str(report)]
-        return f"{report.schedules} schedules", texts
-
-    check = "late stores" if late else "schedules"
-    return Job(subject, check, f"{variant} {world_size} ranks".strip(), run)
+def _protocol(name: str, ranks: int, rounds: int) -> tuple[str, Sequence[str]]:
+    found = explored(name, ranks, rounds)
+    reduced = ", reduced" if found.reduced else ""
+    return f"{found.states} states{reduced}", [
+        str(e) for e in (*found.deadlocks, *found.violations)
+    ]
 
 
 def run_jobs(
     jobs: Sequence[Job], *, workers: int | None = None, on_done: Callable[[], None] = lambda: None
 ) -> list[Result]:
     """All results, in the order of the jobs. Runs in parallel processes."""
-    results: dict[int, Result] = {}
     # torch imports this, for seconds, when it first dispatches to a mode: here, and not in every worker
     importlib.import_module("torch._dynamo")
-    for index, result in parallel.map_seeds(
+    results = parallel.map_seeds(
         lambda index: jobs[index].result(),
         range(len(jobs)),
         workers=workers,
         chunk=1,
         on_progress=lambda done: on_done(),
-    ):
-        results[index] = result
-    return [results[index] for index in range(len(jobs))]
+    )
+    return [result for _, result in sorted(results, key=itemgetter(0))]
 
 
 def lint_shipped(
     names: Sequence[str], plan: Plan, *, on_done: Callable[[], None] = lambda: None
 ) -> list[Result]:
     """Every variant of the catalogue of these ops, compiled and linted."""
-    results = []
     wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
     chosen = shipped_entries(names, plan)
     reports = build(chosen, on_report=lambda report: on_done())
+    results = []
     for entry, report in zip(chosen, reports, strict=True):
-        texts = [f"{report.name} for sm_{report.arch}: {text}" for text in report.problems()]
-        results.append(
-            Result(
-                wanted[entry.kernel],
-                "lint",
-                f"{entry.variant} sm_{entry.arch}".strip(),
-                "1 variant",
-                tuple(texts),
-                report.seconds,
-            )
-        )
+        variant = f"{entry.variant} sm_{entry.arch}".strip()
+        texts = (f"{report.name} for sm_{report.arch}: {text}" for text in report.problems())
+        results.append(_linted(wanted[entry.kernel], variant, tuple(texts), report.seconds))
     return results
 
 
@@ -217,12 +201,15 @@ def lint_launches(
             requests += [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
         except TypeError as error:
             text = f"{launch.name} cannot be linted: {error}"
-            results.append(Result(subject, "lint", launch.name, "1 variant", (text,), 0.0))
+            results.append(_linted(subject, launch.name, (text,)))
     for report in lint_many(requests, on_report=lambda report: on_done()):
         texts = () if report.clean else (str(report),)
-        variant = f"{report.kernel} sm_{report.arch}"
-        results.append(Result(subject, "lint", variant, "1 variant", texts, report.seconds))
+        results.append(_linted(subject, f"{report.kernel} sm_{report.arch}", texts, report.seconds))
     return results
+
+
+def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float = 0.0) -> Result:
+    return Result(subject, "lint", variant, "1 variant", texts, seconds)
 
 
 def load_function(text: str) -> Callable[[], Any]:
