@@ -1,7 +1,7 @@
 """Sizes and orders of launches: grids, signal slots, workspaces and tables, from whole numbers alone.
 
 The launch side of the algorithms calls these functions. A bundle that is built ahead of time carries their
-source text (``bundle/formula_text.py``), and its loader evaluates that, so a launch without Triton has the
+source text (``bundle/texts.py``), and its loader evaluates that, so a launch without Triton has the
 same numbers. Hence the plain style: only whole numbers, lists and tuples of them, and what
 ``interlace/aot.py`` allows.
 

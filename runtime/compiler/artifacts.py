@@ -18,8 +18,6 @@ from interlace.runtime.core.kernel_arguments import leaves, outside_name
 
 # What Triton's launcher passes after the arguments of the signature, in this order.
 SCRATCH = ("global_scratch", "profile_scratch")
-_SCALARS = {"i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
-_PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
 class ArtifactError(RuntimeError):
@@ -109,9 +107,9 @@ def _path(source: Any, place: tuple[int, ...]) -> str:
 def _size(kind: str) -> int:
     if kind.startswith("*"):
         return 8
-    if kind not in _SCALARS:
+    if not re.fullmatch("[iu](8|16|32|64)", kind):
         raise ArtifactError(f"arguments of type {kind} are not supported in a bundle")
-    return _SCALARS[kind]
+    return int(kind[1:]) // 8
 
 
 def _by_16(attributes: Any) -> bool:
@@ -123,7 +121,7 @@ def _parameters(symbol: str, ptx: str) -> list[tuple[int, bool]]:
     found = re.findall(rf"\.param \.[usbf](\d+)[^\n]*? {symbol}_param_(\d+)", ptx)
     assert [int(index) for _, index in found] == list(range(len(found))), found
     return [
-        (_PTX_BYTES[bits], len(re.findall(rf"\b{symbol}_param_{index}\b", ptx)) > 1)
+        (int(bits) // 8, len(re.findall(rf"\b{symbol}_param_{index}\b", ptx)) > 1)
         for bits, index in found
     ]
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.runtime.compiler.catalogue import Entry
 from interlace.runtime.compiler.lint.sass import STRICT_ARCHES as STRICT_ARCHES
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
-from interlace.runtime.compiler.request import Measurement, Request
+from interlace.runtime.compiler.request import Entry, Measurement
 
 # The only kernels that load data of peers by descriptor. The others wait for room or for sums, and
 # their descriptors are of the caller's own operands.
@@ -51,30 +50,17 @@ def build(
     """
     stems = artifacts or [""] * len(entries)
     measured = compile_all(
-        [replace(request(e), artifacts=stem) for e, stem in zip(entries, stems, strict=True)],
+        [_request(entry, stem) for entry, stem in zip(entries, stems, strict=True)],
         workers=workers,
         on_result=lambda index, result: on_report(_report(entries[index], result)),
     )
     return [_report(entry, result) for entry, result in zip(entries, measured, strict=True)]
 
 
-def request(entry: Entry) -> Request:
-    """``entry`` as a compilation."""
+def _request(entry: Entry, artifacts: str) -> Entry:
     own = entry.kernel not in _DESCRIPTORS_OF_PEERS
-    return Request(
-        entry.module,
-        entry.kernel,
-        "",
-        entry.arch,
-        entry.types,
-        entry.constants,
-        entry.divisible,
-        entry.num_warps,
-        entry.num_stages,
-        (*entry.ignore, *(("unfenced descriptor load",) if own else ())),
-        libraries=dict(entry.libraries),
-        max_registers=entry.max_registers,
-    )
+    ignore = (*entry.ignore, "unfenced descriptor load") if own else entry.ignore
+    return replace(entry, artifacts=artifacts, ignore=ignore)
 
 
 def _report(entry: Entry, measured: Measurement) -> Report:

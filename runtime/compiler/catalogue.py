@@ -21,7 +21,7 @@ Variants of a fused kernel, named in this order::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,15 +31,15 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce, plain
 from interlace.runtime.algorithms import grouped_matmul as grouped_algorithms
-from interlace.runtime.algorithms import plain as collective_algorithms
+from interlace.runtime.algorithms import low_latency as small
+from interlace.runtime.algorithms import multimem as switch
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.compiler.catalogue_collectives import ELEMENTS, by_the_switch, low_latency
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.catalogue_nodes import NODE_RANKS, between_nodes
-from interlace.runtime.compiler.entry import Entry as Entry
+from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
@@ -47,7 +47,12 @@ ARCHES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
+ELEMENTS = 1 << 20  # of a shard
+UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
+"""What the units of a low-latency kernel are called in the name of an entry."""
 EXPERTS = 2
+BY_ENGINE = {"copiers": 0}
+"""What makes the copy engine send, and no programs of the kernel."""
 
 
 def entries(arch: int) -> list[Entry]:
@@ -78,55 +83,71 @@ def signals(arch: int) -> Iterator[Entry]:
 def _collectives(arch: int) -> Iterator[Entry]:
     for dtype in DTYPES:
         configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
-        yield all_gather(arch, dtype, configuration)
+        yield collective(arch, "all_gather", dtype, configuration)
         for average in (False, True):
-            yield reduce_scatter(arch, dtype, configuration, average=average)
-            yield all_reduce(arch, dtype, configuration, average=average)
+            yield collective(arch, "reduce_scatter", dtype, configuration, average=average)
+            yield collective(arch, "all_reduce", dtype, configuration, average=average)
         yield from by_the_switch(arch, dtype, DTYPES[dtype], configuration)
-    yield from low_latency(arch, DTYPES)
+    yield from low_latency(arch)
 
 
-def _flat(dtype: str) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """A shard, all shards, and how long each is."""
+def collective(
+    arch: int, op: str, dtype: str, configuration: Configuration, *, average: bool = False
+) -> Entry:
+    """The plain all-gather, reduce-scatter or one-shot all-reduce of ``dtype``, by Triton's name."""
     whole = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype])
-    return whole[:ELEMENTS], whole, [ELEMENTS] * RANKS
+    part, lengths = whole[:ELEMENTS], [ELEMENTS] * RANKS
 
+    def run(group: Any) -> None:
+        if op == "all_gather":
+            plain.all_gather_kernel(group, part, whole, lengths, configuration)
+        elif op == "reduce_scatter":
+            plain.reduce_scatter_kernel(group, whole, part, lengths, configuration, average=average)
+        else:
+            plain.all_reduce_kernel(group, part, part, configuration, average=average)
 
-def all_gather(arch: int, dtype: str, configuration: Configuration) -> Entry:
-    """The plain all-gather of ``dtype``, by Triton's name."""
-    part, whole, lengths = _flat(dtype)
-    (launch,) = launched(
-        lambda group: collective_algorithms.all_gather_kernel(
-            group, part, whole, lengths, configuration
-        )
-    )
-    return entry(launch, dtype, arch)
-
-
-def reduce_scatter(
-    arch: int, dtype: str, configuration: Configuration, *, average: bool = False
-) -> Entry:
-    """The plain reduce-scatter."""
-    part, whole, lengths = _flat(dtype)
-    (launch,) = launched(
-        lambda group: collective_algorithms.reduce_scatter_kernel(
-            group, whole, part, lengths, configuration, average=average
-        )
-    )
+    (launch,) = launched(run)
     return entry(launch, f"{dtype} average" if average else dtype, arch)
 
 
-def all_reduce(
-    arch: int, dtype: str, configuration: Configuration, *, average: bool = False
-) -> Entry:
-    """The plain one-shot all-reduce."""
-    part, _, _ = _flat(dtype)
-    (launch,) = launched(
-        lambda group: collective_algorithms.all_reduce_kernel(
-            group, part, part, configuration, average=average
-        )
-    )
-    return entry(launch, f"{dtype} average" if average else dtype, arch)
+def by_the_switch(
+    arch: int, name: str, dtype: torch.dtype, configuration: Configuration
+) -> Iterator[Entry]:
+    """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
+    if arch < 90:
+        return
+    whole, lengths = meta(RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * RANKS
+    part = whole[:ELEMENTS]
+
+    def run(group: Any) -> None:
+        switch.all_gather(group, part, whole, lengths, configuration)
+        switch.reduce_scatter(group, whole, part, lengths, configuration)
+        switch.all_reduce(group, part, part, configuration)
+
+    for launch in launched(run, group=AbsentGroup(multicast=True)):
+        yield entry(launch, name, arch)
+
+
+def low_latency(arch: int) -> Iterator[Entry]:
+    """The kernels of ``kernels/collectives/low_latency.py``.
+
+    Their polls are relaxed, because what they look at is the data itself: nothing has to be acquired.
+    """
+
+    def made(variant: str, op: Callable[..., object], *values: Any, **named: Any) -> Entry:
+        (launch,) = launched(op, *values, **named)
+        return entry(launch, variant, arch, ignore=("weak poll",))
+
+    for unit, word in UNITS.items():
+        # behind the first unit, so that no larger ones do
+        data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
+        yield made(word, small.all_gather, data, data)
+        yield made(word, small.broadcast, data, 0)
+    for name, dtype in DTYPES.items():
+        yield made(name, small.all_reduce, meta(64, dtype=dtype), average=False)
+    data = meta(65, dtype=torch.bfloat16)
+    yield made("bf16 average", small.all_reduce, data[:64], average=True)
+    yield made("bf16 by 2 bytes", small.all_reduce, data[1:], average=False)
 
 
 @dataclass(frozen=True)
@@ -208,10 +229,11 @@ class Operands:
 
 def _fused(arch: int) -> Iterator[Entry]:
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
-    plain = Operands(tma=tma)
+    bf16, transposed = Operands(tma=tma), Operands(tma=tma, layout="nk")
+    fp32 = Operands(tma=False, dtype="fp32")
     shared = [
-        plain,
-        Operands(tma=tma, layout="nk"),
+        bf16,
+        transposed,
         *([Operands(tma=False), Operands(tma=False, layout="nk")] if tma else []),
         Operands(tma=False, columns=4095, inner=4095),
         Operands(tma=False, inner=4095),
@@ -220,20 +242,20 @@ def _fused(arch: int) -> Iterator[Entry]:
         Operands(tma=tma, bias="m"),
         Operands(tma=tma, rows=64),
         Operands(tma=tma, dtype="fp16"),
-        Operands(tma=False, dtype="fp32"),
-        Operands(tma=False, dtype="fp32", layout="nk", bias="n"),
+        fp32,
+        replace(fp32, layout="nk", bias="n"),
     ]
     for operands in shared:
-        yield all_gather_matmul(arch, operands, copiers=True)
-    for operands in (plain, Operands(tma=tma, layout="nk"), Operands(tma=False, dtype="fp32")):
-        yield all_gather_matmul(arch, operands, copiers=False)
+        yield all_gather_matmul(arch, operands)
+    for operands in (bf16, transposed, fp32):
+        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
     for operands in shared:
         if operands.bias != "m":
             yield grouped_matmul(arch, operands)
-    yield grouped_matmul(arch, plain, copiers=False)
+    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
     for operands in shared:
         yield matmul_reduce_scatter(arch, operands)
-    for operands in (plain, Operands(tma=tma, layout="nk"), Operands(tma=False, dtype="fp32")):
+    for operands in (bf16, transposed, fp32):
         yield matmul_node_reduce_scatter(arch, operands)
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
@@ -273,85 +295,73 @@ def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: st
     return entry(launch, variant, arch, default=_is_default(arch, operands))
 
 
-def all_gather_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
-    """All-gather + matmul; without ``copiers`` the copy engine sends."""
+def all_gather_matmul(arch: int, operands: Operands) -> Entry:
+    """All-gather + matmul."""
     configuration = operands.configuration(arch)
-    if not copiers:
-        configuration = replace(configuration, copiers=0)
     input, linear, row_scale = operands.tensors(operands.rows)
     (launch,) = launched(
-        lambda group: gather_matmul.all_gather_matmul_fused(
-            group, input, [linear], [operands.rows] * RANKS, None, configuration, row_scale
-        ),
-        AbsentGroup(multicast=operands.multimem),
+        gather_matmul.all_gather_matmul_fused,
+        input,
+        [linear],
+        [operands.rows] * RANKS,
+        None,
+        configuration,
+        row_scale,
+        group=AbsentGroup(multicast=operands.multimem),
     )
-    return _fused_entry(arch, operands, launch, "copiers" if copiers else "")
+    return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
-def grouped_matmul(arch: int, operands: Operands, *, copiers: bool = True) -> Entry:
-    """All-gather or all-to-all + grouped matmul; without ``copiers`` the copy engine sends."""
+def grouped_matmul(arch: int, operands: Operands) -> Entry:
+    """All-gather or all-to-all + grouped matmul."""
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
-    if not copiers:
-        configuration = replace(configuration, copiers=0)
     input, linear, _ = operands.tensors(operands.rows, EXPERTS)
     counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
     routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
+    name = "all_gather_grouped_matmul"
     (launch,) = launched(
-        lambda group: grouped_algorithms.grouped_matmul_fused(
-            group, "all_gather_grouped_matmul", input, linear, routes, None, configuration
-        )
+        grouped_algorithms.grouped_matmul_fused, name, input, linear, routes, None, configuration
     )
-    return _fused_entry(arch, operands, launch, "copiers" if copiers else "")
+    return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
 def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + reduce-scatter."""
-    input, linear, row_scale = operands.tensors(RANKS * operands.rows)
-    linear.output = linear.output[: operands.rows]
-    segments = formulas.segments_of([operands.rows] * RANKS)
+    configuration = operands.configuration(arch)
+    input, linear, segments, row_scale = _scattered(operands, RANKS)
+    more = {"average": average, "row_scale": row_scale}
     (launch,) = launched(
-        lambda group: matmul_reduce.matmul_reduce_scatter_fused(
-            group,
-            input,
-            linear,
-            segments,
-            operands.configuration(arch),
-            average=average,
-            row_scale=row_scale,
-        )
+        matmul_reduce.matmul_reduce_scatter_fused, input, linear, segments, configuration, **more
     )
     return _fused_entry(arch, operands, launch, "average" if average else "")
 
 
 def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
     """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
-    input, linear, row_scale = operands.tensors(NODE_RANKS * operands.rows)
-    linear.output = linear.output[: operands.rows]
-    segments = formulas.segments_of([operands.rows] * NODE_RANKS)
+    configuration = operands.configuration(arch)
+    input, linear, segments, row_scale = _scattered(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
+    op = node_matmul_reduce.matmul_reduce_scatter
+    more = {"average": False, "row_scale": row_scale}
     _, launch, *_ = launched(
-        lambda group: node_matmul_reduce.matmul_reduce_scatter(
-            group,
-            group.nodes,
-            input,
-            linear,
-            segments,
-            operands.configuration(arch),
-            average=False,
-            row_scale=row_scale,
-        ),
-        group,
+        op, group.nodes, input, linear, segments, configuration, group=group, **more
     )
     return _fused_entry(arch, operands, launch)
 
 
+def _scattered(operands: Operands, ranks: int) -> tuple[Any, Linear, Any, Any]:
+    """The input of all ranks' rows, the weight with an output of one's, the segments, the scales."""
+    input, linear, row_scale = operands.tensors(ranks * operands.rows)
+    linear.output = linear.output[: operands.rows]
+    return input, linear, formulas.segments_of([operands.rows] * ranks), row_scale
+
+
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     """Matmul + all-reduce."""
+    configuration = operands.configuration(arch)
     input, linear, _ = operands.tensors(operands.rows)
     (launch,) = launched(
-        lambda group: matmul_reduce.matmul_all_reduce_fused(
-            group, input, linear, operands.configuration(arch), average=average
-        )
+        matmul_reduce.matmul_all_reduce_fused, input, linear, configuration, average=average
     )
     return _fused_entry(arch, operands, launch, "average" if average else "")

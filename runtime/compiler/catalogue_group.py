@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from interlace.kernels.signal import HEADER_WORDS
-from interlace.runtime.compiler.entry import Entry
+from interlace.runtime.compiler.request import Entry
 from interlace.runtime.core.kernel_arguments import specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Layout, SymmetricBuffer, Workspace
@@ -81,20 +80,22 @@ class AbsentGroup:
         return meta(1)
 
 
-def launched(run: Callable[[Any], object], group: AbsentGroup | None = None) -> list[KernelLaunch]:
-    """The launches of an op, ``run`` with a group."""
+def launched(
+    op: Callable[..., object], *values: Any, group: AbsentGroup | None = None, **named: Any
+) -> list[KernelLaunch]:
+    """The launches of ``op``, which is called with the group and the values."""
     group = group or AbsentGroup()
-    run(group)
+    op(group, *values, **named)
     return group.launches
 
 
 def entry(launch: KernelLaunch, variant: str, arch: int, **more: Any) -> Entry:
     """The compilation that ``launch`` needs on ``arch``; ``more`` are fields of the entry."""
     types, constants, divisible = specialised(launch.kernel, launch.arguments)
-    made = Entry(
+    return Entry(
         launch.kernel.fn.__module__,
         launch.name,
-        variant,
+        "",
         arch,
         types,
         constants,
@@ -102,5 +103,6 @@ def entry(launch: KernelLaunch, variant: str, arch: int, **more: Any) -> Entry:
         launch.num_warps,
         launch.num_stages,
         max_registers=launch.options.get("maxnreg", 0),
+        variant=variant,
+        **more,
     )
-    return replace(made, **more)

@@ -21,8 +21,8 @@ from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.algorithms import node_matmul_reduce, node_moves
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_group import AbsentGroup, entry, launched, meta
-from interlace.runtime.compiler.entry import Entry
 from interlace.runtime.compiler.nvshmem_library import device_library
+from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import gpu_default
 
 NODE_RANKS = 8
@@ -66,7 +66,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
             average=False,
         )
 
-    for launch in launched(run, AbsentGroup(NODE_RANKS, put=put)):
+    for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
         made = entry(launch, put, arch)
         if made.kernel == "move_kernel":
             made = replace(made, variant=f"{put} {FORMS[launch.arguments['input'].ptr.dtype]}")
@@ -80,7 +80,6 @@ def linked(arch: int, folder: str | None = None) -> list[Entry]:
 
     Raises PlaceUnavailableError if there is none.
     """
-    library = ((LIBRARY, device_library(arch, folder)),)
-    return [
-        replace(entry, libraries=library, default=False) for entry in between_nodes(arch, "nvshmem")
-    ]
+    library = {LIBRARY: device_library(arch, folder)}
+    entries = between_nodes(arch, "nvshmem")
+    return [replace(entry, libraries=library, default=False) for entry in entries]

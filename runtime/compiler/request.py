@@ -12,11 +12,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import Fault
-from interlace.runtime.core.kernel_arguments import leaves
+from interlace.runtime.core.kernel_arguments import leaves, outside
 
 _TYPE = re.compile(
     r"(\*+k?)?([iu](1|8|16|32|64)|bf16|fp(16|32|64)|fp8[a-z0-9]+)|"
@@ -55,6 +55,32 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Entry(Request):
+    """One kernel variant of the catalogue for one architecture.
+
+    ``default`` is False for what a call gets only with an override, or with operands whose strides and
+    bases rule TMA out.
+    """
+
+    variant: str = ""
+    default: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """``constants`` by the names that they have outside: ``BLOCK_M``."""
+        return outside(self.constants)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the kernel contains a matmul."""
+        return "BLOCK_K" in self.fixed
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What a request compiled to. ``tensor_cores`` is None where the kernel has no use for them.
 
@@ -86,9 +112,9 @@ def _encode_constant(value: object) -> object:
 
 
 def decode_request(line: str) -> Request:
-    fields = json.loads(line, object_hook=_decode_constant)
-    lists = {name: tuple(fields[name]) for name in ("divisible", "ignore")}
-    return Request(**{**fields, **lists})
+    found = json.loads(line, object_hook=_decode_constant)
+    found |= {name: tuple(found[name]) for name in ("divisible", "ignore")}
+    return Request(**{each.name: found[each.name] for each in fields(Request)})
 
 
 def _decode_constant(value: dict[str, Any]) -> Any:
@@ -98,8 +124,8 @@ def _decode_constant(value: dict[str, Any]) -> Any:
 
 
 def decode_measurement(line: str) -> Measurement:
-    fields = json.loads(line)
-    return Measurement(**{**fields, "faults": tuple(Fault(**one) for one in fields["faults"])})
+    found = json.loads(line)
+    return Measurement(**{**found, "faults": tuple(Fault(**one) for one in found["faults"])})
 
 
 def jitted_function(kernel: Any) -> Any:
@@ -156,11 +182,11 @@ def _by_field(
     parameters: Mapping[str, inspect.Parameter], given: Iterable[str]
 ) -> Iterator[tuple[str, inspect.Parameter]]:
     """Every parameter in order; for one of which fields are given, its fields."""
-    fields: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for argument in given:
-        fields.setdefault(argument.partition(".")[0], []).append(argument)
+        by_name.setdefault(argument.partition(".")[0], []).append(argument)
     for name, parameter in parameters.items():
-        yield from ((each, parameter) for each in dict.fromkeys(fields.get(name, [name])))
+        yield from ((each, parameter) for each in dict.fromkeys(by_name.get(name, [name])))
 
 
 def _type(name: str, argument: str, kind: object) -> str:

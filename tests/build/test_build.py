@@ -45,7 +45,7 @@ assert len(QUICK) == 3
 
 def mutant(kernel: str, types: dict[str, str], **constants: int) -> Entry:
     fixed = dict.fromkeys(constants, "constexpr")
-    return Entry("mutant_kernels", kernel, "mutant", 90, types | fixed, dict(constants))
+    return Entry("mutant_kernels", kernel, "", 90, types | fixed, dict(constants))
 
 
 _MATMUL = {name: "*bf16" for name in ("input_ptr", "weight_ptr", "output_ptr")} | {

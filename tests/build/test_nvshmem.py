@@ -52,7 +52,7 @@ MISSING = Entry(
 DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
 
 
-def library(arch: int) -> tuple[tuple[str, str], ...]:
+def library(arch: int) -> dict[str, str]:
     try:
         return linked(arch)[0].libraries
     except PlaceUnavailableError as error:

@@ -48,7 +48,9 @@ def entries() -> dict[str, Entry]:
     for arch in (90, 100):
         for name, make in KERNELS.items():
             made[f"{name} {arch}"] = make(arch, TRANSPOSED)
-        made[f"gather kn {arch}"] = catalogue.all_gather_matmul(arch, PLAIN, copiers=False)
+        made[f"gather kn {arch}"] = catalogue.all_gather_matmul(
+            arch, replace(PLAIN, overrides=catalogue.BY_ENGINE)
+        )
         made[f"gather fp8 {arch}"] = catalogue.all_gather_matmul(arch, FP8)
         made[f"specialized {arch}"] = catalogue.all_gather_matmul(arch, SPECIALIZED)
         made[f"specialized scatter {arch}"] = catalogue.matmul_reduce_scatter(arch, SPECIALIZED)

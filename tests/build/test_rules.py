@@ -133,7 +133,7 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULE_TEXTS, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULE_TEXTS)
 def test_rule(rule: ptx_rules.Rule) -> None:
     assert set(RULE_TEXTS) == set(ptx_rules.PTX_RULES)
     right, wrong = RULE_TEXTS[rule]

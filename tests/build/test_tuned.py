@@ -25,9 +25,11 @@ def of_row(arch: int, dtype: str, extents: str, rows: str) -> Configuration:
 def entry(arch: int, configuration: Configuration, gather: bool) -> Entry:
     values = {**vars(configuration)}
     tma = bool(values["descriptors"])
+    if gather:
+        values |= catalogue.BY_ENGINE
     operands = Operands(tma=tma, overrides=values)
     if gather:
-        return catalogue.all_gather_matmul(arch, operands, copiers=False)
+        return catalogue.all_gather_matmul(arch, operands)
     return catalogue.matmul_reduce_scatter(arch, operands)
 
 

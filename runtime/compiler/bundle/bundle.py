@@ -26,8 +26,6 @@ import triton
 
 from interlace.kernels import signal
 from interlace.runtime.compiler.build import Report, build
-from interlace.runtime.compiler.bundle.formula_text import functions, names
-from interlace.runtime.compiler.bundle.kernel_contract import contracts
 from interlace.runtime.compiler.bundle.ops import (
     OPS,
     RANKS,
@@ -37,6 +35,7 @@ from interlace.runtime.compiler.bundle.ops import (
     descriptor_conditions,
     finish,
 )
+from interlace.runtime.compiler.bundle.texts import contracts, functions, names
 from interlace.runtime.compiler.catalogue import Entry, entries
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 

@@ -112,6 +112,16 @@ class Op:
                 raise ValueError(f"{key} must be positive, got {value}")
 
 
+def _collective(op: str) -> Callable[[int, Options], Entry]:
+    return lambda arch, options: catalogue.collective(
+        arch, op, options.dtype, options.configuration(arch), average=options.average
+    )
+
+
+def _reduced(fused: Callable[..., Entry]) -> Callable[[int, Options], Entry]:
+    return lambda arch, options: fused(arch, options.operands(arch), average=options.average)
+
+
 RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
 _ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
 _FUSED = ("weight", "bias", "path", "columns", "inner")
@@ -138,9 +148,7 @@ OPS = {
         (*RANKS, *_ROWS, "N > 0", "resident > COPIERS"),
     ),
     "matmul_reduce_scatter": Op(
-        lambda arch, options: catalogue.matmul_reduce_scatter(
-            arch, options.operands(arch), average=options.average
-        ),
+        _reduced(catalogue.matmul_reduce_scatter),
         (*_FUSED, "average"),
         "persistent_grid(0, tiles, resident)",
         {
@@ -155,9 +163,7 @@ OPS = {
         (*RANKS, *_ROWS),
     ),
     "matmul_all_reduce": Op(
-        lambda arch, options: catalogue.matmul_all_reduce(
-            arch, options.operands(arch), average=options.average
-        ),
+        _reduced(catalogue.matmul_all_reduce),
         (*_FUSED, "average"),
         "persistent_grid(0, tiles, resident)",
         {
@@ -169,9 +175,7 @@ OPS = {
         conditions=RANKS,
     ),
     "all_gather": Op(
-        lambda arch, options: catalogue.all_gather(
-            arch, options.dtype, options.configuration(arch)
-        ),
+        _collective("all_gather"),
         (),
         "persistent_grid(COPIERS, num_arrivals, resident)",
         {
@@ -187,9 +191,7 @@ OPS = {
         (*RANKS, *_ROWS, "resident > COPIERS"),
     ),
     "reduce_scatter": Op(
-        lambda arch, options: catalogue.reduce_scatter(
-            arch, options.dtype, options.configuration(arch), average=options.average
-        ),
+        _collective("reduce_scatter"),
         ("average",),
         "persistent_grid(0, ceil_div(max(rows), BLOCK), resident)",
         {
@@ -202,9 +204,7 @@ OPS = {
         (*RANKS, *_ROWS),
     ),
     "all_reduce": Op(
-        lambda arch, options: catalogue.all_reduce(
-            arch, options.dtype, options.configuration(arch), average=options.average
-        ),
+        _collective("all_reduce"),
         ("average",),
         "persistent_grid(0, ceil_div(elements, BLOCK), resident)",
         {

@@ -99,27 +99,48 @@ def _waits(program: Program) -> list[int]:
     )
 
 
-def _reached(
-    program: Program,
-    starts: list[int],
+def _reaching(
+    rule: str,
+    message: str,
+    starts: Callable[[Program], list[int]],
     stop: Callable[[Instruction], bool],
     wrong: Callable[[Instruction], bool],
-    fault: Callable[[Instruction], Fault],
-) -> list[Fault]:
+) -> Rule:
     """Faults of the ``wrong`` instructions that one of ``starts`` reaches without a ``stop``."""
-    code = program.instructions
-    reached = program.flow.reach(starts, lambda i: stop(code[i]))
-    return [fault(code[i]) for i in sorted(reached) if wrong(code[i])]
+
+    def check(program: Program) -> list[Fault]:
+        code = program.instructions
+        reached = program.flow.reach(starts(program), lambda i: stop(code[i]))
+        return [
+            Fault(rule, message.format(code[i].operation), describe(code[i].chain))
+            for i in sorted(reached)
+            if wrong(code[i])
+        ]
+
+    return check
 
 
-def release_without_barrier(program: Program) -> list[Fault]:
-    """Releases that a data store reaches without a barrier."""
-
-    def fault(one: Instruction) -> Fault:
-        message = f"no bar.sync between the data stores and {one.operation}"
-        return Fault("release without barrier", message, describe(one.chain))
-
-    return _reached(program, program.where(_is_data_store), _is_barrier, is_release, fault)
+release_without_barrier = _reaching(
+    "release without barrier",
+    "no bar.sync between the data stores and {}",
+    lambda program: program.where(_is_data_store),
+    _is_barrier,
+    is_release,
+)
+published_descriptor_store = _reaching(
+    "published descriptor store",
+    "{} publishes a descriptor store that may not be complete",
+    lambda program: program.where(is_descriptor_store),
+    lambda one: str(one) == "cp.async.bulk.wait_group 0",
+    is_release,
+)
+unfenced_descriptor_load = _reaching(
+    "unfenced descriptor load",
+    "no fence.proxy.async between a wait and this load",
+    _waits,
+    lambda one: one.operation in ("fence.proxy.async", "fence.proxy.async.global"),
+    is_descriptor_load,
+)
 
 
 def narrow_scope(program: Program) -> list[Fault]:
@@ -135,32 +156,6 @@ def narrow_scope(program: Program) -> list[Fault]:
         for one in program.instructions
         if narrow(one)
     ]
-
-
-def published_descriptor_store(program: Program) -> list[Fault]:
-    """Releases that a descriptor store reaches without ``cp.async.bulk.wait_group 0``."""
-
-    def complete(one: Instruction) -> bool:
-        return str(one) == "cp.async.bulk.wait_group 0"
-
-    def fault(one: Instruction) -> Fault:
-        message = f"{one.operation} publishes a descriptor store that may not be complete"
-        return Fault("published descriptor store", message, describe(one.chain))
-
-    return _reached(program, program.where(is_descriptor_store), complete, is_release, fault)
-
-
-def unfenced_descriptor_load(program: Program) -> list[Fault]:
-    """Descriptor loads that a wait reaches without ``fence.proxy.async``."""
-
-    def fenced(one: Instruction) -> bool:
-        return one.operation in ("fence.proxy.async", "fence.proxy.async.global")
-
-    def fault(one: Instruction) -> Fault:
-        message = "no fence.proxy.async between a wait and this load"
-        return Fault("unfenced descriptor load", message, describe(one.chain))
-
-    return _reached(program, _waits(program), fenced, is_descriptor_load, fault)
 
 
 def early_load(program: Program) -> list[Fault]:

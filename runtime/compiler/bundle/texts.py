@@ -1,18 +1,24 @@
-"""The source text of the functions that formulas call, to be evaluated where this package is not.
+"""Texts of a bundle that are read from the sources: functions that formulas call, promises of kernels.
 
 A *formula* is an expression over named whole numbers and lists of them, such as
 ``"persistent_grid(COPIERS, tiles, resident)"``. What it calls are functions of ``launch_formulas.py`` and
-``kernels/tiling.py``: the very ones that the host calls. They travel as text, without annotations.
+``kernels/tiling.py``: the very ones that the host calls. They travel as text, without annotations, to be
+evaluated where this package is not. Of a kernel's docstring go the paragraphs that law 12 of DESIGN.md
+asks for.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import re
 from collections.abc import Iterable
 
 from interlace.kernels import launch_formulas, tiling
+from interlace.runtime.compiler.catalogue import Entry
 
+_LABELS = ("legend", "ordering", "example")
 # What the evaluator in interlace/aot.py offers by itself.
 BUILTINS = ("len", "max", "min", "range", "sum")
 
@@ -50,3 +56,33 @@ def _text(name: str) -> str:
     for argument in definition.args.args:
         argument.annotation = None
     return ast.unparse(tree)
+
+
+def contract(module: str, kernel: str) -> dict[str, str]:
+    """The paragraphs of the docstring: "computes" is the first, the others are named in it."""
+    function = getattr(importlib.import_module(module), kernel)
+    paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
+    found = {"computes": _joined(paragraphs[0])}
+    for paragraph in paragraphs[1:]:
+        label, _, text = paragraph.partition(":")
+        if label.lower() in _LABELS:
+            found[label.lower()] = _joined(text)
+    return found
+
+
+def _joined(paragraph: str) -> str:
+    return " ".join(paragraph.split())
+
+
+def contracts(entries: list[Entry], known: list[Entry]) -> dict[str, dict[str, str]]:
+    """Of ``entries``, and of those among ``known`` that their texts refer to, by kernel."""
+    modules = {entry.kernel: entry.module for entry in known}
+    found: dict[str, dict[str, str]] = {}
+    missing = [entry.kernel for entry in entries]
+    while missing:
+        kernel = missing.pop(0)
+        if kernel not in found:
+            found[kernel] = contract(modules[kernel], kernel)
+            named = re.findall(r"\b\w+_kernel\b", " ".join(found[kernel].values()))
+            missing += [name for name in named if name in modules]
+    return found
