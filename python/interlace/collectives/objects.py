@@ -8,7 +8,6 @@ these among ranks that trust each other.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def _room(communicator: Communicator, length: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8, device=communicator.place.device)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.cpu().numpy())
+def _loaded(data: bytes | torch.Tensor) -> Any:
+    return pickle.loads(data if isinstance(data, bytes) else bytes(data.cpu().numpy()))
 
 
 def _said(data: bytes) -> Packed:
@@ -56,34 +55,32 @@ def _said(data: bytes) -> Packed:
     return data if len(data) <= SMALL else len(data)
 
 
-def _length(said: Packed) -> int:
-    return said if isinstance(said, int) else 0
-
-
-def _all_gather_object(communicator: Communicator, obj: Any) -> list[Any]:
-    """Every rank's ``obj``, by rank."""
-    name = "all_gather_object"
+def _gathered(
+    communicator: Communicator, name: str, obj: Any, root: int | None = None
+) -> list[Any]:
+    """Every rank's ``obj``, by rank; if ``root`` is given, there alone."""
+    here = root in (None, communicator.rank)
     with communicator.accepting(name):
         data = _pickled(communicator, name, obj)
-    call = Call(name, part=_said(data))
-    said: list[Packed] = []
-    outputs: list[torch.Tensor] = []
+    call = Call(name, () if root is None else (("root", root),), part=_said(data))
+    found: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said.extend(communicator.engine.parts(call))
-        lengths = [_length(each) for each in said]
+        said: list[Packed] = communicator.engine.parts(call)
+        lengths = [each if isinstance(each, int) else 0 for each in said]
+        outputs = [_room(communicator, length) for length in lengths if here]
+        for each, output in zip(said, outputs, strict=False):
+            found.append(each if isinstance(each, bytes) else output)
         if not any(lengths):
             return None
-        outputs.extend(_room(communicator, length) for length in lengths)
         rest = Call(name, (("lengths", tuple(lengths)),))
         own = _tensor(communicator, data if lengths[communicator.rank] else b"")
-        return communicator.engine.all_gather(rest, outputs, own)
+        if root is None:
+            return communicator.engine.all_gather(rest, outputs, own)
+        return communicator.engine.gather(rest, outputs if here else None, own, root)
 
     communicator.run(name, start, async_op=False)
-    return [
-        pickle.loads(each if isinstance(each, bytes) else _bytes(outputs[rank]))
-        for rank, each in enumerate(said)
-    ]
+    return [_loaded(each) for each in found]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
@@ -102,7 +99,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     communicator = resolve(group)
     with communicator.accepting("all_gather_object"):
         _check_list("object_list", object_list, communicator)
-    object_list[:] = _all_gather_object(communicator, obj)
+    object_list[:] = _gathered(communicator, "all_gather_object", obj)
 
 
 def _check_list(name: str, value: Any, communicator: Communicator) -> None:
@@ -113,35 +110,6 @@ def _check_list(name: str, value: Any, communicator: Communicator) -> None:
         raise ValueError(
             f"{name} must have one entry per rank, {world_size}, got {len(value)} on rank {rank}"
         )
-
-
-def _gather_object(communicator: Communicator, obj: Any, root: int) -> list[Any] | None:
-    """On ``root``, every rank's ``obj``, by rank; elsewhere None."""
-    name, rank = "gather_object", communicator.rank
-    with communicator.accepting(name):
-        data = _pickled(communicator, name, obj)
-    call = Call(name, (("root", root),), part=_said(data))
-    said: list[Packed] = []
-    outputs: list[torch.Tensor] = []
-
-    def start() -> Event | None:
-        said.extend(communicator.engine.parts(call))
-        lengths = [_length(each) for each in said]
-        if not any(lengths):
-            return None
-        if rank == root:
-            outputs.extend(_room(communicator, length) for length in lengths)
-        rest = Call(name, (("lengths", tuple(lengths)),))
-        own = _tensor(communicator, data if lengths[rank] else b"")
-        return communicator.engine.gather(rest, outputs if rank == root else None, own, root)
-
-    communicator.run(name, start, async_op=False)
-    if rank != root:
-        return None
-    return [
-        pickle.loads(each if isinstance(each, bytes) else _bytes(outputs[source]))
-        for source, each in enumerate(said)
-    ]
 
 
 def gather_object(
@@ -167,48 +135,16 @@ def gather_object(
     communicator = resolve(group)
     with communicator.accepting("gather_object"):
         root = group_rank("dst", dst, group_dst, communicator, default=0)
-        _check_root_list("object_gather_list", object_gather_list, root, communicator)
-    gathered = _gather_object(communicator, obj, root)
-    if gathered is not None:
-        assert object_gather_list is not None
-        object_gather_list[:] = gathered
-
-
-def _check_root_list(name: str, value: Any, root: int, communicator: Communicator) -> None:
-    if communicator.rank == root:
-        _check_list(name, value, communicator)
-    elif value:
-        raise ValueError(
-            f"{name} must be given on the root only, group rank {root}, got {value!r} "
-            f"on rank {communicator.rank}"
-        )
-
-
-def _broadcast_objects(communicator: Communicator, objects: list[Any], root: int) -> list[Any]:
-    """``root``'s ``objects``, as many as there are everywhere."""
-    name, is_root = "broadcast_object_list", communicator.rank == root
-    with communicator.accepting(name):
-        if not isinstance(objects, list):
-            raise TypeError(
-                f"object_list must be a list, got {type(objects).__name__} on rank {communicator.rank}"
+        if communicator.rank == root:
+            _check_list("object_gather_list", object_gather_list, communicator)
+        elif object_gather_list:
+            raise ValueError(
+                f"object_gather_list must be given on the root only, group rank {root}, got "
+                f"{object_gather_list!r} on rank {communicator.rank}"
             )
-        data = _pickled(communicator, name, objects) if is_root else b""
-    terms = (("number of objects", len(objects)), ("root", root))
-    call = Call(name, terms, part=_said(data))
-    received: list[bytes | torch.Tensor] = []
-
-    def start() -> Event | None:
-        said = communicator.engine.parts(call)[root]
-        if isinstance(said, bytes):
-            received.append(said)
-            return None
-        moved = _tensor(communicator, data) if is_root else _room(communicator, said)
-        received.append(moved)
-        return communicator.engine.broadcast(Call(name, (("length", said),)), moved, root)
-
-    communicator.run(name, start, async_op=False)
-    (whole,) = received
-    return list(pickle.loads(whole if isinstance(whole, bytes) else _bytes(whole)))
+    gathered = _gathered(communicator, "gather_object", obj, root)
+    if object_gather_list:
+        object_gather_list[:] = gathered
 
 
 def broadcast_object_list(
@@ -231,38 +167,31 @@ def broadcast_object_list(
     >>> interlace.run(on_rank, 2)[1]
     ['a', 1]
     """
-    communicator = resolve(group)
-    with communicator.accepting("broadcast_object_list"):
-        root = group_rank("src", src, group_src, communicator, default=0)
-    received = _broadcast_objects(communicator, object_list, root)
-    if communicator.rank != root:
-        object_list[:] = received
-
-
-def _scatter_object(communicator: Communicator, objects: Sequence[Any] | None, root: int) -> Any:
-    """This rank's of ``root``'s ``objects``, which are None elsewhere."""
-    name, rank = "scatter_object_list", communicator.rank
+    communicator, name = resolve(group), "broadcast_object_list"
     with communicator.accepting(name):
-        packed = [_pickled(communicator, name, each) for each in objects or ()]
-    small = sum(map(len, packed)) <= SMALL
-    call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
+        root = group_rank("src", src, group_src, communicator, default=0)
+        is_root = communicator.rank == root
+        if not isinstance(object_list, list):
+            raise TypeError(
+                f"object_list must be a list, got {type(object_list).__name__} on rank {communicator.rank}"
+            )
+        data = _pickled(communicator, name, object_list) if is_root else b""
+    terms = (("number of objects", len(object_list)), ("root", root))
+    call = Call(name, terms, part=_said(data))
     received: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
         said = communicator.engine.parts(call)[root]
-        if isinstance(said[rank], bytes):
-            received.append(said[rank])
+        if isinstance(said, bytes):
+            received.append(said)
             return None
-        mine = _room(communicator, said[rank])
-        received.append(mine)
-        inputs = [_tensor(communicator, each) for each in packed] if rank == root else None
-        return communicator.engine.scatter(
-            Call(name, (("lengths", tuple(said)),)), mine, inputs, root
-        )
+        moved = _tensor(communicator, data) if is_root else _room(communicator, said)
+        received.append(moved)
+        return communicator.engine.broadcast(Call(name, (("length", said),)), moved, root)
 
     communicator.run(name, start, async_op=False)
-    (mine,) = received
-    return pickle.loads(mine if isinstance(mine, bytes) else _bytes(mine))
+    if not is_root:
+        object_list[:] = _loaded(*received)
 
 
 def scatter_object_list(
@@ -285,19 +214,36 @@ def scatter_object_list(
     >>> interlace.run(on_rank, 2)
     [['a'], ['b']]
     """
-    communicator = resolve(group)
-    name = "scatter_object_output_list"
-    with communicator.accepting("scatter_object_list"):
+    communicator, name = resolve(group), "scatter_object_list"
+    rank, packed = communicator.rank, []
+    with communicator.accepting(name):
         if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
             raise TypeError(
-                f"{name} must be a non-empty list, got {scatter_object_output_list!r} "
-                f"on rank {communicator.rank}"
+                f"scatter_object_output_list must be a non-empty list, got "
+                f"{scatter_object_output_list!r} on rank {rank}"
             )
         root = group_rank("src", src, group_src, communicator, default=0)
-        if communicator.rank == root:
+        if rank == root:
             _check_list("scatter_object_input_list", scatter_object_input_list, communicator)
-    inputs = scatter_object_input_list if communicator.rank == root else None
-    scatter_object_output_list[0] = _scatter_object(communicator, inputs, root)
+            for each in scatter_object_input_list or ():
+                packed.append(_pickled(communicator, name, each))
+    small = sum(map(len, packed)) <= SMALL
+    call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
+    received: list[bytes | torch.Tensor] = []
+
+    def start() -> Event | None:
+        said = communicator.engine.parts(call)[root]
+        if isinstance(said[rank], bytes):
+            received.append(said[rank])
+            return None
+        mine = _room(communicator, said[rank])
+        received.append(mine)
+        inputs = [_tensor(communicator, each) for each in packed] if rank == root else None
+        rest = Call(name, (("lengths", tuple(said)),))
+        return communicator.engine.scatter(rest, mine, inputs, root)
+
+    communicator.run(name, start, async_op=False)
+    scatter_object_output_list[0] = _loaded(*received)
 
 
 def send_object_list(
@@ -371,5 +317,5 @@ def recv_object_list(
             f"object_list has {len(object_list)} entries on rank {communicator.rank}, rank {peer} sent "
             f"{count}"
         )
-    object_list[:] = pickle.loads(_bytes(data))
+    object_list[:] = _loaded(data)
     return communicator.ranks[peer]

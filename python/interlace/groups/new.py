@@ -66,11 +66,10 @@ def new_group(
     try:
         members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
         seconds = _seconds(timeout, parent.rank)
-    except Exception:
-        if use_local_synchronization:  # the others need not be here
-            raise
-        with parent.accepting("new_group"):
-            raise
+    except Exception as error:
+        if not use_local_synchronization:  # else the others need not be here
+            parent.refuse("new_group", error)
+        raise
     if sort_ranks:
         members = tuple(sorted(members))
     communicator: Communicator | None

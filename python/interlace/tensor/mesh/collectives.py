@@ -65,10 +65,9 @@ def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
     """
     try:
         return bound((mesh, mesh_dim))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-            with bound((mesh, 0)).accepting(op):
-                raise
+            bound((mesh, 0)).refuse(op, error)
         raise
 
 
@@ -213,15 +212,12 @@ def shard_dim_alltoall(
         return wrapped(made) if async_op and not made.is_meta else made
     communicator = _row("all_to_all", *group).on(input)
     ranks, rank = communicator.world_size, communicator.rank
-    try:
+    with communicator.accepting("all_to_all"):
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input must be a tensor, got {type(input).__name__} on rank {rank}")
         gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
         shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), rank)
         sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
-    except Exception:
-        with communicator.accepting("all_to_all"):
-            raise
     if gather_dim == shard_dim:  # the own shard is that chunk
         same = input.clone(memory_format=torch.contiguous_format)
         return AsyncTensor(same, cast(Work, _done("all_to_all", same, True))) if async_op else same

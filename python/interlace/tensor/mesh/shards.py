@@ -115,7 +115,7 @@ def check_tensor_meta(
     [None, None]
     """
     communicator = bound(group)
-    try:
+    with communicator.accepting("check_tensor_meta"):
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(
                 f"local_tensor must be a tensor, got {type(local_tensor).__name__} "
@@ -125,9 +125,6 @@ def check_tensor_meta(
         mine: dict[str, Any] = {name: getattr(local_tensor, name) for name in names}
         if check_shape_stride:
             mine |= {"shape": tuple(local_tensor.shape), "stride": tuple(local_tensor.stride())}
-    except Exception:
-        with communicator.accepting("check_tensor_meta"):
-            raise
     first, *others = communicator.agree("check_tensor_meta", mine)
     for rank, theirs in enumerate(others, 1):
         if set(theirs) != set(first):

@@ -6,8 +6,7 @@ have the same block, of which they hold replicas. Nothing here is recorded for b
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -117,13 +116,3 @@ def gather_sum(
     for block, replica in zip(blocks, outputs, strict=True):
         cut(whole, block).add_(replica)
     return whole.to(part.dtype)
-
-
-@contextlib.contextmanager
-def refused_by_all(communicator: Communicator, op: str) -> Iterator[None]:
-    """Around the checks of arguments: what this rank refuses is raised on every rank; free otherwise."""
-    try:
-        yield
-    except Exception:
-        with communicator.accepting(op):
-            raise

@@ -69,7 +69,7 @@ def scatter_v(
     """
     op = "scatter_v"
     communicator = resolve(group)
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         root = group_rank("src", src, group_src, communicator, default=0)
         tensor = facts.source_tensor(tensor, root, communicator)
         own = facts.checked_facts(tensor, dim, sizes, communicator)
@@ -150,7 +150,7 @@ def gather_v(
     """
     op = "gather_v"
     communicator = resolve(group).on(tensor)
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         root = group_rank("dst", dst, group_dst, communicator, default=0)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
     return gathered(communicator, tensor, cuts, root, shape, needs)
@@ -213,7 +213,7 @@ def all_gather_v(
     """
     op = "all_gather_v"
     communicator = resolve(group).on(tensor)
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         facts.check_accumulate(accumulate, communicator)
     terms = (("accumulate", accumulate),)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)

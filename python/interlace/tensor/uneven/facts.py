@@ -153,7 +153,7 @@ def shared(
     op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
 ) -> tuple[tuple[int, ...], list[blocks.Block], bool]:
     """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
     terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
     parts: list[TensorFacts] = exchange(communicator, op, terms, own, _check_parts)
@@ -193,5 +193,5 @@ def gradient_here(
     """The gradient of a result that is on this rank, with its data; zeros if nothing was made of it."""
     if grad is None:
         return torch.zeros(tuple(shape), dtype=dtype, device=communicator.place.device)
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         return with_data(f"the gradient of {op}'s result", grad, communicator)

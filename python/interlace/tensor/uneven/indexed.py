@@ -56,7 +56,7 @@ def indexed_all_to_all_v(
     op = "indexed_all_to_all_v"
     communicator = resolve(group).on(tensor)
     rank = communicator.rank
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         facts.check_accumulate(accumulate, communicator)
         facts.with_data("tensor", tensor, communicator)
         about = facts.checked_facts(tensor, dim, None, communicator)

@@ -133,7 +133,7 @@ class ShardedTensor:
         zeros. Raises ValueError or TypeError on every rank before the parts move.
         """
         op, communicator = "gather", self._ranks.communicator.on(self._local)
-        with blocks.refused_by_all(communicator, op):
+        with communicator.accepting(op):
             root = group_rank("dst", None, group_dst, communicator)
             local = facts.with_data("local", self._local, communicator)
         needs = local.requires_grad and torch.is_grad_enabled()
@@ -211,7 +211,7 @@ def from_local(
     op, ranks = "from_local", _ranks(mesh)
     communicator = ranks.communicator
     rank = communicator.rank
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         local = facts.with_data("local", local, communicator.on(local))
         own = tuple(local.shape)
         checked = for_dims(checked_placements(placements, len(ranks.shape), rank), len(own), rank)
@@ -296,7 +296,7 @@ def scatter(
     communicator = ranks.communicator
     rank = communicator.rank
     own = facts.TensorFacts()
-    with blocks.refused_by_all(communicator, op):
+    with communicator.accepting(op):
         root = group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape), rank)
         tensor = facts.source_tensor(tensor, root, communicator)
