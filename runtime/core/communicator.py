@@ -175,8 +175,6 @@ class Communicator:
         place = self.place.subgroup(tuple(ranks), self._generation)
         return Communicator(place, [self.ranks[rank] for rank in ranks])
 
-    # -- ops -----------------------------------------------------------------------------------
-
     def call(
         self,
         op: str,
@@ -314,8 +312,6 @@ class Communicator:
     def was_pulled(self, workspace: Workspace) -> bool:
         """Whether peers may still read what the last op has left in ``workspace``."""
         return self._last_on_channel[workspace.channel][1]
-
-    # -- ending --------------------------------------------------------------------------------
 
     def _over(self, op: str) -> InterlaceError:
         if self._closed:

@@ -110,8 +110,6 @@ class Engine(ABC):
     def _cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         return whole.view(self.world_size, whole.numel() // self.world_size).unbind(0)
 
-    # -- between two ranks ---------------------------------------------------------------------
-
     @abstractmethod
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send to ``peer``; never blocks. ``tensor`` may be reused when the future is done.

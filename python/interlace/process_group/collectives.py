@@ -196,8 +196,6 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         copies.back(outputs)
         return Work(name, self._place, None, outputs)
 
-    # -- collectives ---------------------------------------------------------------------------
-
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE, *rest: Any) -> Any:
         if type(opts) is not AllreduceOptions or type(tensors) is not list:
             return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
@@ -351,8 +349,6 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
             return
         monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
 
-    # -- several at once -----------------------------------------------------------------------
-
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
     ) -> Any:
@@ -390,8 +386,6 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
     alltoall_base = renamed("all_to_all_single")
     allgather_into_tensor_coalesced = renamed("all_gather_single_coalesced")
     reduce_scatter_tensor_coalesced = renamed("reduce_scatter_single_coalesced")
-
-    # -- point to point ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)

@@ -198,8 +198,6 @@ class InterlaceProcessGroup(Collectives):
         """How many collectives this rank has started."""
         return self._sequence
 
-    # -- the C++ backend ------------------------------------------------------------------------
-
     def _make_dispatchable(self) -> None:
         """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
         if self._gloo is None:
@@ -212,8 +210,6 @@ class InterlaceProcessGroup(Collectives):
             self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
             self._register_backend(torch.device("cpu"), kind, self._gloo)
             self._set_default_backend(kind)
-
-    # -- ending --------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Make every wait of every rank end with an error; the group cannot be used any more."""

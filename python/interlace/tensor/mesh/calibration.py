@@ -115,9 +115,6 @@ def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device)
     return times
 
 
-# -- fitting ---------------------------------------------------------------------------------------
-
-
 def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
     """Of each case the median over calls of the slowest rank."""
     return {

@@ -34,8 +34,6 @@ from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.placeholder import Placeholder
 from interlace.tensor.uneven.recorded import recorded
 
-# -- one to all ----------------------------------------------------------------------------------------
-
 
 def scatter_v(
     tensor: torch.Tensor | None,
@@ -117,9 +115,6 @@ def scattered(
     return recorded(communicator, "scatter_v", part, tensor, gradient)
 
 
-# -- all to one ----------------------------------------------------------------------------------------
-
-
 def gather_v(
     tensor: torch.Tensor,
     sizes: facts.Sizes = None,
@@ -182,9 +177,6 @@ def gathered(
         return torch.zeros_like(own) if part is None else part
 
     return recorded(communicator, "gather_v", whole, tensor, gradient)
-
-
-# -- all to all ----------------------------------------------------------------------------------------
 
 
 def all_gather_v(
