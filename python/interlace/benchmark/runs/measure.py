@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from interlace.benchmark.runs.results import Row, Sizes
-from interlace.benchmark.subjects.baselines import Joined
+from interlace.benchmark.subjects.baselines import joined
 from interlace.benchmark.subjects.requests import Request, source
 from interlace.benchmark.timing import kernel, protocol
 from interlace.benchmark.timing.caches import cache_bytes, sets_needed
@@ -23,7 +23,7 @@ def measure(request: Request, tick: Tick) -> Sizes:
     """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
     place = groups.default_group().place
     found = source(request, place)
-    with Joined(found.backend, request.store, place.rank, place.world_size):
+    with joined(found.backend, request.store, place.rank, place.world_size):
         subject = found.make()
         rows = _measure(subject, request, place, tick)
     sizes = Sizes(
@@ -68,7 +68,7 @@ def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> li
         make = each.timed_inputs or each.inputs
         if make not in rotations:
             rotations[make], set_bytes = _rotation(each, make, place)
-            rotated_bytes[make] = len(rotations[make]) * set_bytes
+            rotated_bytes[make] = rotations[make].count * set_bytes
         functions[each.name] = rotations[make].calling(each.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
     functions.clear()  # which have the inputs

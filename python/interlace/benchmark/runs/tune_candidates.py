@@ -10,6 +10,7 @@ the rest those that the cost model thinks least of. Of unknown chips it ranks by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -142,20 +143,16 @@ def _ranked(
 
 def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:
     """Few large tiles first: the interpreter pays per block, not per number."""
-    found = []
-    for block_m in {base.block_m, max(16, base.block_m // 2)}:
-        for block_n in {base.block_n, max(16, base.block_n // 2), min(256, base.block_n * 2)}:
-            for block_k in {base.block_k, max(16, base.block_k // 2)}:
-                for programs in (1, 2, 3, 4):
-                    found.append(
-                        replace(
-                            base,
-                            block_m=block_m,
-                            block_n=block_n,
-                            block_k=block_k,
-                            programs=programs,
-                        )
-                    )
+    sizes = itertools.product(
+        {base.block_m, max(16, base.block_m // 2)},
+        {base.block_n, max(16, base.block_n // 2), min(256, base.block_n * 2)},
+        {base.block_k, max(16, base.block_k // 2)},
+        (1, 2, 3, 4),
+    )
+    found = [
+        replace(base, block_m=m, block_n=n, block_k=k, programs=programs)
+        for m, n, k, programs in sizes
+    ]
 
     def blocks(c: Configuration) -> tuple[int, str]:
         steps = ceil_div(problem.columns, c.block_n) * ceil_div(problem.inner, c.block_k)

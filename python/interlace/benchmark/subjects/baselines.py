@@ -14,7 +14,8 @@ torch      torch operators on one rank alone: the same copies, sums and ``torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,60 +44,49 @@ def refuse(name: str, place: str, device: str, *, virtual: bool) -> None:
     if name not in NAMES:
         raise ValueError(f"--baseline {name}: known are {', '.join(NAMES)}, and none")
     where = f"--baseline {name}"
-    if name in ("nccl", "symm_mem"):
-        if device != "cuda":
-            instead = "torch" if place == "sim" else "gloo or torch"
-            raise ValueError(
-                f"{where} needs a GPU per rank, and place {place} has its tensors on the CPU; "
-                f"use {instead}"
-            )
-        if virtual:
-            raise ValueError(
-                f"{where} needs one process per GPU, and virtual ranks are one process on one GPU; "
-                "start bench with torchrun, or use torch"
-            )
-    if name == "gloo":
-        if device != "cpu":
-            raise ValueError(f"{where} is for tensors on a CPU; use torch, nccl or symm_mem")
-        if place == "sim":
-            raise ValueError(f"{where} needs a process per rank: --place shm; or use torch")
+    on_gpus = name in ("nccl", "symm_mem")
+    if on_gpus and device != "cuda":
+        instead = "torch" if place == "sim" else "gloo or torch"
+        raise ValueError(
+            f"{where} needs a GPU per rank, and place {place} has its tensors on the CPU; use {instead}"
+        )
+    if on_gpus and virtual:
+        raise ValueError(
+            f"{where} needs one process per GPU, and virtual ranks are one process on one GPU; "
+            "start bench with torchrun, or use torch"
+        )
+    if name == "gloo" and device != "cpu":
+        raise ValueError(f"{where} is for tensors on a CPU; use torch, nccl or symm_mem")
+    if name == "gloo" and place == "sim":
+        raise ValueError(f"{where} needs a process per rank: --place shm; or use torch")
 
 
-def torch_backend(names: tuple[str, ...]) -> str | None:
+def torch_backend(names: Sequence[str]) -> str | None:
     """The backend of torch.distributed that these baselines use."""
     if "nccl" in names or "symm_mem" in names:
         return "cpu:gloo,cuda:nccl"
     return "gloo" if "gloo" in names else None
 
 
-class Joined:
+@contextmanager
+def joined(backend: str | None, store: str | None, rank: int, world_size: int) -> Iterator[None]:
     """torch.distributed's default group, for as long as the context lasts, if it is not there already.
 
     ``store``: a file that all ranks can write, or None for the environment of ``torchrun``.
     """
-
-    def __init__(self, backend: str | None, store: str | None, rank: int, world_size: int) -> None:
-        self._backend, self._store, self._made = backend, store, False
-        self._rank, self._world_size = rank, world_size
-
-    def __enter__(self) -> None:
-        if self._backend is None or dist.is_initialized():
-            return
-        where: dict[str, Any] = {}
-        if self._store is not None:
-            where = {
-                "init_method": f"file://{self._store}",
-                "rank": self._rank,
-                "world_size": self._world_size,
-            }
-        if "nccl" in self._backend:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self._rank)))
-        dist.init_process_group(self._backend, timeout=timedelta(seconds=300), **where)
-        self._made = True
-
-    def __exit__(self, *exception: object) -> None:
-        if self._made:  # no barrier: measuring ends with one, and after an error nobody may come
-            dist.destroy_process_group()
+    if backend is None or dist.is_initialized():
+        yield
+        return
+    where: dict[str, Any] = {}
+    if store is not None:
+        where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
+    if "nccl" in backend:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group(backend, timeout=timedelta(seconds=300), **where)
+    try:
+        yield
+    finally:  # no barrier: measuring ends with one, and after an error nobody may come
+        dist.destroy_process_group()
 
 
 def group_name() -> str:

@@ -61,6 +61,12 @@ class Request:
     store: str | None = None
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """What a function of the user's own may take."""
+        sizes = {"nbytes": self.nbytes, "m": self.m, "n": self.n, "k": self.k}
+        return {**sizes, "dtype": DTYPES[self.dtype]}
+
+    @property
     def own(self) -> bool:
         """Whether it is about a kernel of the user's own."""
         return "::" in self.target
@@ -83,9 +89,9 @@ def source(request: Request, place: Place) -> Source:
 
     Raises ValueError or TypeError for what cannot be in this place.
     """
-    setting = Setting(place.rank, place.world_size, place.device, DTYPES[request.dtype])
     if request.own:
-        return _own_kernel(request, setting, place)
+        return _own_kernel(request, place)
+    setting = Setting(place.rank, place.world_size, place.device, DTYPES[request.dtype])
     device, chosen = place.device.type, request.chosen
     if chosen is None:
         chosen = baselines.default(place.name, device, virtual=request.virtual)
@@ -94,8 +100,8 @@ def source(request: Request, place: Place) -> Source:
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     names, left_out = algorithms(request, setting, place)
-    backend = baselines.torch_backend(chosen)
-    return Source(backend, left_out, lambda: _op(request, setting, names, chosen))
+    make = functools.partial(_op, request, setting, names, chosen)
+    return Source(baselines.torch_backend(chosen), left_out, make)
 
 
 def algorithms(request: Request, setting: Setting, place: Place) -> tuple[list[str], list[str]]:
@@ -183,14 +189,18 @@ def loaded(target: str) -> Callable[..., Any]:
     return load_function(target)
 
 
-def _own_kernel(request: Request, setting: Setting, place: Place) -> Source:
+def _own_kernel(request: Request, place: Place) -> Source:
     target = request.target
-    sizes = {"nbytes": request.nbytes, "m": request.m, "n": request.n, "k": request.k}
-    found = kernel.made(loaded(target), target, {**sizes, "dtype": setting.dtype})
+    found = kernel.made(loaded(target), target, request.arguments)
     names = _own_baselines(request, found, place)
     function = target.rpartition("::")[2]
-    sizes["bytes"] = found.nbytes or sizes.pop("nbytes")
-    shape = {name: sizes[name] or 0 for name in ("bytes", "m", "n", "k") if sizes[name]}
+    sizes = {
+        "bytes": found.nbytes or request.nbytes,
+        "m": request.m,
+        "n": request.n,
+        "k": request.k,
+    }
+    shape = {name: size for name, size in sizes.items() if size}
     subject = Subject(function, shape, found.nbytes, found.bus_factor, found.flops)
 
     def add(name: str, role: str, run: Callable[..., Any], check: Any) -> str:
@@ -203,8 +213,7 @@ def _own_kernel(request: Request, setting: Setting, place: Place) -> Source:
     if found.matmul is not None and found.communication is not None:
         subject.matmul = add("matmul alone", PART, found.matmul, None)
         subject.communication = add("communication alone", PART, found.communication, None)
-    backend = baselines.torch_backend(tuple(name for name in names if name in ("gloo", "nccl")))
-    return Source(backend, [], lambda: subject)
+    return Source(baselines.torch_backend(names), [], lambda: subject)
 
 
 def _own_baselines(request: Request, found: kernel.Kernel, place: Place) -> list[str]:
@@ -217,9 +226,8 @@ def _own_baselines(request: Request, found: kernel.Kernel, place: Place) -> list
         try:
             if name in ("gloo", "nccl"):
                 baselines.refuse(name, place.name, place.device.type, virtual=request.virtual)
+            names.append(name)
         except ValueError:
             if request.chosen is not None:
                 raise
-            continue
-        names.append(name)
     return names

@@ -16,6 +16,7 @@ all ranks have launched.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -111,20 +112,11 @@ class Rotation:
     """Sets of inputs, one after another. Candidates share it, so none finds what another has just used."""
 
     def __init__(self, sets: Sequence[tuple[Any, ...]]) -> None:
-        self._sets, self._next = sets, 0
-
-    def __len__(self) -> int:
-        return len(self._sets)
+        self.count, self._sets = len(sets), itertools.cycle(sets)
 
     def calling(self, run: Callable[..., Any]) -> Callable[[], Any]:
         """A function without arguments that calls ``run`` with the next set."""
-
-        def call() -> Any:
-            current = self._sets[self._next]
-            self._next = (self._next + 1) % len(self._sets)
-            return run(*current)
-
-        return call
+        return lambda: run(*next(self._sets))
 
 
 def total_bytes(value: Any) -> int:

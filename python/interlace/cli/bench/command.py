@@ -114,7 +114,7 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
     tick = nothing
     results = []
     # torch first: interlace then takes the store from it, and no port is served twice
-    with baselines.Joined(baselines.torch_backend(chosen), None, rank, world_size):
+    with baselines.joined(baselines.torch_backend(chosen), None, rank, world_size):
         try:
             found = groups.default_group().place.name
             if options.place not in (None, found):

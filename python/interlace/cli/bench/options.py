@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,8 +148,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
     requests = [replace(request, **size) for size in _shapes(options)]
     for each in requests:
         if each.own:
-            sizes = {"nbytes": each.nbytes, "m": each.m, "n": each.n, "k": each.k}
-            kernel.arguments_for(loaded(target), target, {**sizes, "dtype": each.dtype})
+            kernel.arguments_for(loaded(target), target, each.arguments)
         elif target in ops.FUSED:
             ops.FUSED[target].refuse(world_size, each.m or 0, each.dtype)
         elif target in ops.PLAIN:
@@ -202,7 +201,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
     return names
 
 
-def _shapes(options: BenchOptions) -> Iterator[dict[str, Any]]:
+def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     """The sizes, as fields of a request."""
     given = {name: getattr(options, name) for name in ("m", "n", "k")}
     lists = {
@@ -217,14 +216,10 @@ def _shapes(options: BenchOptions) -> Iterator[dict[str, Any]]:
         if not ops.PLAIN[options.target].has_size:
             if options.sizes is not None:
                 raise ValueError(f"--sizes: {options.target} moves nothing, so it has no size")
-            yield {}
-            return
-        lists["nbytes"] = parse_sizes(DEFAULT_SIZES if options.sizes is None else options.sizes)
+        else:
+            lists["nbytes"] = parse_sizes(DEFAULT_SIZES if options.sizes is None else options.sizes)
     else:
         if options.sizes is not None:
             raise ValueError(f"--sizes: {options.target} has a shape; it takes --m, --n and --k")
         lists = {name: lists.get(name, parse_sizes(DEFAULT_SHAPE)) for name in ("m", "n", "k")}
-    combined: list[dict[str, Any]] = [{}]
-    for name, values in lists.items():
-        combined = [{**each, name: value} for each in combined for value in values]
-    yield from combined
+    return [dict(zip(lists, each, strict=True)) for each in itertools.product(*lists.values())]

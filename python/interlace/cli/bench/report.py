@@ -31,10 +31,8 @@ def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> No
     for note in notes(results):
         write(console, note, "dim")
     for result in results:
-        for said in [result.failed] + [row.said for row in result.rows]:
-            if said:
-                text = f"{result.label}: {said}"
-                write(console, text, "red")
+        for said in filter(None, [result.failed, *(row.said for row in result.rows)]):
+            write(console, f"{result.label}: {said}", "red")
     wrong = sorted({row.name for r in results for row in r.rows if row.right is False})
     failed = any(result.failed for result in results)
     if wrong or failed:
@@ -108,24 +106,17 @@ def _verdict(row: Row) -> str:
 
 
 def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> None:
+    """Cells below each other; names of candidates, in the second column, begin at its left."""
     names = [["", *header.split("\n")][-2:] for header in headers]
     heads = [[name[i] for name in names] for i in range(2)]
     widths = [max(len(line[i]) for line in [*heads, *lines]) for i in range(len(headers))]
     rule = ["-" * (sum(widths) + 2 * len(widths) - 2)]
     for line in [*heads, rule, *lines]:
-        style = "bold red" if line[-1].startswith("WRONG") else ""
-        text = _aligned(line, widths)
-        write(console, text, style)
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=False)]
+        cells[1:2] = [cell.ljust(widths[1]) for cell in line[1:2]]
+        text = "  ".join(cells).rstrip()
+        write(console, text, "bold red" if line[-1].startswith("WRONG") else "")
     console.print()
-
-
-def _aligned(line: list[str], widths: list[int]) -> str:
-    """Cells below each other; names of candidates, in the second column, begin at its left."""
-    cells = [
-        cell.ljust(width) if i == 1 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths, strict=False))
-    ]
-    return "  ".join(cells).rstrip()
 
 
 def notes(results: Sequence[Result]) -> list[str]:
@@ -193,14 +184,10 @@ def write_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
         if rated and role == PART:
             continue
         drawn = [(i, *_plotted(sizes, row, rated)) for i, sizes, row in points]
+        x, middle, low, high = zip(*drawn, strict=True)
         style = {BASELINE: "--", PART: ":"}.get(role, "-")
-        line = axes.plot(
-            [p[0] for p in drawn], [p[1] for p in drawn], style, marker="o", label=name
-        )
-        axes.fill_between(
-            [p[0] for p in drawn], [p[2] for p in drawn], [p[3] for p in drawn],
-            color=line[0].get_color(), alpha=0.2,
-        )  # fmt: skip
+        line = axes.plot(x, middle, style, marker="o", label=name)
+        axes.fill_between(x, low, high, color=line[0].get_color(), alpha=0.2)
     axes.set_xticks(range(len(measured)), [r.label for r in measured], rotation=30, ha="right")
     axes.set_ylabel("bus bandwidth, GB/s" if rated else "time of a call, us")
     axes.set_yscale("log")
