@@ -17,22 +17,22 @@ What stays a stand-in for the GPU:
 - `tl.sum` of bf16, fp16 and fp8 adds in fp32 and rounds once; compiled code rounds every addition.
 - fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here as there.
 
-Nothing of triton is edited: builder methods are shadowed by instance attributes, the two reduction
-classes, which bypass the builder, by a replaced method. Verified on triton 3.6.0 and 3.7.1.
+Nothing of triton is edited: builder methods are shadowed by instance attributes. `tl.reduce` and
+`tl.associative_scan` do not reach the builder: for the combine functions of triton.language.standard they
+call numpy on the raw data, which for bf16 and fp8 is bits, and for fp16 adds in fp16 along some axes and in
+fp32 along others; so their one method is replaced. Verified on triton 3.6.0 and 3.7.1.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from interlace.runtime.interpreter.attributes import Replacement, replaced
-from interlace.runtime.interpreter.exact_reductions import exact_reduction
+from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.numerics.float_formats import (
     HALF,
     STORED_AS_BITS,
@@ -64,8 +64,7 @@ def _refuse(*dtypes: Any) -> None:
 def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     """Attribute name -> function to set on ``builder`` so that its arithmetic is exact.
 
-    The functions call what ``builder`` has now, so hooks installed before keep working. This does
-    not cover reductions and scans, which bypass the builder: :func:`exact_arithmetic` does.
+    The functions call what ``builder`` has now, so hooks installed before keep working.
     """
     make, stock = interpreter.TensorHandle, builder
     stock_binary, stock_unary, stock_cast = stock.binary_op, stock.unary_op, stock.cast_impl
@@ -141,30 +140,29 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     def constant(dtype: Any) -> Callable[[float], Handle]:
         return lambda value: make(narrow(np.array([value], dtype=np.float64), dtype), dtype)
 
-    def nan_padding(ptrs: Handle) -> Handle:
-        dtype = ptrs.get_element_ty()
-        form = STORED_AS_BITS[dtype.name]
-        return make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
-
     def pads_with_nan(element: Any, padding: Any) -> bool:
         nan = interpreter._ir.PADDING_OPTION.PAD_NAN
         return bool(padding == nan and element.name in STORED_AS_BITS)
 
+    def padded_load(access: tuple[Any, Any], cache: Any, eviction: Any, volatile: Any) -> Handle:
+        ptrs, mask = access
+        dtype = ptrs.get_element_ty()
+        form = STORED_AS_BITS[dtype.name]
+        nan = make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
+        masked = make(mask, tl.int1)
+        return builder.create_masked_load(ptrs, masked, nan, cache, eviction, volatile)
+
     def create_descriptor_load(desc: Any, indices: Any, cache: Any, eviction: Any) -> Handle:
         if not pads_with_nan(desc.base.dtype.element_ty, desc.padding):
             return stock_descriptor_load(desc, indices, cache, eviction)
-        ptrs, mask = desc.materialize_pointers(indices)
-        mask = make(mask, tl.int1)
-        return builder.create_masked_load(ptrs, mask, nan_padding(ptrs), cache, eviction, False)
+        return padded_load(desc.materialize_pointers(indices), cache, eviction, False)
 
     def create_tensor_pointer_load(
         ptr: Any, boundary_check: Any, padding: Any, cache: Any, eviction: Any, volatile: Any
     ) -> Handle:
         if not pads_with_nan(ptr.base.get_element_ty(), padding):
             return stock_pointer_load(ptr, boundary_check, padding, cache, eviction, volatile)
-        ptrs, mask = ptr.materialize_pointers(boundary_check)
-        mask = make(mask, tl.int1)
-        return builder.create_masked_load(ptrs, mask, nan_padding(ptrs), cache, eviction, volatile)
+        return padded_load(ptr.materialize_pointers(boundary_check), cache, eviction, volatile)
 
     def no_atomics(val: Handle) -> None:
         if _stored(val):
@@ -193,30 +191,60 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-_depth = 0
+def _tensor(data: Any, dtype: Any, model: Any) -> Any:
+    """``data`` as a tensor of ``dtype`` and of the shape of ``model``."""
+    shape = model.type.get_block_shapes() if model.type.is_block() else None
+    kind = tl.block_type(dtype, shape) if shape else dtype
+    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
 
 
-@contextlib.contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """While entered, interpreted kernels compute exactly. Nests; the outermost exit restores.
+def _narrowed(tensor: Any, dtype: Any) -> Any:
+    with np.errstate(all="ignore"):
+        data = tensor.handle.data
+        data = data.astype(np.float16) if dtype.name == "fp16" else narrow(data, dtype)
+    return _tensor(data, dtype, tensor)
+
+
+def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_impl`` of a reduction or scan, made right for bf16, fp8 and fp16.
+
+    Sums, products, minima and maxima are numpy calls on the raw data: these get fp32. A combine
+    function of the user's runs element by element through the builder, and is exact already.
+    """
+    standard = tl.standard
+    on_raw_data = (
+        standard._sum_combine,
+        standard._prod_combine,
+        standard._elementwise_max,
+        standard._elementwise_min,
+        standard._argmax_combine_tie_break_left,
+        standard._argmin_combine_tie_break_left,
+    )
+
+    def apply_impl(self: Any, tensors: tuple[Any, ...]) -> Any:
+        dtype = tensors[0].dtype
+        narrowed = dtype.name in STORED_AS_BITS or dtype.name == "fp16"
+        if not narrowed or self.combine_fn not in on_raw_data:
+            return stock(self, tensors)
+        first = tensors[0]
+        wide = widen(first.handle.data, dtype).astype(np.float32)
+        with np.errstate(all="ignore"):
+            found = stock(self, (_tensor(wide, tl.float32, first), *tensors[1:]))
+        found = list(found) if isinstance(found, (list, tuple)) else [found]
+        # A result that is not fp32 is an index of argmax or argmin.
+        return [_narrowed(f, dtype) if f.dtype == tl.float32 else f for f in found]
+
+    return apply_impl
+
+
+def exact_arithmetic() -> list[Replacement]:
+    """What makes interpreted kernels compute exactly, for ``replaced``.
 
     The interpreter has one builder per process, so this concerns every thread of it.
-
-    Example::
-
-        with exact_arithmetic():
-            kernel[grid](x, y)
     """
-    global _depth
-    _depth += 1
-    try:
-        changes: list[Replacement] = []
-        if _depth == 1:
-            builder = interpreter.interpreter_builder
-            changes += [(builder, *override) for override in exact_overrides(builder).items()]
-            for kind in (interpreter.ReduceOps, interpreter.ScanOps):
-                changes.append((kind, "apply_impl", exact_reduction(kind.apply_impl)))
-        with replaced(*changes):
-            yield
-    finally:
-        _depth -= 1
+    builder = interpreter.interpreter_builder
+    kinds = (interpreter.ReduceOps, interpreter.ScanOps)
+    return [
+        *((builder, *override) for override in exact_overrides(builder).items()),
+        *((kind, "apply_impl", exact_reduction(kind.apply_impl)) for kind in kinds),
+    ]

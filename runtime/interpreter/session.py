@@ -107,8 +107,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                     # checks every integer operation for overflow, then drops what it found
                     unchecked = replace(builder.options, sanitize_overflow=False)
                     changes.append((builder, "options", unchecked))
-                stack.enter_context(exact_arithmetic())
-                stack.enter_context(replaced(*changes))
+                stack.enter_context(replaced(*exact_arithmetic(), *changes))
                 if shortcuts:
                     stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
                 hooked = _hooked(builder, hooks).items()
@@ -225,13 +224,18 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
 
 def active_addresses(pointers: Any, mask: Any) -> Any:
     """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
-    addresses = np.asarray(pointers.data).ravel()
+    return active(pointers.data, pointers, mask)
+
+
+def active(values: Any, pointers: Any, mask: Any) -> Any:
+    """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
+    values, shape = np.asarray(values), pointers.data.shape
+    if values.shape != shape:
+        values = np.broadcast_to(values, shape)
     if mask is None:
-        return addresses
+        return values.ravel()
     chosen = mask if isinstance(mask, np.ndarray) else mask.data  # descriptors pass bare arrays
-    if chosen.all():
-        return addresses
-    return addresses[np.broadcast_to(chosen, pointers.data.shape).ravel()]
+    return values.ravel() if chosen.all() else values[np.broadcast_to(chosen, shape)]
 
 
 def source_frames(frame: Any) -> list[Any]:

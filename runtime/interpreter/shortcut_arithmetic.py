@@ -74,6 +74,15 @@ def lengths(kind: Any) -> tuple[int, ...]:
     return tuple(shape.values if shape.__class__ is tl.tuple else shape)
 
 
+def block_of(dtype: Any, kind: Any) -> Any:
+    """The block type of elements of ``dtype`` in the shape of ``kind``, made once."""
+    key = dtype.name, lengths(kind)
+    found = _blocks.get(key)
+    if found is None:
+        found = _blocks[key] = tl.block_type(dtype, kind.shape)
+    return found
+
+
 def _shaped(dtype: Any, model: Any) -> Any:
     """The type of elements of ``dtype`` in the shape of ``model``."""
     kind = model.type
@@ -81,11 +90,7 @@ def _shaped(dtype: Any, model: Any) -> Any:
         return dtype
     if model.dtype is dtype:
         return kind
-    key = dtype.name, lengths(kind)
-    found = _blocks.get(key)
-    if found is None:
-        found = _blocks[key] = tl.block_type(dtype, kind.shape)
-    return found
+    return block_of(dtype, kind)
 
 
 def _model(left: Any, right: Any) -> Any:

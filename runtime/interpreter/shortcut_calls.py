@@ -25,12 +25,11 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from interlace.runtime.interpreter.attributes import Replacement
-from interlace.runtime.interpreter.shortcut_arithmetic import lengths
+from interlace.runtime.interpreter.shortcut_arithmetic import block_of, lengths
 
 _CACHE = interpreter._ir.CACHE_MODIFIER.NONE
 _EVICTION = interpreter._ir.EVICTION_POLICY.NORMAL
 _shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
-_blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
 _ranges: dict[tuple[int, int], Any] = {}
 
 
@@ -145,13 +144,8 @@ def _constructor(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _other_element(stock: Callable[..., Any]) -> Callable[..., Any]:
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        if scalar_ty.__class__ is not tl.dtype:
-            return stock(self, scalar_ty)
-        key = scalar_ty.name, lengths(self)
-        found = _blocks.get(key)
-        if found is None:
-            found = _blocks[key] = stock(self, scalar_ty)
-        return found
+        known = scalar_ty.__class__ is tl.dtype
+        return block_of(scalar_ty, self) if known else stock(self, scalar_ty)
 
     return with_element_ty
 

@@ -16,7 +16,7 @@ import numpy as np
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.interpreter.session import active, active_addresses
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import MemoryNames, polling, user_line
 from interlace.runtime.scheduler.store_buffers import StoreBuffers
@@ -247,9 +247,5 @@ def _circle(seen: list[Read]) -> list[Read]:
 
 def _read(pointers: Any, mask: Any, result: Any) -> Read:
     """What a load or a poll has seen, without the elements that its mask left out."""
-    addresses = active_addresses(pointers, mask)
-    values = np.broadcast_to(result.data, pointers.data.shape)
-    if mask is not None:
-        chosen = mask if isinstance(mask, np.ndarray) else mask.data
-        values = values[np.broadcast_to(chosen, pointers.data.shape)]
+    addresses, values = active_addresses(pointers, mask), active(result.data, pointers, mask)
     return Read(np.ascontiguousarray(addresses).tobytes(), values.tobytes())

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.interpreter.session import active, active_addresses
 
 if TYPE_CHECKING:
     from interlace.runtime.scheduler.observer import Observer
@@ -88,10 +88,7 @@ class StoreBuffers:
         addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return
-        values = np.broadcast_to(value.data, pointers.data.shape).ravel()
-        if len(values) != len(addresses):
-            chosen = mask if isinstance(mask, np.ndarray) else mask.data
-            values = values[np.broadcast_to(chosen, pointers.data.shape).ravel()]
+        values = active(value.data, pointers, mask)
         self._drain_overlapping(task, addresses, values.dtype.itemsize)
         scalar = pointers.data.size == 1
         pieces = 1 if scalar else min(PIECES, addresses.size)

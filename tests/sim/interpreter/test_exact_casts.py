@@ -27,6 +27,7 @@ from exact_numbers import (
     rounding_cases,
     same,
 )
+from interlace.runtime.interpreter.attributes import replaced
 from interlace.runtime.interpreter.exact import exact_arithmetic
 
 
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def exact() -> Iterator[None]:
-    with exact_arithmetic():
+    with replaced(*exact_arithmetic()):
         yield
 
 
