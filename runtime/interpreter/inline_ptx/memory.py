@@ -28,6 +28,8 @@ MEMORY, builds = builders()
 Load = Callable[[Thread, int], int]
 Store = Callable[[Thread, int, int], object]
 """Of bits, at an address."""
+Addresses = Callable[[Thread], list[int]]
+"""Where an access starts; of one that reaches all ranks, in every rank's memory."""
 
 SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
 ALL = TensorHandle(np.ones(1, np.bool_), tl.int1)
@@ -143,24 +145,45 @@ def build_access(instruction: Instruction) -> Action:
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)
     at = address_of(instruction, inner, kind, len(parts))
-    places = [(index * kind.bits // 8, part) for index, part in enumerate(parts)]
+
+    def addresses(thread: Thread) -> list[int]:
+        return [at(thread)]
+
     if loads:
-        get = load_of(kind, sem, scope)
-        writes = [(by, instruction.writer(part, kind, wider=True)) for by, part in places]
+        return loading(instruction, parts, kind, addresses, load_of(kind, sem, scope), sum)
+    return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
 
-        def load(thread: Thread) -> None:
-            address = at(thread)
-            for by, write in writes:
-                write(thread, get(thread, address + by))
 
-        return load
-    put = store_of(kind, sem, scope)
-    reads = [(by, instruction.reader(part, kind, wider=True)) for by, part in places]
+def loading(
+    instruction: Instruction,
+    parts: list[str],
+    kind: ScalarType,
+    addresses: Addresses,
+    get: Load,
+    total: Callable[[list[int]], int],
+) -> Action:
+    """Into each of ``parts`` goes the total of what is at the addresses."""
+    writes = [instruction.writer(part, kind, wider=True) for part in parts]
+
+    def load(thread: Thread) -> None:
+        found = addresses(thread)
+        for index, write in enumerate(writes):
+            by = index * kind.bits // 8
+            write(thread, total([get(thread, address + by) for address in found]))
+
+    return load
+
+
+def storing(
+    instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
+) -> Action:
+    """Each of ``parts`` goes to every address."""
+    reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(thread: Thread) -> None:
-        address = at(thread)
-        for by, read in reads:
-            put(thread, address + by, read(thread))
+        for address in addresses(thread):
+            for index, read in enumerate(reads):
+                put(thread, address + index * kind.bits // 8, read(thread))
 
     return store
 

@@ -16,8 +16,10 @@ from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruc
 from interlace.runtime.interpreter.inline_ptx.memory import (
     address_of,
     load_of,
+    loading,
     read_modify_write,
     store_of,
+    storing,
     take_global,
     take_ordering,
     take_parts,
@@ -71,34 +73,17 @@ def build_multimem(instruction: Instruction) -> Action:
                 f"{instruction.line}: {instruction.text}"
             ) from None
 
-    offsets = range(0, nbytes, kind.bits // 8)
     ordering = None if pair or len(parts) > 1 else sem
     if form == "ld_reduce":
-        get, total = (
-            load_of(kind, ordering, scope),
-            _summed(TYPES[_PAIRS[pair]] if pair else kind, kind),
-        )
-        writes = [instruction.writer(part, kind, wider=True) for part in parts]
-
-        def load(thread: Thread) -> None:
-            found = addresses(thread)
-            for offset, write in zip(offsets, writes, strict=True):
-                write(thread, total([get(thread, address + offset) for address in found]))
-
-        return load
-    if form == "red" and (pair or len(parts) > 1):
+        total = _summed(TYPES[_PAIRS[pair]] if pair else kind, kind)
+        get = load_of(kind, ordering, scope)
+        return loading(instruction, parts, kind, addresses, get, total)
+    if form == "st":
+        return storing(instruction, parts, kind, addresses, store_of(kind, ordering, scope))
+    if pair or len(parts) > 1:
         raise instruction.unknown("'multimem.red' of more than one number", _SUMS)
-    put = store_of(kind, ordering, scope)
-    if form == "red":
-        put = read_modify_write("add", kind, sem or "relaxed", scope)
-    reads = [instruction.reader(part, kind, wider=True) for part in parts]
-
-    def store(thread: Thread) -> None:
-        for address in addresses(thread):
-            for offset, read in zip(offsets, reads, strict=True):
-                put(thread, address + offset, read(thread))
-
-    return store
+    add = read_modify_write("add", kind, sem or "relaxed", scope)
+    return storing(instruction, parts, kind, addresses, add)
 
 
 def _summed(number: ScalarType, kind: ScalarType) -> Callable[[list[int]], int]:

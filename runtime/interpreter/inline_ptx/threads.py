@@ -31,11 +31,10 @@ from interlace.runtime.interpreter.inline_ptx.instruction import (
     Builder,
     InlineAssemblyError,
     Instruction,
-    Register,
 )
 from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
 from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
-from interlace.runtime.interpreter.inline_ptx.operands import arguments, registers_of, results
+from interlace.runtime.interpreter.inline_ptx.operands import Operands
 from interlace.runtime.interpreter.inline_ptx.parser import Parser
 from interlace.runtime.interpreter.inline_ptx.special import (
     OF_THREADS,
@@ -55,19 +54,18 @@ _AGAIN = -3  # a thread has branched back
 
 @dataclass(frozen=True)
 class _Statement:
-    """A built asm text. ``outputs`` and ``inputs`` are its operands."""
+    """A built asm text."""
 
     steps: tuple[Instruction, ...]
-    outputs: tuple[Register, ...]
-    inputs: tuple[Register, ...]
+    operands: Operands
     slots: int
     tells_threads_apart: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _build(asm: str, constraints: str) -> _Statement:
-    outputs, inputs = registers_of(constraints)
-    parser, steps = Parser((*outputs, *inputs)), []
+    operands = Operands(constraints)
+    parser, steps = Parser([*operands.outputs, *operands.inputs]), []
     for instruction in parser.instructions(asm):
         builder = BUILDERS.get(instruction.mnemonic)
         if builder is None:
@@ -76,7 +74,7 @@ def _build(asm: str, constraints: str) -> _Statement:
         steps.append(instruction)
     apart = any(name in asm for name in OF_THREADS)
     effects = any(step.mnemonic in TOUCHING for step in steps)
-    return _Statement(tuple(steps), outputs, inputs, parser.slots, apart and effects)
+    return _Statement(tuple(steps), operands, parser.slots, apart and effects)
 
 
 class InlineAssembly(PtxSession):
@@ -88,28 +86,15 @@ class InlineAssembly(PtxSession):
         """Runs the text; the results as Triton asks for them."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
-        groups = arguments(values, shape, pack, statement.inputs, statement.slots, constraints)
-        if len(groups) > 1:
-            threads = [Thread(self, g, i % THREADS, False) for i, g in enumerate(groups)]
-            self._take_turns(statement, threads)
-        elif statement.tells_threads_apart:
-            copies = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
-            threads = [Thread(self, g, i, False) for i, g in enumerate(copies)]
-            self._take_turns(statement, threads)
-        else:
-            thread = Thread(self, groups[0], 0, True)
-            for event in _execute(statement, thread):
-                self._pass(thread, event)
-        found = results(types, shape, pack, statement.outputs, groups, constraints)
+        groups = statement.operands.arguments(values, shape, pack, statement.slots)
+        alone = len(groups) == 1 and not statement.tells_threads_apart
+        registers = groups
+        if len(groups) == 1 and not alone:
+            registers = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
+        threads = [Thread(self, each, i % THREADS, alone) for i, each in enumerate(registers)]
+        self._take_turns(statement, threads)
+        found = statement.operands.results(types, shape, pack, groups)
         return SimpleNamespace(get_result=found.__getitem__)
-
-    def _pass(self, thread: Thread, event: int) -> None:
-        """Handle a stop after which the thread goes on: a barrier of one thread, or a poll."""
-        if event == BLOCK_BARRIER:
-            self.hooks.barrier()
-        elif event == _AGAIN and thread.polls_plainly:  # an atomic has given way itself
-            thread.polls_plainly = False
-            self.hooks.pause()
 
     def _take_turns(self, statement: _Statement, threads: list[Thread]) -> None:
         running = {thread: _execute(statement, thread) for thread in threads}
@@ -119,10 +104,11 @@ class InlineAssembly(PtxSession):
                 event = next(running[thread], None)
                 if event is None:
                     del running[thread]
-                elif event == _AGAIN:
-                    self._pass(thread, event)
-                else:
+                elif event != _AGAIN:
                     arrived[thread] = event
+                elif thread.polls_plainly:  # an atomic has given way itself
+                    thread.polls_plainly = False
+                    self.hooks.pause()
             if arrived and not self._meet(list(running), arrived) and len(arrived) == len(running):
                 raise InlineAssemblyError(
                     "inline PTX: threads of one program wait at bar.sync and bar.warp.sync for "
@@ -133,13 +119,10 @@ class InlineAssembly(PtxSession):
         """Let those go on whose whole block or warp is there; whether any may."""
         met = False
         for thread in [t for t in running if t in arrived]:
-            barrier = arrived.get(thread)
-            if barrier is None:
-                continue
-            warp = thread.number // WARP
+            barrier, warp = arrived.get(thread), thread.number // WARP
             whole = barrier == BLOCK_BARRIER
             members = [t for t in running if whole or t.number // WARP == warp]
-            if all(arrived.get(t) == barrier for t in members):
+            if barrier is not None and all(arrived.get(t) == barrier for t in members):
                 met = True
                 if whole:
                     self.hooks.barrier()
@@ -153,23 +136,20 @@ def _execute(statement: _Statement, thread: Thread) -> Iterator[int]:
     steps, registers = statement.steps, thread.registers
     index, count = 0, len(statement.steps)
     while index < count:
-        step = steps[index]
-        if step.guard >= 0 and registers[step.guard] != step.wanted:
+        step, target = steps[index], None
+        if step.guard < 0 or registers[step.guard] == step.wanted:
+            target = step.action(thread)
+        if target is None or target < 0:
             index += 1
+            if target is not None:
+                yield target
             continue
-        target = step.action(thread)
-        if target is None:
-            index += 1
-        elif target < 0:
-            index += 1
-            yield target
-        else:
-            if target <= index:
-                thread.idle_steps += index - target + 1
-                if thread.idle_steps > IDLE_STEPS:
-                    raise InlineAssemblyError(
-                        f"inline PTX: a loop without memory accesses has run {IDLE_STEPS} "
-                        f"instructions; it goes back at: {step.text}"
-                    )
-                yield _AGAIN
-            index = target
+        if target <= index:
+            thread.idle_steps += index - target + 1
+            if thread.idle_steps > IDLE_STEPS:
+                raise InlineAssemblyError(
+                    f"inline PTX: a loop without memory accesses has run {IDLE_STEPS} "
+                    f"instructions; it goes back at: {step.text}"
+                )
+            yield _AGAIN
+        index = target
