@@ -31,11 +31,11 @@ ANY = ""
 
 class Tile(NamedTuple):
     """``arch``: compute capability, 9 for all of 9.x, "" for any. ``dtype``: of the operands: "fp32",
-    "16 bit", "fp8 exact" (sums exact to fp32), "fp8 fast". ``extents``: "even" if columns and inner are
-    multiples of 16, else "odd N" or "odd K". ``rows``: "few", up to 64 of a rank, or "many".
+    "16 bit", "fp8 exact" (sums exact to fp32), "fp8 fast", "fp8" for both. ``extents``: "even" if columns
+    and inner are multiples of 16, else "odd N" or "odd K". ``rows``: "few", up to 64 of a rank, or "many".
 
-    ``flags``: tma (operands by descriptor), flatten, out (the product by descriptor). From 9.0 on gathers
-    send once for all ranks where the memory has a multicast address.
+    ``flags``: flatten, out (the product by descriptor). From 9.0 on operands come by descriptor (TMA),
+    but of fp32, and gathers send once for all ranks where the memory has a multicast address.
     """
 
     arch: int | str
@@ -54,15 +54,15 @@ class Tile(NamedTuple):
     @property
     def values(self) -> Values:
         """Fields of the configuration."""
-        flags = self.flags.split()
+        flags, new = self.flags.split(), self.arch != ANY and int(self.arch) >= 9
         same = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
         return {
             **{name: getattr(self, name) for name in same},
             "epilogue_subtile": self.subtile,
-            "descriptors": "tma" in flags,
+            "descriptors": new and self.dtype != "fp32",
             "flatten": "flatten" in flags,
             "output_descriptors": "out" in flags,
-            "multimem": self.arch != ANY and int(self.arch) >= 9,
+            "multimem": new,
         }
 
 
@@ -94,68 +94,39 @@ class Threshold(NamedTuple):
 
 
 # fmt: off
-_OFFLINE = "assumed: accumulators fill the registers, stages the shared memory; compiles without spills"
+_FILLS = "assumed: accumulators fill the registers, stages the shared memory; compiles without spills"
+_BOTH = f"{_FILLS}; 12.x as 8.0, whose shared memory suffices it"
 _OLD = "assumed: as on 8.0, whose shared memory suffices it"
 _FP32 = "assumed: without tensor cores operands need registers too; compiles without spills"
 _ODD = "assumed: every element has an address, and addresses need registers"
 
-TILES = (
-    #    arch dtype        extents  rows      m    n    k   warps stages parts flags
-    Tile(8,   "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _FP32),
-    Tile(8,   "16 bit",    "even",  "many", 128, 128,  32,  8,    4,     1,    "",                _OFFLINE),
-    Tile(8,   "16 bit",    "even",  "few",   64, 128,  32,  8,    4,     1,    "",                _OFFLINE),
-    Tile(8,   "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "",                _ODD),
-    Tile(8,   "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "",                _ODD),
-    Tile(8,   "16 bit",    "odd K", "many", 128, 128,  16,  8,    3,     1,    "",                _ODD),
-    Tile(8,   "16 bit",    "odd K", "few",   64, 128,  16,  8,    3,     1,    "",                _ODD),
-    Tile(8,   "fp8 exact", ANY,     "many", 128, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
-    Tile(8,   "fp8 exact", ANY,     "few",   64, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
-    Tile(8,   "fp8 fast",  ANY,     "many", 128, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
-    Tile(8,   "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    2,     4,    "flatten out",     _OFFLINE),
-
-    Tile(9,   "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _FP32),
-    Tile(9,   "16 bit",    "even",  "many", 128, 256,  64,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(9,   "16 bit",    "even",  "few",   64, 256,  64,  4,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(9,   "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(9,   "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(9,   "16 bit",    "odd K", "many", 128, 256,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(9,   "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,     1,    "tma",             _ODD),
+_TILES: tuple[tuple[Any, ...], ...] = (
+    # archs          dtype        extents  rows      m    n    k  warps stages parts flags
+    # in one part ptxas spills fp32 on 10.0, on 9.0 in two
+    ((8, 9),         "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,    1,   "",            _FP32),
+    ((10, 12, ANY),  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,    2,   "",            _FP32),
+    ((8, 12),        "16 bit",    "even",  "many", 128, 128,  32,  8,    4,    1,   "",            _BOTH),
+    ((8, 12),        "16 bit",    "even",  "few",   64, 128,  32,  8,    4,    1,   "",            _BOTH),
+    ((9, 10),        "16 bit",    "even",  "many", 128, 256,  64,  8,    4,    4,   "flatten out", _FILLS),
+    ((9, 10),        "16 bit",    "even",  "few",   64, 256,  64,  4,    4,    4,   "flatten out", _FILLS),
+    ((8, 9, 10, 12), "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,    1,   "",            _ODD),
+    ((8, 9, 10, 12), "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,    1,   "",            _ODD),
+    ((8, 12),        "16 bit",    "odd K", "many", 128, 128,  16,  8,    3,    1,   "",            _ODD),
+    ((8, 12),        "16 bit",    "odd K", "few",   64, 128,  16,  8,    3,    1,   "",            _ODD),
+    ((9, 10),        "16 bit",    "odd K", "many", 128, 256,  16,  8,    3,    1,   "",            _ODD),
+    ((9, 10),        "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,    1,   "",            _ODD),
+    ((8, 12),        "fp8",       ANY,     "many", 128, 128, 128,  8,    2,    4,   "flatten out", _BOTH),
+    ((8, 12),        "fp8",       ANY,     "few",   64, 128, 128,  8,    2,    4,   "flatten out", _BOTH),
     # exact sums are kept beside the tensor cores' own, which takes registers
-    Tile(9,   "fp8 exact", ANY,     "many", 128, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(9,   "fp8 exact", ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(9,   "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(9,   "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-
-    # in one part ptxas spills here, on 9.0 in two
-    Tile(10,  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _FP32),
-    Tile(10,  "16 bit",    "even",  "many", 128, 256,  64,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(10,  "16 bit",    "even",  "few",   64, 256,  64,  4,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(10,  "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(10,  "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(10,  "16 bit",    "odd K", "many", 128, 256,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(10,  "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(10,  "fp8 exact", ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(10,  "fp8 exact", ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(10,  "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-    Tile(10,  "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    4,     4,    "tma flatten out", _OFFLINE),
-
-    Tile(12,  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _OLD),
-    Tile(12,  "16 bit",    "even",  "many", 128, 128,  32,  8,    4,     1,    "tma",             _OLD),
-    Tile(12,  "16 bit",    "even",  "few",   64, 128,  32,  8,    4,     1,    "tma",             _OLD),
-    Tile(12,  "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(12,  "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(12,  "16 bit",    "odd K", "many", 128, 128,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(12,  "16 bit",    "odd K", "few",   64, 128,  16,  8,    3,     1,    "tma",             _ODD),
-    Tile(12,  "fp8 exact", ANY,     "many", 128, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
-    Tile(12,  "fp8 exact", ANY,     "few",   64, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
-    Tile(12,  "fp8 fast",  ANY,     "many", 128, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
-    Tile(12,  "fp8 fast",  ANY,     "few",   64, 128, 128,  8,    2,     4,    "tma flatten out", _OLD),
-
+    ((9,),           "fp8 exact", ANY,     "many", 128, 128, 128,  8,    4,    4,   "flatten out", _FILLS),
+    ((9,),           "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,    4,   "flatten out", _FILLS),
+    ((10,),          "fp8",       ANY,     "many", 128, 256, 128,  8,    4,    4,   "flatten out", _FILLS),
+    ((9, 10),        "fp8",       ANY,     "few",   64, 128, 128,  8,    4,    4,   "flatten out", _FILLS),
     # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
-    Tile(ANY, "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,     2,    "",                _FP32),
-    Tile(ANY, "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,     1,    "",                _OLD),
-    Tile(ANY, ANY,         ANY,     ANY,     64,  64,  32,  8,    2,     1,    "",                _OLD),
+    ((ANY,),         "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,    1,   "",            _OLD),
+    ((ANY,),         ANY,         ANY,     ANY,     64,  64,  32,  8,    2,    1,   "",            _OLD),
 )
+TILES = tuple(Tile(arch, *row) for archs, *row in _TILES for arch in archs)
 
 FEW_ROWS = 64
 
@@ -236,7 +207,8 @@ def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
     """
 
     def fits(tile: Tile, arch: int | str) -> bool:
-        return tile.arch == arch and tile.dtype in (dtype, ANY) and tile.extents in (extents, ANY)
+        same = tile.arch == arch and dtype.startswith(tile.dtype)
+        return same and tile.extents in (extents, ANY)
 
     own = [tile for tile in TILES if fits(tile, capability // 10)]
     return own or [tile for tile in TILES if fits(tile, ANY)]

@@ -25,7 +25,7 @@ from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
 from interlace.runtime.tuning.valid_configurations import why_not
 
 ROOT = pathlib.Path(__file__).parents[3]
-ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8 exact": 1, "fp8 fast": 1, "": 4}
+ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8": 1, "fp8 exact": 1, "fp8 fast": 1, "": 4}
 CAPABILITIES = {8: (80, 86, 87, 89), 9: (90,), 10: (100, 103), 12: (120, 121), "": (75, 110, 999)}
 DTYPES = {"fp32": torch.float32, "16 bit": torch.bfloat16, "fp8 fast": torch.float8_e4m3fn}
 
@@ -98,7 +98,7 @@ def test_no_two_rows_for_one_thing() -> None:
 
 
 def test_every_matmul_has_a_tile() -> None:
-    kinds = [k for k in ITEMSIZE if k]
+    kinds = [k for k in ITEMSIZE if k not in ("", "fp8")]
     for capability in (0, 75, 80, 86, 89, 90, 100, 103, 110, 120, 999):
         for dtype in kinds:
             for extents in ("even", "odd N", "odd K"):
