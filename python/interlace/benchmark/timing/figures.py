@@ -24,12 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-_SHARE = {"all_reduce": 2, "matmul_all_reduce": 2}
 _WHOLE = ("broadcast", "reduce", "send_recv")
-_PARTS = (
-    "all_gather", "all_gather_matmul", "reduce_scatter", "matmul_reduce_scatter", "all_to_all",
-    "gather", "scatter",
-)  # fmt: skip
 
 
 def bus_factor(op: str, world_size: int) -> float:
@@ -38,11 +33,11 @@ def bus_factor(op: str, world_size: int) -> float:
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather_matmul", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)
     """
+    if op == "barrier":
+        raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
     if op in _WHOLE:
         return 1.0
-    if op in _PARTS or op in _SHARE:
-        return _SHARE.get(op, 1) * (world_size - 1) / world_size
-    raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
+    return (2 if op.endswith("all_reduce") else 1) * (world_size - 1) / world_size
 
 
 def overlap(matmul: float, communication: float, fused: float) -> float | None:

@@ -177,13 +177,16 @@ def write_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
     names = list(dict.fromkeys(row.name for result in measured for row in result.rows))
     rated = all(row.busbw is not None for r in measured for row in r.rows if row.role != PART)
     for name in names:
-        points = [
-            (i, r.sizes, row) for i, r in enumerate(measured) for row in r.rows if row.name == name
-        ]
-        role = points[0][2].role
+        points = [(i, row) for i, r in enumerate(measured) for row in r.rows if row.name == name]
+        role = points[0][1].role
         if rated and role == PART:
             continue
-        drawn = [(i, *_plotted(sizes, row, rated)) for i, sizes, row in points]
+        drawn = []
+        for i, row in points:
+            spread = row.microseconds
+            carried = (row.busbw or 0.0) * spread.median
+            values = spread.median, spread.low, spread.high
+            drawn.append((i, *(carried / each if rated else each for each in values)))
         x, middle, low, high = zip(*drawn, strict=True)
         style = {BASELINE: "--", PART: ":"}.get(role, "-")
         line = axes.plot(x, middle, style, marker="o", label=name)
@@ -197,12 +200,3 @@ def write_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
         axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def _plotted(sizes: Any, row: Row, rated: bool) -> tuple[float, float, float]:
-    """(median, lower end, upper end) of what is drawn."""
-    spread = row.microseconds
-    if not rated:
-        return spread.median, spread.low, spread.high
-    carried = sizes.nbytes * sizes.bus_factor / 1e3
-    return carried / spread.median, carried / spread.high, carried / spread.low

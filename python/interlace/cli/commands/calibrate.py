@@ -182,23 +182,22 @@ def _file(options: CalibrateOptions, device_type: str) -> pathlib.Path:
 
 
 def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
-    file = _file(options, "cpu")
+    file, backend = _file(options, "cpu"), options.backend or calibration.OWN
     cases = request.cases
     calls = sum(request.calls(size) for _, _, size in cases)
     if options.json:
-        plan = {"file": str(file), "backend": _backend(options), **asdict(request)}
+        plan = {"file": str(file), "backend": backend, **asdict(request)}
         print(json.dumps({**plan, "cases": len(cases), "calls": calls}, indent=1))
         return
-    write(console, f"mesh {'x'.join(map(str, request.mesh))}, backend {_backend(options)}")
-    write(console, f"would measure {len(cases)} cases, {calls} calls:")
-    write(console, f"  ops    {', '.join(calibration.OPS)}")
-    write(console, f"  small  {', '.join(map(str, request.small))} bytes")
-    write(console, f"  large  {', '.join(map(str, request.large))} bytes")
-    write(console, f"would write {file}")
-
-
-def _backend(options: CalibrateOptions) -> str:
-    return options.backend or calibration.OWN
+    for line in (
+        f"mesh {'x'.join(map(str, request.mesh))}, backend {backend}",
+        f"would measure {len(cases)} cases, {calls} calls:",
+        f"  ops    {', '.join(calibration.OPS)}",
+        f"  small  {', '.join(map(str, request.small))} bytes",
+        f"  large  {', '.join(map(str, request.large))} bytes",
+        f"would write {file}",
+    ):
+        write(console, line)
 
 
 def _print(
@@ -208,16 +207,13 @@ def _print(
         print(json.dumps({"file": str(file), **asdict(found)}, indent=1))
         return
     write(console, f"mesh {'x'.join(map(str, found.mesh))}, backend {found.backend}, {found.date}")
-    write(
-        console,
-        f"{'dim':>3} {'op':<14} {'messages':<8} {'from bytes':>10} {'latency us':>11} {'GB/s':>8}",
+    head = (
+        f"{'dim':>3} {'op':<14} {'messages':<8} {'from bytes':>10} {'latency us':>11} {'GB/s':>8}"
     )
+    write(console, head)
     for link in found.links:
         for name, each in zip(("small", "large"), link.protocols, strict=False):
-            write(
-                console,
-                f"{link.dim:>3} {link.op:<14} {name:<8} {each.from_bytes:>10} {each.latency_us:>11.1f} "
-                f"{each.gb_per_s:>8.3f}",
-            )
+            line = f"{link.dim:>3} {link.op:<14} {name:<8} {each.from_bytes:>10} "
+            write(console, f"{line}{each.latency_us:>11.1f} {each.gb_per_s:>8.3f}")
     write(console, "GB/s are 10**9 bytes of the whole tensor per second", "dim")
     tell_written(console, file, calibration.path(), calibration.VARIABLE)

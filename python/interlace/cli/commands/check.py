@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from interlace import reference
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.tuning import configuration
 
+Variant = tuple[str, dict[str, Any], dict[str, int | bool]]  # name, arguments, configuration
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -91,37 +93,27 @@ def _on_rank(case: Case, seed: int) -> torch.Tensor:
     device, rank = interlace.device(), interlace.get_rank()
     input, weight = (tensor.to(device) for tensor in _inputs(case, seed, rank))
     if case.op in COLLECTIVES:
-        return COLLECTIVES[case.op](input, case.world_size, case.arguments).cpu()
-    arguments = dict(case.arguments)
+        return _collective(case, input, rank).cpu()
     bias = _bias(case, seed)
-    arguments["bias"] = None if bias is None else bias.to(device)
+    arguments = {**case.arguments, "bias": None if bias is None else bias.to(device)}
     result: torch.Tensor = getattr(interlace, case.op)(input, weight, **arguments)
     return result.cpu()
 
 
-def _all_gather(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
-    output = torch.full((world_size * x.numel(),), torch.nan, dtype=x.dtype, device=x.device)
-    interlace.all_gather(output, x, **arguments)
+def _collective(case: Case, x: torch.Tensor, rank: int) -> torch.Tensor:
+    op = getattr(interlace, case.op)
+    if case.op == "all_reduce":
+        op(x, **case.arguments)
+        return x
+    if case.op == "all_gather":
+        source: Any = x
+        count = case.world_size * x.numel()
+    else:
+        source = [part.contiguous() for part in reference.split(x, case.world_size)]
+        count = source[rank].numel()
+    output = torch.full((count,), torch.nan, dtype=x.dtype, device=x.device)
+    op(output, source, **case.arguments)
     return output
-
-
-def _reduce_scatter(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
-    parts = [part.contiguous() for part in reference.split(x, world_size)]
-    output = torch.full_like(parts[interlace.get_rank()], torch.nan)
-    interlace.reduce_scatter(output, parts, **arguments)
-    return output
-
-
-def _all_reduce(x: torch.Tensor, world_size: int, arguments: dict[str, Any]) -> torch.Tensor:
-    interlace.all_reduce(x, **arguments)
-    return x
-
-
-COLLECTIVES: dict[str, Callable[[torch.Tensor, int, dict[str, Any]], torch.Tensor]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-}
 
 
 def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,66 +147,51 @@ def cases(device: str) -> Iterator[Case]:
     if device == "cuda":
         shapes = [(2048, 1024, 512), (1000, 520, 264), (61, 45, 37)]
         worlds = (1, 2, 4, 7)
-    gather: list[tuple[str, dict[str, Any], dict[str, int | bool]]] = [
+    plain: list[Variant] = [(name, {"algorithm": name}, {}) for name in ("pipelined", "unfused")]
+    gather: list[Variant] = [
         ("fused, copiers", {"algorithm": "fused"}, {}),
         ("fused, copy engine", {"algorithm": "fused", "bias": True}, {"copiers": 0}),
         ("fused, pointers", {"algorithm": "fused"}, {"descriptors": False}),
-        ("pipelined", {"algorithm": "pipelined"}, {}),
-        ("unfused", {"algorithm": "unfused"}, {}),
+        *plain,
     ]
-    reduce: list[tuple[str, dict[str, Any], dict[str, int | bool]]] = [
+    average = {"algorithm": "fused", "reduce_op": "avg"}
+    reduce: list[Variant] = [
         ("fused", {"algorithm": "fused", "bias": True}, {}),
-        (
-            "fused, pointers, avg",
-            {"algorithm": "fused", "reduce_op": "avg"},
-            {"descriptors": False},
-        ),
-        ("pipelined", {"algorithm": "pipelined"}, {}),
-        ("unfused", {"algorithm": "unfused"}, {}),
+        ("fused, pointers, avg", average, {"descriptors": False}),
+        *plain,
     ]
+    fused = {
+        "all_gather_matmul": gather,
+        "matmul_reduce_scatter": reduce,
+        "matmul_all_reduce": reduce,
+    }
     for world_size in worlds:
         for number, (m, n, k) in enumerate(shapes):
             dtype = ("bf16", "fp32", "fp16")[(number + world_size) % 3]
-            for variant, arguments, overrides in gather:
-                yield Case(
-                    "all_gather_matmul", variant, world_size, m, n, k, dtype, arguments, overrides
-                )
-            for op in ("matmul_reduce_scatter", "matmul_all_reduce"):
-                for variant, arguments, overrides in reduce:
+            for op, variants in fused.items():
+                for variant, arguments, overrides in variants:
                     yield Case(op, variant, world_size, m, n, k, dtype, arguments, overrides)
             for op in COLLECTIVES:
                 for algorithm in ("kernel", "copy", "low_latency"):
-                    if algorithm == "low_latency" and (
-                        op == "reduce_scatter" or 28 * m > MOST_BYTES
-                    ):
-                        continue  # no such kernel, or too much for one
-                    arguments = {"algorithm": algorithm}
-                    yield Case(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments, {})
+                    fits = op != "reduce_scatter" and 28 * m <= MOST_BYTES
+                    if fits or algorithm != "low_latency":
+                        arguments = {"algorithm": algorithm}
+                        yield Case(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments)
 
 
 def run_case(case: Case, device: str, seed: int) -> Verdict:
     """Run one case on all ranks and judge it."""
-    start = time.perf_counter()
+    start, place = time.perf_counter(), "cuda" if device == "cuda" else "sim"
     try:
         with configuration.override(**case.overrides):
-            results = interlace.run(
-                _on_rank,
-                case.world_size,
-                case,
-                seed,
-                place="cuda" if device == "cuda" else "sim",
-                seed=seed,
-            )
+            results = interlace.run(_on_rank, case.world_size, case, seed, place=place, seed=seed)
     except Exception as error:
         elapsed = time.perf_counter() - start
         return Verdict(case, float("inf"), elapsed, f"{type(error).__name__}: {error}")
     elapsed = time.perf_counter() - start
-    expected = _expected(case, seed)
-    ratios = [
-        reference.worst_ratio(result, value, bound)
-        for result, (value, bound) in zip(results, expected, strict=True)
-    ]
-    return Verdict(case, max(ratios), elapsed)
+    judged = zip(results, _expected(case, seed), strict=True)
+    ratio = max(reference.worst_ratio(result, *expected) for result, expected in judged)
+    return Verdict(case, ratio, elapsed)
 
 
 def check(console: Any, device: str, *, seed: int = 0, as_json: bool = False) -> int:

@@ -92,27 +92,21 @@ def from_file(
     weights = {
         key: _matrix(f"{where}: {key}", found[key], dtype) for key in KEYS[1:] if key in found
     }
+    drawn = [key for key in KEYS[1:] if key not in weights]
     if "weight1" in weights:
         hidden = weights["weight1"].shape[1]
-    elif "weight2" in weights:
-        hidden = weights["weight2"].shape[0]
     else:
-        hidden = n or DEFAULT_N
+        hidden = weights["weight2"].shape[0] if "weight2" in weights else n or DEFAULT_N
     if n is not None and n != hidden:
         raise ValueError(f"{where}: --n {n}, but the weights have n = {hidden}")
     generated = _weights(inner, hidden, torch.Generator().manual_seed(seed))
-    weight1 = weights.get("weight1", generated[0].to(dtype))
-    weight2 = weights.get("weight2", generated[1].to(dtype))
-    expected = {"weight1": (inner, hidden), "weight2": (hidden, inner)}
-    for key, weight in (("weight1", weight1), ("weight2", weight2)):
-        if tuple(weight.shape) != expected[key]:
-            form = "(k, n)" if key == "weight1" else "(n, k)"
-            raise ValueError(
-                f"{where}: {key} has shape {tuple(weight.shape)}, must be {form} = {expected[key]}"
-            )
-    drawn = [key for key in KEYS[1:] if key not in weights]
+    shapes = (("(k, n)", (inner, hidden)), ("(n, k)", (hidden, inner)))
+    for key, weight, (form, shape) in zip(KEYS[1:], generated, shapes, strict=True):
+        given = tuple(weights.setdefault(key, weight.to(dtype)).shape)
+        if given != shape:
+            raise ValueError(f"{where}: {key} has shape {given}, must be {form} = {shape}")
     origin = path + (f", {' and '.join(drawn)} drawn from the seed" if drawn else "")
-    return Workload(activations, weight1, weight2, origin)
+    return Workload(activations, weights["weight1"], weights["weight2"], origin)
 
 
 def _positions(m: int, k: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _MARKUP = re.compile(r"\[/?[a-z ]*\]")
@@ -24,10 +23,6 @@ class PlainConsole:
     def out(self, text: str, **style: Any) -> None:
         """Print as it is."""
         self.print(text, markup=False)
-
-    def status(self, text: str) -> AbstractContextManager[None]:
-        """Nothing to see."""
-        return nullcontext()
 
 
 def new_console(*, stderr: bool = False) -> Any:

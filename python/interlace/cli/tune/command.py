@@ -68,7 +68,7 @@ def tune(console: Any, options: TuneOptions) -> int:
                 failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)
-    write(console, _meaning(place), "dim")
+    write(console, MEANING[place], "dim")
     if unwritten and failed is not None:
         raise failed
     tell_written(console, file, cache.path(), cache.VARIABLE)
@@ -145,6 +145,13 @@ def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.Row:
 
 # -- what is printed -------------------------------------------------------------------------------
 
+MEANING = {
+    "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
+    "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",
+    "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
+    f"GPU, and the simulator uses the cache only where {cache.VARIABLE} names it.",
+}
+
 
 def _print(console: Any, job: Job, outcome: Tuned) -> None:
     line = functools.partial(write, console)
@@ -190,15 +197,6 @@ def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
         lines += [f"would try {len(tried)}:", *(f"  {each.describe()}" for each in tried)]
         for text in lines:
             write(console, f"  {text}")
-
-
-def _meaning(place: str) -> str:
-    return {
-        "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
-        "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",
-        "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
-        f"GPU, and the simulator uses the cache only where {cache.VARIABLE} names it.",
-    }[place]
 
 
 def _name(options: TuneOptions) -> str:

@@ -188,16 +188,14 @@ class Detector(Observer):
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of host code has read or written ``tensor``."""
-        agent = self._agent(task)
-        ranges = _byte_ranges(tensor)
+        agent, size = self._agent(task), tensor.element_size()
         verb = "writes" if stores else "reads"
         site = self._site(agent, f"{verb} ({op})", _task_lines(task))
-        for low, nbytes in ranges:
-            place = self._memory.find_range(low, nbytes)
-            if place is not None:
-                self._access(
-                    agent, agent.thread, *place, site, tensor.element_size(), stores=stores
-                )
+        for low, nbytes in _byte_ranges(tensor):
+            segment = self._memory.at(low)
+            if segment is not None and low + nbytes <= segment.end:
+                cells = segment.range(low, low + nbytes)
+                self._access(agent, agent.thread, segment, cells, site, size, stores=stores)
 
     def _access(
         self,
@@ -394,10 +392,8 @@ def _byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
     size = tensor.element_size()
     if tensor.is_contiguous():
         return [(tensor.data_ptr(), tensor.numel() * size)]
-    dims = sorted(
-        ((stride, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
-         if extent > 1 and stride), reverse=True
-    )  # fmt: skip
+    every = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
     run = size
     while dims and dims[-1][0] * size == run:
         run *= dims.pop()[1]

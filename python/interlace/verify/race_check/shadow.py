@@ -136,8 +136,11 @@ class ShadowSegment:
     def note_store(self, index: Index, component: int, time: int, site: int) -> None:
         self.writer[index] = component
         self.written.set(index, time, site)
-        if self.messages:
-            self._forget_messages(index)
+        if self.messages:  # a plain store over a signal replaces what was released there
+            cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
+            touched = set((cells * self.cell + self.base).tolist())
+            for key in [key for key in self.messages if key[0] in touched]:
+                del self.messages[key]
 
     def note(
         self,
@@ -152,13 +155,6 @@ class ShadowSegment:
         if mark is None:
             mark = marks[component] = _Marks(len(self.writer))
         mark.set(index, time, site, extra)
-
-    def _forget_messages(self, index: Index) -> None:
-        """A plain store over a signal replaces what was released there."""
-        cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
-        touched = set((cells * self.cell + self.base).tolist())
-        for key in [key for key in self.messages if key[0] in touched]:
-            del self.messages[key]
 
 
 class ShadowMemory:
@@ -221,10 +217,3 @@ class ShadowMemory:
             inside = (addresses >= np.uint64(segment.base)) & (addresses < np.uint64(segment.end))
             yield segment, segment.cells(addresses[inside], size)
             addresses = addresses[~inside]
-
-    def find_range(self, low: int, nbytes: int) -> tuple[ShadowSegment, Index] | None:
-        """Segment and cells of contiguous bytes of a tensor; None if there are none."""
-        segment = self.at(low) if nbytes > 0 else None
-        if segment is None or low + nbytes > segment.end:
-            return None
-        return segment, segment.range(low, low + nbytes)
