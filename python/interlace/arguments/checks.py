@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import warnings
@@ -20,8 +21,6 @@ from interlace.runtime.tuning.auto import FUSED_DTYPES
 FLOAT_DTYPES = (*FUSED_DTYPES, torch.float64)
 ALGORITHMS = ("auto", "fused", "pipelined", "unfused")
 REDUCE_OPS = ("sum", "avg")
-
-
 _SUM: Any = ReduceOp.SUM
 
 
@@ -160,22 +159,15 @@ def reduce_op(op: Any, rank: int) -> tuple[str, Factor]:
         name = NAMES.get(op.op)
         if name is not None and name != PREMUL_SUM:
             return name, None
-        if name == PREMUL_SUM and (factor := _factor(op)) is not None:
-            return PREMUL_SUM, factor
+        if name == PREMUL_SUM:
+            # an attribute in torch 2.13, earlier in its state only, which torch refuses where there is none
+            with contextlib.suppress(RuntimeError):
+                return PREMUL_SUM, op.__getstate__()[1]
     if NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
         raise ValueError(
             f"op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor), on rank {rank}"
         )
     raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
-
-
-def _factor(op: Any) -> Factor:
-    """What ``op`` multiplies with; its attribute ``factor`` in torch 2.13, earlier in its state only."""
-    try:
-        factor: Factor = op.__getstate__()[1]
-    except RuntimeError:  # torch says so where there is none
-        return None
-    return factor
 
 
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
@@ -225,17 +217,21 @@ def seconds(name: str, value: Any, rank: int) -> float | None:
     return float(number)
 
 
-def dimension(name: str, value: Any, ndim: int, rank: int) -> int:
-    """``value`` as an index from 0; negative counts from the end."""
+def integer(name: str, value: Any, rank: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
-    value = int(operator.index(value))
+    return int(operator.index(value))
+
+
+def dimension(name: str, value: Any, ndim: int, rank: int) -> int:
+    """``value`` as an index from 0; negative counts from the end."""
+    value = integer(name, value, rank)
     if not -ndim <= value < ndim:
         raise ValueError(
             f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value} "
             f"on rank {rank}"
         )
-    return int(value) % ndim
+    return value % ndim  # type: ignore[no-any-return]
 
 
 def matrix(

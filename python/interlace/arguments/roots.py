@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
-
-
-def _index(name: str, value: Any, rank: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
-    return int(operator.index(value))
 
 
 def group_rank(
@@ -33,17 +27,14 @@ def group_rank(
             raise ValueError(
                 f"give {name} or group_{name}, not both: got {value} and {group_value} on rank {rank}"
             )
-        chosen = _index(f"group_{name}", group_value, rank)
-        if not 0 <= chosen < communicator.world_size:
-            raise ValueError(
-                f"group_{name} must be within 0..{communicator.world_size - 1}, got {chosen} on rank {rank}"
-            )
+        chosen = checks.integer(f"group_{name}", group_value, rank)
+        check_member(f"group_{name}", chosen, communicator)
         return chosen
     if value is None:
         if default is None:
             raise ValueError(f"give {name} or group_{name}: got neither on rank {rank}")
         value = default
-    chosen = _index(name, value, rank)
+    chosen = checks.integer(name, value, rank)
     try:
         return communicator.ranks.index(chosen)
     except ValueError:

@@ -8,19 +8,18 @@ import os
 import sys
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.groups import rank_lists
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.place import Place
 from interlace.runtime.start import connect
 from interlace.runtime.start.connect import connect_place
-
-if TYPE_CHECKING:
-    from interlace.runtime.core.place import Place
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -51,7 +50,12 @@ def install(place: Place, *, all_threads: bool = False) -> Communicator:
 def default_group() -> Communicator:
     """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
     if _made_from is not None and _is_left_over():
-        _forget("torch.distributed's default group, from which it came, was destroyed")
+        shutdown()
+        if not dist.is_initialized():  # else torch's next group is joined
+            raise InterlaceError(
+                "the default group is gone: torch.distributed's default group, from which it came, was "
+                "destroyed; call torch.distributed.init_process_group or interlace.init"
+            )
     communicator = _default.get() or _of_run or _of_process
     if communicator is None:
         if "RANK" not in os.environ and not dist.is_initialized():
@@ -180,16 +184,6 @@ def _may_be_gpus() -> bool:
     return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]
 
 
-def _forget(reason: str) -> None:
-    """Leave a default group that has no right to be any more, and join none but torch's next one."""
-    shutdown()
-    if not dist.is_initialized():
-        raise InterlaceError(
-            f"the default group is gone: {reason}; call torch.distributed.init_process_group or "
-            "interlace.init"
-        )
-
-
 def shutdown() -> None:
     """Leave the default group of this process, which :func:`init` made, and give its memory back.
 
@@ -231,10 +225,10 @@ def resolve(group: Any) -> Communicator:
         raise ValueError("group: the calling rank is not a member of it")
     if isinstance(group, str):
         return _from_name(group)
-    if rank_lists.is_mesh(group) or (
-        isinstance(group, tuple) and len(group) == 2 and rank_lists.is_mesh(group[0])
-    ):
-        return _from_mesh(*(group if isinstance(group, tuple) else (group, None)))
+    if isinstance(group, DeviceMesh):
+        return _from_mesh(group, None)
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return _from_mesh(*group)
     if isinstance(group, (list, tuple)):
         whole = default_group()
         return rank_lists.group_of(whole, rank_lists.chosen(whole, group))
@@ -259,16 +253,14 @@ def _from_name(name: str) -> Communicator:
     return _from_process_group(torch_group)
 
 
-def _from_mesh(mesh: Any, dim: int | str | None) -> Communicator:
-    ranks = rank_lists.of_mesh(mesh, dim, default_group().rank)
+def _from_mesh(mesh: DeviceMesh, dim: int | str | None) -> Communicator:
+    whole = default_group()
+    ranks = rank_lists.of_mesh(mesh, dim, whole.rank)
+    group = None
     if dist.is_initialized():
-        group = None
         with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups
             group = mesh.get_group(dim)
-        if group is not None:
-            return resolve(group)
-    whole = default_group()
-    return rank_lists.group_of(whole, ranks)
+    return rank_lists.group_of(whole, ranks) if group is None else resolve(group)
 
 
 def _from_process_group(group: dist.ProcessGroup) -> Communicator:

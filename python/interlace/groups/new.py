@@ -111,8 +111,7 @@ def new_subgroups(
     parent = resolve(group)
     world_size, rank = parent.world_size, parent.rank
     with parent.accepting("new_group"):
-        if isinstance(group_size, bool) or not isinstance(group_size, int):
-            raise TypeError(f"group_size must be an int, got {group_size!r} on rank {rank}")
+        group_size = checks.integer("group_size", group_size, rank)
         if group_size <= 0 or world_size % group_size:
             raise ValueError(
                 f"group_size must be positive and divide world size {world_size}, got {group_size} "

@@ -29,10 +29,6 @@ _names: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
 )
 
 
-def is_mesh(value: Any) -> bool:
-    return isinstance(value, DeviceMesh)
-
-
 def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
     """``ranks`` if they are distinct ranks of ``whole``; TypeError or ValueError otherwise."""
     members = list(ranks)

@@ -76,9 +76,7 @@ def checked_facts(
     rank = communicator.rank
     lengths = checked_sizes(sizes, communicator)
     if tensor is None:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim must be an int, got {dim!r} on rank {rank}")
-        return TensorFacts(dim=dim, sizes=lengths)
+        return TensorFacts(dim=checks.integer("dim", dim, rank), sizes=lengths)
     if not tensor.dim():
         raise ValueError(f"tensor must have dimensions to be cut along, on rank {rank}")
     return facts_of(tensor, checks.dimension("dim", dim, tensor.dim(), rank), lengths)
