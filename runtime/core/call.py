@@ -75,9 +75,7 @@ class Call:
         """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
         if self.equal_fits and all(message == self.message for message in messages):
             return
-        parts = compare(messages)
-        if self.match is not None:
-            self.match(parts)
+        self.compared(messages)
 
     def with_term(self, name: str, value: Any) -> Call:
         """The same call with one term more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,23 +40,14 @@ def aligned(nbytes: int) -> Array:
     return whole[shift : shift + nbytes]
 
 
-def total_bytes(sizes: Sequence[int]) -> int:
-    """What :func:`split` needs."""
-    return _starts(sizes)[-1]
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where parts of ``sizes`` begin that lie one after another, aligned; and where the last one ends."""
+    return [0, *accumulate(-(-size // DATA_ALIGNMENT) * DATA_ALIGNMENT for size in sizes)]
 
 
 def split(whole: Array, sizes: Sequence[int]) -> list[Array]:
     """Parts of ``sizes`` one after another in ``whole``, each aligned if ``whole`` is."""
-    return [
-        whole[start : start + size] for start, size in zip(_starts(sizes)[:-1], sizes, strict=True)
-    ]
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // DATA_ALIGNMENT) * DATA_ALIGNMENT)
-    return starts
+    return [whole[start : start + size] for start, size in zip(starts(sizes), sizes, strict=False)]
 
 
 def tensor_over(memory: Array, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

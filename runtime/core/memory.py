@@ -20,6 +20,7 @@ together are smaller than the current buffer.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import arguments
-from interlace.kernels.signal import (
-    HEADER_WORDS,
-    MAX_WORLD_SIZE,
-    SPIN_LIMIT_WORD,
-)
+from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE, SPIN_LIMIT_WORD
 from interlace.runtime.core.errors import InterlaceError
 
 WORD = 8
@@ -99,10 +96,7 @@ class SymmetricBuffer:
         self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A contiguous tensor of ``shape`` over rank ``rank``'s memory from byte ``offset`` on."""
-        count = 1
-        for extent in shape:
-            count *= extent
-        end = offset + count * dtype.itemsize
+        end = offset + math.prod(shape) * dtype.itemsize
         assert self.mapped(rank), f"rank {rank}'s memory is on another node"
         assert offset >= 0 and end <= self.nbytes, (offset, end, self.nbytes)
         return self.peer_bytes[rank][offset:end].view(dtype).view(tuple(shape))

@@ -153,10 +153,6 @@ def reduce(
     return _reduce(resolve(group).on(tensor), (tensor,), (dst, group_dst, op), async_op)
 
 
-def _shapes(tensors: Sequence[torch.Tensor] | None) -> list[tuple[int, ...]] | None:
-    return None if tensors is None else [tuple(each.shape) for each in tensors]
-
-
 def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
     """torch's rule: the list is given on the root, and on no other rank."""
     if rank == root and value is None:
@@ -174,20 +170,6 @@ def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
         )
 
 
-def _one_root(op: str, root: int, list_name: str) -> Any:
-    """Compares the shapes in the root's list with those of the ranks' tensors."""
-
-    def match(answers: Sequence[Any]) -> None:
-        for rank, shape in enumerate(answers[root][1]):
-            if shape != answers[rank][0]:
-                raise ValueError(
-                    f"{op}: {list_name}[{rank}] has shape {shape} on rank {root}, tensor has "
-                    f"{answers[rank][0]} on rank {rank}"
-                )
-
-    return match
-
-
 def _call(
     communicator: Communicator,
     op: str,
@@ -198,15 +180,20 @@ def _call(
 ) -> Call:
     key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
-    if call is None:
-        call = Call(
-            op,
-            (("dtype of tensor", data.dtype), ("root", root)),
-            part=(tuple(data.shape), _shapes(tensors)),
-            match=_one_root(op, root, list_name),
-        )
-        dense.remember(communicator, key, call)
-    return call
+    if call is not None:
+        return call
+
+    def match(answers: Sequence[Any]) -> None:
+        for rank, shape in enumerate(answers[root][1]):
+            if shape != answers[rank][0]:
+                raise ValueError(
+                    f"{op}: {list_name}[{rank}] has shape {shape} on rank {root}, tensor has "
+                    f"{answers[rank][0]} on rank {rank}"
+                )
+
+    shapes = None if tensors is None else [tuple(each.shape) for each in tensors]
+    terms, part = (("dtype of tensor", data.dtype), ("root", root)), (tuple(data.shape), shapes)
+    return dense.remember(communicator, key, Call(op, terms, part=part, match=match))
 
 
 def checked_gather(

@@ -54,16 +54,10 @@ from interlace.runtime.core.work import Work
 
 Tensors = list[torch.Tensor]
 
-_DEFAULT_ALLREDUCE = AllreduceOptions()
 _DEFAULT_ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
-_DEFAULT_BROADCAST = BroadcastOptions()
-_DEFAULT_REDUCE = ReduceOptions()
 _DEFAULT_ALLGATHER = AllgatherOptions()
 _DEFAULT_REDUCE_SCATTER = ReduceScatterOptions()
 _DEFAULT_ALL_TO_ALL = AllToAllOptions()
-_DEFAULT_GATHER = GatherOptions()
-_DEFAULT_SCATTER = ScatterOptions()
-_DEFAULT_BARRIER = BarrierOptions()
 
 # What a synchronous call returns: torch waits for it and drops it.
 _done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -196,7 +190,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         copies.back(outputs)
         return Work(name, self._place, None, outputs)
 
-    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE, *rest: Any) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not AllreduceOptions or type(tensors) is not list:
             return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -216,7 +210,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         op, start = (opts.reduceOp,), _all_reduce_coalesced
         return self._run("all_reduce_coalesced", own, start, (own,), op, opts.asyncOp)
 
-    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT_BROADCAST, *rest: Any) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not BroadcastOptions or type(tensors) is not list:
             return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -226,7 +220,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts.asyncOp)
 
-    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT_REDUCE, *rest: Any) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not ReduceOptions or type(tensors) is not list:
             return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -310,7 +304,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
             "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts.asyncOp
         )
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_GATHER, *rest: Any) -> Any:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not GatherOptions or not type(outputs) is type(inputs) is list:
             return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
@@ -321,7 +315,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts.asyncOp)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_SCATTER, *rest: Any) -> Any:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not ScatterOptions or not type(outputs) is type(inputs) is list:
             return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
@@ -332,7 +326,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts.asyncOp)
 
-    def barrier(self, opts: Any = _DEFAULT_BARRIER, timeout: timedelta | None = None) -> Any:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         if type(opts) is not BarrierOptions or timeout is not None:
             return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:

@@ -58,11 +58,7 @@ def keep_outside_compilation(group_class: type) -> None:
     which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a mark on the function itself
     (not inlined) and on its code (nor compiled when called, nor what it calls) costs nothing.
     """
-    from torch._C._dynamo.eval_frame import (
-        _FrameAction,
-        _FrameExecStrategy,
-        set_code_exec_strategy,
-    )
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for method in vars(group_class).values():

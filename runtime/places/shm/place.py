@@ -25,7 +25,7 @@ from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.local_memory import Array, LocalMemory, split, total_bytes
+from interlace.runtime.core.local_memory import Array, LocalMemory, split, starts
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
@@ -123,7 +123,7 @@ class ShmPlace(CpuPlace):
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         """Memory of this process; it holds a descriptor until it is given up."""
-        segment = self.group.new_segment(total_bytes(sizes))
+        segment = self.group.new_segment(starts(sizes)[-1])
         return LocalMemory(split(segment.mapping.array(), sizes), segment)
 
     def owns(self, memory: LocalMemory) -> bool:

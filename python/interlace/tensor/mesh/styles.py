@@ -34,9 +34,6 @@ from interlace.tensor.mesh.fused_linears import (
 )
 
 _EXPLANATION = "_interlace_style"
-_SEQUENCE = (
-    "torch's SequenceParallel: every rank works on its part of the sequence, nothing is sent"
-)
 
 
 class ColwiseParallel(torch_style.ColwiseParallel):
@@ -89,7 +86,8 @@ class SequenceParallel(torch_style.SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        setattr(module, _EXPLANATION, _SEQUENCE)
+        why = "every rank works on its part of the sequence, nothing is sent"
+        setattr(module, _EXPLANATION, f"torch's SequenceParallel: {why}")
         return super()._apply(module, device_mesh)
 
 
@@ -105,11 +103,10 @@ def explain(module: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, each in module.named_modules():
-        said = (
-            each.explain() if isinstance(each, FusedLinear) else getattr(each, _EXPLANATION, None)
-        )
-        if said is not None:
-            found[name] = said
+        if isinstance(each, FusedLinear):
+            found[name] = each.explain()
+        elif hasattr(each, _EXPLANATION):
+            found[name] = getattr(each, _EXPLANATION)
     return found
 
 
@@ -123,5 +120,4 @@ def _fused(style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceM
 
 def _torch_runs(module: nn.Module, style: Any) -> None:
     why = "may differ" if isinstance(module, nn.Linear) else "is no nn.Linear"
-    text = f"torch's {type(style).__name__}: {type(module).__name__} {why}"
-    setattr(module, _EXPLANATION, text)
+    setattr(module, _EXPLANATION, f"torch's {type(style).__name__}: {type(module).__name__} {why}")

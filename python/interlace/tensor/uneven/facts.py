@@ -57,9 +57,7 @@ def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: Any = None) -> TensorFac
     return TensorFacts(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, dim, sizes)
 
 
-def checked_sizes(sizes: Sizes, communicator: Communicator) -> tuple[int, ...] | None:
-    if sizes is None:
-        return None
+def checked_sizes(sizes: Any, communicator: Communicator) -> tuple[int, ...]:
     rank, count = communicator.rank, communicator.world_size
     lengths = tuple(whole_numbers("sizes", sizes, rank))
     if len(lengths) != count or min(lengths) < 0:
@@ -74,7 +72,7 @@ def checked_facts(
     tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator
 ) -> TensorFacts:
     rank = communicator.rank
-    lengths = checked_sizes(sizes, communicator)
+    lengths = None if sizes is None else checked_sizes(sizes, communicator)
     if tensor is None:
         return TensorFacts(dim=checks.integer("dim", dim, rank), sizes=lengths)
     if not tensor.dim():

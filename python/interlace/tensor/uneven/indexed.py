@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,17 +64,21 @@ def indexed_all_to_all_v(
         assert about.shape is not None
         dim = about.dim
         picked = _checked_indices(indices, about.shape[dim], communicator)
-        matrix = None if sizes is None else _checked_matrix(sizes, communicator)
+        matrix = None
+        if sizes is not None:
+            rows = list(sizes)
+            if len(rows) != communicator.world_size:
+                raise ValueError(
+                    f"sizes must have one row per rank, {communicator.world_size}, got {len(rows)} on "
+                    f"rank {rank}"
+                )
+            matrix = tuple(facts.checked_sizes(row, communicator) for row in rows)
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
-    own_part = _Picked(about.shape, about.requires_grad, counts, matrix)
-    parts: list[_Picked] = facts.exchange(
-        communicator,
-        op,
-        (*named, facts.gradient_mode()),
-        own_part,
-        lambda parts: _check(parts, dim),
-    )
+    terms = (*named, facts.gradient_mode())
+    mine = _Picked(about.shape, about.requires_grad, counts, matrix)
+    check = functools.partial(_check, dim)
+    parts: list[_Picked] = facts.exchange(communicator, op, terms, mine, check)
     own = tensor.detach()
     picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
     lengths = [each.counts[rank] for each in parts]
@@ -120,17 +125,7 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
     return list(indices)
 
 
-def _checked_matrix(sizes: Any, communicator: Communicator) -> tuple[tuple[int, ...], ...]:
-    count, rank = communicator.world_size, communicator.rank
-    rows = list(sizes)
-    if len(rows) != count:
-        text = f"sizes must have one row per rank, {count}, got {len(rows)} on rank {rank}"
-        raise ValueError(text)
-    checked = [facts.checked_sizes(row, communicator) for row in rows]
-    return tuple(row for row in checked if row is not None)
-
-
-def _check(parts: list[_Picked], dim: int) -> None:
+def _check(dim: int, parts: list[_Picked]) -> None:
     facts.check_equal_beside(dim, [each.shape for each in parts])
     for rank, own in enumerate(parts):
         for sender, other in enumerate(parts if own.matrix else ()):
