@@ -19,7 +19,6 @@ from interlace.verify.protocols.explorer import (
     explore,
 )
 from interlace.verify.protocols.patterns import (
-    MODELLED,
     PATTERNS,
     explored,
     pull,
@@ -43,6 +42,23 @@ from interlace.verify.protocols.steps import (
 )
 
 ROOT = pathlib.Path(__file__).parents[3]
+
+# Which functions of kernels/signal.py a pattern stands for.
+MODELLED: dict[str, tuple[str, ...]] = {
+    "push": ("publish", "wait", "wait_credit", "finish_kernel"),
+    "push on streams": ("publish_kernel", "wait_kernel", "wait_credit", "finish_kernel"),
+    "pull": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
+    "push after pull": ("publish", "wait", "wait_credits_kernel", "wait_credit", "finish_kernel"),
+    "two-shot": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
+    "flag barrier": (
+        "put_flag",
+        "wait_flag",
+        "put_signal_kernel",
+        "wait_signal_kernel",
+        "handle_barrier_kernel",
+    ),
+    "giving up": ("wait", "give_up", "publish"),
+}
 
 
 # -- the patterns ------------------------------------------------------------------------------

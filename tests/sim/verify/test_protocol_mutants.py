@@ -65,8 +65,8 @@ def test_mutant_is_caught(case: Case, folder: pathlib.Path) -> None:
 
 IN_ALL_KERNELS = ["release dropped", "credit not waited for"]
 KERNEL_VARIANTS = [
-    f"{target.name} {variant}"
-    for target in TARGETS.values()
+    f"{name} {variant}"
+    for name, target in TARGETS.items()
     for variant in target.variants
     if variant in ("fused", "kernel", "multimem", "switch")
 ]

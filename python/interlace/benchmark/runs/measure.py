@@ -19,13 +19,18 @@ from interlace.runtime.core.place import Place
 Tick = Callable[[int, int], None]
 
 
+def rank_0(tick: Tick) -> Tick:
+    """``tick`` on rank 0; on the others, which show no progress, nothing."""
+    return tick if groups.default_group().rank == 0 else lambda done, total: None
+
+
 def measure(request: Request, tick: Tick) -> Sizes:
     """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
     place = groups.default_group().place
     found = source(request, place)
     with joined(found.backend, request.store, place.rank, place.world_size):
         subject = found.make()
-        rows = _measure(subject, request, place, tick)
+        rows = _measure(subject, request, place, rank_0(tick))
     sizes = Sizes(
         **{each.name: getattr(subject, each.name) for each in fields(Facts)},
         place=place.name,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.runs.measure import Tick, sets_of
+from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
 from interlace.benchmark.runs.tune_candidates import SENDING, Candidate, combined
 from interlace.benchmark.subjects import ops
 from interlace.benchmark.timing import protocol
@@ -79,10 +79,7 @@ class Timed:
 
 def on_rank(request: TuneRequest, tick: Tick) -> list[Timed]:
     """Of every candidate; the same on every rank. Collective. Raises CandidateError."""
-    return _Search(request, tick if groups.default_group().rank == 0 else _nobody).run()
-
-
-def _nobody(done: int, total: int) -> None: ...
+    return _Search(request, rank_0(tick)).run()
 
 
 class _Search:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.benchmark.runs.measure import Tick, measure
-from interlace.benchmark.runs.results import Result, Sizes
+from interlace.benchmark.runs.measure import measure
+from interlace.benchmark.runs.results import Result
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import Request
 from interlace.benchmark.timing.sizes import format_size
@@ -34,7 +34,7 @@ from interlace.cli.bench.options import (
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.plots import refuse_format
-from interlace.cli.output.progress import Progress, nothing
+from interlace.cli.output.progress import Progress
 from interlace.groups import groups
 
 
@@ -87,7 +87,7 @@ def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result
             ticks = progress.on_ranks(f"{folder}/progress-{number}", apart=place == "shm")
             with ticks as tick, _wrong(request) as said:
                 found = interlace.run(
-                    on_rank,
+                    measure,
                     world_size,
                     replace(request, store=f"{folder}/store-{number}"),
                     tick,
@@ -98,11 +98,6 @@ def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result
     return results
 
 
-def on_rank(request: Request, tick: Tick) -> Sizes:
-    """What a rank of ``interlace.run`` measures."""
-    return measure(request, tick if interlace.get_rank() == 0 else nothing)
-
-
 def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
     """This process is a rank of a job, on one host or on several."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,7 +106,6 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
         chosen = baselines.default(
             "", "cuda" if torch.cuda.is_available() else "cpu", virtual=False
         )
-    tick = nothing
     results = []
     # torch first: interlace then takes the store from it, and no port is served twice
     with baselines.joined(baselines.torch_backend(chosen), None, rank, world_size):
@@ -122,12 +116,10 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
                     f"--place {options.place}: the ranks of torchrun are in place {found}"
                 )
             with Progress(len(requests), shown=rank == 0) as progress:
-                if rank == 0:
-                    tick = progress.at
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
                     with _wrong(request) as said:
-                        results.append(Result(measure(request, tick)))
+                        results.append(Result(measure(request, progress.at)))
                     if said:  # the other ranks may be anywhere in it
                         return [*results, Result(None, f"rank {rank}: {said[0]}")]
         finally:

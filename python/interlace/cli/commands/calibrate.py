@@ -18,7 +18,7 @@ from interlace.cli.bench.options import MOST_RANKS, under_torchrun
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import option
-from interlace.cli.output.progress import Progress, nothing
+from interlace.cli.output.progress import Progress
 from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
@@ -153,7 +153,7 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any) -> int:
         torch.cuda.set_device(local)
     dist.init_process_group(backend)
     try:
-        mine = measuring.on_rank(request, nothing)
+        mine = measuring.on_rank(request, lambda done, total: None)
         times: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(times, mine)
         found = measuring.measured(request, times, backend, "torchrun")

@@ -36,10 +36,6 @@ class _TickFile:
         return []
 
 
-def nothing(done: int, total: int) -> None:
-    """For ranks that show no progress."""
-
-
 class Progress:
     """``count`` sizes, one after another; each is a step of the bar, in which a share may be done."""
 

@@ -81,9 +81,8 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
         cells = frozenset(cells_of(step))
         if isinstance(step, BeginRead | BeginWrite) and cells & (reading | writing):
             raise ValueError(f"{place}: the process accesses a cell of it already")
-        if isinstance(step, EndRead) and not cells <= reading:
-            raise ValueError(f"{place}: the process has not begun to")
-        if isinstance(step, EndWrite) and not cells <= writing:
+        ends = {EndRead: reading, EndWrite: writing}.get(type(step), cells)
+        if not cells <= ends:
             raise ValueError(f"{place}: the process has not begun to")
         if isinstance(step, BeginRead | EndRead):
             reading ^= cells
@@ -92,15 +91,13 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
         left_out = left_out_by(step) or 0
         for target in {number + 1, number + 1 + left_out}:
             if not number < target <= end:
-                raise ValueError(
-                    f"{place}: cannot leave out {left_out} of {end - number - 1} steps"
-                )
+                left = end - number - 1
+                raise ValueError(f"{place}: cannot leave out {left_out} of {left} steps")
             if at.setdefault(target, (reading, writing)) != (reading, writing):
                 raise ValueError(f"{place}: leaves out only one of the begin and end of an access")
     if any(at[end]):
-        raise ValueError(
-            f"protocol: {process.name} does not end the access to {set().union(*at[end])}"
-        )
+        cells = at[end][0] | at[end][1]
+        raise ValueError(f"protocol: {process.name} does not end the access to {set(cells)}")
     return [at[number] for number in range(end + 1)]
 
 
@@ -130,10 +127,7 @@ class ProtocolMachine:
         accesses = [open_accesses(process) for process in protocol.processes]
         self._reading = [[self._mask(reading) for reading, _ in line] for line in accesses]
         self._writing = [[self._mask(writing) for _, writing in line] for line in accesses]
-        self._still_written = [
-            self._ahead(line, writing)
-            for line, writing in zip(self._codes, self._writing, strict=True)
-        ]
+        self._still_written = list(map(self._ahead, self._codes, self._writing))
         # Whom a publish may let go on at once.
         self._waiting: list[list[int]] = [[] for _ in self.first]
         for number, line in enumerate(self._codes):

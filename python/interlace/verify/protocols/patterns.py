@@ -12,8 +12,8 @@ claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stor
 swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 ==================================  ======================================================================
 
-:data:`MODELLED` says it by pattern. Words and cells are named as reports should call them: ``slot 1 of
-rank 0`` lies in rank 0's memory and is rank 1's to publish; ``credit 1 of rank 0`` likewise.
+``tests/sim/verify/test_protocol.py`` says it by pattern. Words and cells are named as reports should call
+them: ``slot 1 of rank 0`` lies in rank 0's memory and is rank 1's to publish; so ``credit 1 of rank 0``.
 
 ``current_epoch`` is no step. The epoch word is read and advanced by its own rank only, in the order of
 its streams, and is a constant of the op: op k on a channel has epoch k.
@@ -128,16 +128,12 @@ def push(ranks: int, rounds: int) -> Protocol:
 
     As in the fused kernels that sum: a program first stores what others need and then takes its own.
     """
-    return _protocol(
-        "push",
-        ranks,
-        rounds,
-        lambda rank, number: [
-            *_send(rank, ranks, number),
-            *_collect(rank, ranks, number),
-            *_finish(rank, ranks, number),
-        ],
-    )
+
+    def steps_of(rank: int, number: int) -> list[Step]:
+        steps = _send(rank, ranks, number) + _collect(rank, ranks, number)
+        return steps + _finish(rank, ranks, number)
+
+    return _protocol("push", ranks, rounds, steps_of)
 
 
 def push_on_streams(ranks: int, rounds: int, channels: int = 2) -> Protocol:
@@ -200,15 +196,11 @@ def pull(ranks: int, rounds: int, sources: Sequence[int] | None = None) -> Proto
     staging = range(ranks) if sources is None else sources
     if not staging or not set(staging) <= set(range(ranks)):
         raise ValueError(f"sources: must be some of ranks 0 to {ranks - 1}, got {list(staging)}")
-    return _protocol(
-        "pull",
-        ranks,
-        rounds,
-        lambda rank, number: [
-            *_pull(rank, ranks, number, staging),
-            *_finish(rank, ranks, number),
-        ],
-    )
+
+    def steps_of(rank: int, number: int) -> list[Step]:
+        return _pull(rank, ranks, number, staging) + _finish(rank, ranks, number)
+
+    return _protocol("pull", ranks, rounds, steps_of)
 
 
 def push_after_pull(ranks: int, rounds: int) -> Protocol:
@@ -322,23 +314,6 @@ PATTERNS: Mapping[str, Callable[[int, int], Protocol]] = {
     "two-shot": two_shot,
     "flag barrier": flag_barrier,
     "giving up": giving_up,
-}
-
-# Which functions of kernels/signal.py a pattern stands for.
-MODELLED: Mapping[str, tuple[str, ...]] = {
-    "push": ("publish", "wait", "wait_credit", "finish_kernel"),
-    "push on streams": ("publish_kernel", "wait_kernel", "wait_credit", "finish_kernel"),
-    "pull": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
-    "push after pull": ("publish", "wait", "wait_credits_kernel", "wait_credit", "finish_kernel"),
-    "two-shot": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
-    "flag barrier": (
-        "put_flag",
-        "wait_flag",
-        "put_signal_kernel",
-        "wait_signal_kernel",
-        "handle_barrier_kernel",
-    ),
-    "giving up": ("wait", "give_up", "publish"),
 }
 
 

@@ -11,7 +11,7 @@ and chunks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +43,11 @@ class VerifyTarget:
     ``quick``: the variants of a quick check, None for all.
     """
 
-    name: str
     variants: dict[str, Callable[[], Any]]
-    kernels: tuple[str, ...] = field(default=())
+    kernels: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = None
 
     def checked(self, quick: bool) -> dict[str, Callable[[], Any]]:
-        """The variants of a check."""
         if not quick or self.quick is None:
             return self.variants
         return {name: self.variants[name] for name in self.quick}
@@ -234,69 +232,49 @@ _MATMULS = ("fused", "pipelined", "unfused")
 _COLLECTIVES = ("kernel", "copy", "multimem")
 _LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
-    target.name: target
-    for target in (
-        VerifyTarget(
-            "signal",
-            {"kernels": _signals},
-            ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
-        ),
-        VerifyTarget(
-            "all_gather_matmul",
-            _algorithms(_all_gather_matmul, *_MATMULS, "switch"),
-            ("all_gather_matmul_kernel",),
-        ),
-        *(
-            VerifyTarget(op, _algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
-            for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
-        ),
-        VerifyTarget(
-            "matmul_reduce_scatter",
-            _algorithms(_matmul_reduce_scatter, *_MATMULS),
-            ("matmul_reduce_scatter_kernel",),
-        ),
-        VerifyTarget(
-            "matmul_all_reduce",
-            _algorithms(_matmul_all_reduce, *_MATMULS),
-            ("matmul_all_reduce_kernel",),
-        ),
-        VerifyTarget(
-            "all_gather",
-            _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
-            _kernels("all_gather", "multimem", "low_latency"),
-        ),
-        VerifyTarget(
-            "reduce_scatter",
-            _algorithms(_reduce_scatter, *_COLLECTIVES),
-            _kernels("reduce_scatter", "multimem"),
-        ),
-        VerifyTarget(
-            "all_reduce",
-            _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
-            _kernels("all_reduce", "multimem", "low_latency"),
-        ),
-        VerifyTarget(
-            "broadcast",
-            _algorithms(_broadcast, "copy", "low_latency"),
-            ("low_latency_broadcast_kernel",),
-        ),
-        VerifyTarget(
-            "nodes.all_gather", _over_nodes(_all_gather), ("move_kernel", "quiet_kernel"), _LATE
-        ),
-        VerifyTarget(
-            "nodes.reduce_scatter",
-            _over_nodes(_reduce_scatter),
-            ("node_reduce_scatter_kernel", "put_credits_kernel"),
-            _LATE,
-        ),
-        # the moves are those of nodes.all_gather
-        VerifyTarget("nodes.all_to_all", _over_nodes(_all_to_all), quick=()),
-        VerifyTarget("nodes.all_gather_matmul", _over_nodes(_all_gather_matmul, "fused"), quick=()),
-        VerifyTarget(
-            "nodes.matmul_reduce_scatter",
-            _over_nodes(_matmul_reduce_scatter, "fused"),
-            ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
-            _LATE,
-        ),
-    )
+    "signal": VerifyTarget(
+        {"kernels": _signals},
+        ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
+    ),
+    "all_gather_matmul": VerifyTarget(
+        _algorithms(_all_gather_matmul, *_MATMULS, "switch"), _kernels("all_gather_matmul")
+    ),
+    **{
+        op: VerifyTarget(_algorithms(_grouped(op), *_MATMULS), _kernels("grouped_matmul"))
+        for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
+    },
+    "matmul_reduce_scatter": VerifyTarget(
+        _algorithms(_matmul_reduce_scatter, *_MATMULS), _kernels("matmul_reduce_scatter")
+    ),
+    "matmul_all_reduce": VerifyTarget(
+        _algorithms(_matmul_all_reduce, *_MATMULS), _kernels("matmul_all_reduce")
+    ),
+    "all_gather": VerifyTarget(
+        _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
+        _kernels("all_gather", "multimem", "low_latency"),
+    ),
+    "reduce_scatter": VerifyTarget(
+        _algorithms(_reduce_scatter, *_COLLECTIVES), _kernels("reduce_scatter", "multimem")
+    ),
+    "all_reduce": VerifyTarget(
+        _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
+        _kernels("all_reduce", "multimem", "low_latency"),
+    ),
+    "broadcast": VerifyTarget(
+        _algorithms(_broadcast, "copy", "low_latency"), ("low_latency_broadcast_kernel",)
+    ),
+    "nodes.all_gather": VerifyTarget(
+        _over_nodes(_all_gather), ("move_kernel", "quiet_kernel"), _LATE
+    ),
+    "nodes.reduce_scatter": VerifyTarget(
+        _over_nodes(_reduce_scatter), ("node_reduce_scatter_kernel", "put_credits_kernel"), _LATE
+    ),
+    # the moves are those of nodes.all_gather
+    "nodes.all_to_all": VerifyTarget(_over_nodes(_all_to_all), quick=()),
+    "nodes.all_gather_matmul": VerifyTarget(_over_nodes(_all_gather_matmul, "fused"), quick=()),
+    "nodes.matmul_reduce_scatter": VerifyTarget(
+        _over_nodes(_matmul_reduce_scatter, "fused"),
+        ("matmul_node_reduce_scatter_kernel", "node_sums_kernel"),
+        _LATE,
+    ),
 }
