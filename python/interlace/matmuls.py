@@ -80,17 +80,10 @@ def all_gather_matmul(
             return recorded.run(
                 gather.OP,
                 async_op,
-                lambda functional: functional.all_gather_matmul(
-                    input,
-                    weight,
-                    gather_dim,
-                    bias=bias,
-                    group=group,
-                    return_gathered=return_gathered,
-                    algorithm=algorithm,
-                    out_dtype=out_dtype,
-                ),
+                (input, weight, gather_dim),
                 lambda result: _activated(result, names, several, return_gathered),
+                return_gathered=return_gathered,
+                **_how(bias, group, options),
             )
         checks.warn_without_gradients(gather.OP)
     tensors = (input, weight, bias, (), None)
@@ -214,24 +207,24 @@ def _matmul_reduce(
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if matrices and all(recorded.equal_parts(group, input, weight, dim) for dim in dims):
             name = checks.activation("activation", options.activation, resolve(group).rank)
-            return recorded.run(
-                op,
-                async_op,
-                lambda functional: getattr(functional, op)(
-                    input,
-                    weight,
-                    options.reduce_op,
-                    *dims,
-                    bias=bias,
-                    group=group,
-                    algorithm=options.algorithm,
-                    out_dtype=options.out_dtype,
-                ),
-                lambda result: activate(result, name),
-            )
+            operands = (input, weight, options.reduce_op, *dims)
+            how = _how(bias, group, options)
+            return recorded.run(op, async_op, operands, lambda made: activate(made, name), **how)
         checks.warn_without_gradients(op, stacklevel=4)
     communicator = resolve(group).on(input)
     return communicator.call(op, prepared, tensors, (options,), async_op=async_op, fills=False)
+
+
+def _how(
+    bias: Any, group: Any, options: gather.Options | reduce.Options | grouped.Options
+) -> dict[str, Any]:
+    """Arguments of all functional forms."""
+    return {
+        "bias": bias,
+        "group": group,
+        "algorithm": options.algorithm,
+        "out_dtype": options.out_dtype,
+    }
 
 
 def _requires_gradients(*tensors: Any) -> bool:
@@ -381,25 +374,19 @@ def _grouped_matmul(
             if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
                 splits = routes.splits()
 
-                def start(functional: Any) -> Any:
-                    return getattr(functional, op)(
-                        input,
-                        weight,
-                        call.input_splits,
-                        [rows for each in splits for rows in each],
-                        bias=bias,
-                        group=group,
-                        return_received=options.return_received,
-                        algorithm=options.algorithm,
-                        out_dtype=options.out_dtype,
-                    )
-
                 def finish(made: Any) -> Any:
                     received, output = made if options.return_received else (None, made)
                     output = activate(output, call.activation)
                     return grouped.result(received, output, splits)
 
-                return recorded.run(op, async_op, start, finish)
+                return recorded.run(
+                    op,
+                    async_op,
+                    (input, weight, call.input_splits, [n for each in splits for n in each]),
+                    finish,
+                    return_received=options.return_received,
+                    **_how(bias, group, options),
+                )
         checks.warn_without_gradients(op, stacklevel=4)
     tensors = (input, weight, bias, None, None)
     return communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=async_op)

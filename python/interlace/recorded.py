@@ -40,12 +40,9 @@ def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_d
 
 
 def run(
-    op: str,
-    async_op: bool,
-    call: Callable[[Any], Any],
-    then: Callable[[Any], Any] = lambda result: result,
+    op: str, async_op: bool, operands: tuple[Any, ...], then: Callable[[Any], Any], **options: Any
 ) -> Any:
-    """What ``call`` makes with ``interlace.functional``: plain tensors, or a Work that returns them.
+    """What ``op`` of ``interlace.functional`` makes: plain tensors, or a Work that returns them.
 
     ``then`` is done to these when they are complete; autograd knows of it too.
     """
@@ -53,7 +50,7 @@ def run(
     from interlace.ops.eager import pending
 
     with pending.watched() as works:
-        result = call(functional)
+        result = getattr(functional, op)(*operands, **options)
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
 

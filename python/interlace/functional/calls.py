@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from interlace.arguments import checks, reduce_ops
-from interlace.groups.specs import bound
-from interlace.ops import undispatched
+from interlace.groups.specs import bound, describe
+from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
-from interlace.ops.eager.pending import Started
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 allow_in_graph: Any = torch._dynamo.allow_in_graph
 
 
-def traceable(name: str) -> Callable[..., Any]:
+def _traceable(name: str) -> Callable[..., Any]:
     """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
 
     def start(*args: Any) -> Any:
@@ -28,11 +27,10 @@ def traceable(name: str) -> Callable[..., Any]:
         return wrapped_together(result)
 
     start.__name__ = start.__qualname__ = name
-    allow_in_graph(start)
-    return start
+    return allow_in_graph(start)  # type: ignore[no-any-return]
 
 
-def traceable_out(name: str) -> Callable[..., Any]:
+def _traceable_out(name: str) -> Callable[..., Any]:
     """The same for the op's form with ``out``, which comes last."""
 
     def start(*args: Any) -> Any:
@@ -41,8 +39,48 @@ def traceable_out(name: str) -> Callable[..., Any]:
         return out
 
     start.__name__ = start.__qualname__ = f"{name}_out"
-    allow_in_graph(start)
-    return start
+    return allow_in_graph(start)  # type: ignore[no-any-return]
+
+
+_traced = {name: _traceable(name) for name in library.BY_NAME}
+_traced_out = {name: _traceable_out(name) for name in library.WITH_OUT}
+
+
+def run(
+    op: str, group: Any, tag: str, *args: Any, tensors: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Start ``op``, or leave a node in the graph. The first ``tensors`` of its arguments are such."""
+    made: torch.Tensor
+    if direct(*args[:tensors], out):
+        own = args if out is None else (*args, out)
+        started = library.BY_NAME[op].start(bound(group, tag), *own)
+        return AsyncTensor(started.outputs[0], started.work)
+    name, size = describe(group, tag)
+    if out is None:
+        made = _traced[op](*args, size, name)
+        return made
+    if torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
+        raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
+    made = _traced_out[op](*args, size, name, out)
+    return made
+
+
+def run_to_list(op: str, group: Any, tag: str, tensors: Sequence[Any], *args: Any) -> list[Any]:
+    """As :func:`run`, for an op that returns a list; ``tensors`` are all those in its arguments."""
+    if direct(*tensors):
+        started = library.BY_NAME[op].start(bound(group, tag), *args)
+        return [AsyncTensor(each, started.work) for each in started.outputs]
+    name, size = describe(group, tag)
+    return list(_traced[op](*args, size, name))
+
+
+def keeps(asked: bool, weights: Sequence[Any]) -> bool:
+    """Whether an op returns what it gathers: if ``asked``, and for gradients of ``weights``.
+
+    Nobody waits for what a program without a backward keeps.
+    """
+    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+    return asked or (wanted and not torch.compiler.is_exporting())
 
 
 def direct(*tensors: Any) -> bool:
@@ -93,17 +131,6 @@ def ints(op: str, group: Any, tag: str, name: str, value: Any) -> list[Any]:
     ):
         refuse(op, group, tag, TypeError(f"{name} must be a list of ints, got {value!r}"))
     return list(value)
-
-
-def without_gradient(op: str, *tensors: torch.Tensor) -> None:
-    """Raise RuntimeError if one of ``tensors`` requires a gradient, which an op with ``out`` has not."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
-
-
-def started(op: Started) -> AsyncTensor:
-    """The first output of ``op``, which waits by itself."""
-    return AsyncTensor(op.outputs[0], op.work)
 
 
 def reduction(

@@ -7,38 +7,10 @@ from typing import Any
 
 import torch
 
-from interlace.functional.calls import (
-    allow_in_graph,
-    check,
-    direct,
-    ints,
-    reduction,
-    started,
-    traceable,
-    traceable_out,
-    without_gradient,
-)
-from interlace.groups.specs import bound, describe
+from interlace.functional.calls import allow_in_graph, check, ints, reduction, run
 from interlace.ops.async_tensor import wait
-from interlace.ops.eager import plain
 
 allow_in_graph(wait)
-
-
-_all_reduce = traceable("all_reduce")
-_all_gather = traceable("all_gather")
-_reduce_scatter = traceable("reduce_scatter")
-_all_to_all = traceable("all_to_all")
-_broadcast = traceable("broadcast")
-_reduce = traceable("reduce")
-_permute = traceable("permute")
-_gather = traceable("gather")
-_scatter = traceable("scatter")
-_all_reduce_out = traceable_out("all_reduce")
-_all_gather_out = traceable_out("all_gather")
-_reduce_scatter_out = traceable_out("reduce_scatter")
-_all_to_all_out = traceable_out("all_to_all")
-_broadcast_out = traceable_out("broadcast")
 
 
 # -- reductions ----------------------------------------------------------------------------------------
@@ -69,13 +41,7 @@ def all_reduce(
     """
     check("all_reduce", group, tag, input=input, out=out)
     reduce_op, input = reduction("all_reduce", group, tag, reduce_op, input)
-    if direct(input, out):
-        return started(plain.all_reduce(bound(group, tag), input, reduce_op, out))
-    name, size = describe(group, tag)
-    if out is not None:
-        without_gradient("all_reduce", input, out)
-        return _all_reduce_out(input, reduce_op, size, name, out)  # type: ignore[no-any-return]
-    return _all_reduce(input, reduce_op, size, name)  # type: ignore[no-any-return]
+    return run("all_reduce", group, tag, input, reduce_op, out=out)
 
 
 def reduce_scatter(
@@ -102,13 +68,7 @@ def reduce_scatter(
     """
     check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
     reduce_op, input = reduction("reduce_scatter", group, tag, reduce_op, input)
-    if direct(input, out):
-        return started(plain.reduce_scatter(bound(group, tag), input, reduce_op, scatter_dim, out))
-    name, size = describe(group, tag)
-    if out is not None:
-        without_gradient("reduce_scatter", input, out)
-        return _reduce_scatter_out(input, reduce_op, scatter_dim, size, name, out)  # type: ignore[no-any-return]
-    return _reduce_scatter(input, reduce_op, scatter_dim, size, name)  # type: ignore[no-any-return]
+    return run("reduce_scatter", group, tag, input, reduce_op, scatter_dim, out=out)
 
 
 def reduce(
@@ -129,10 +89,7 @@ def reduce(
     """
     check("reduce", group, tag, {"dst": dst}, input=input)
     reduce_op, input = reduction("reduce", group, tag, reduce_op, input)
-    if direct(input):
-        return started(plain.reduce(bound(group, tag), input, reduce_op, dst))
-    name, size = describe(group, tag)
-    return _reduce(input, reduce_op, dst, size, name)  # type: ignore[no-any-return]
+    return run("reduce", group, tag, input, reduce_op, dst)
 
 
 # -- moving --------------------------------------------------------------------------------------------
@@ -160,13 +117,7 @@ def all_gather(
     [[0, 1], [0, 1]]
     """
     check("all_gather", group, tag, {"gather_dim": gather_dim}, input=input, out=out)
-    if direct(input, out):
-        return started(plain.all_gather(bound(group, tag), input, gather_dim, out))
-    name, size = describe(group, tag)
-    if out is not None:
-        without_gradient("all_gather", input, out)
-        return _all_gather_out(input, gather_dim, size, name, out)  # type: ignore[no-any-return]
-    return _all_gather(input, gather_dim, size, name)  # type: ignore[no-any-return]
+    return run("all_gather", group, tag, input, gather_dim, out=out)
 
 
 def all_to_all(
@@ -200,13 +151,7 @@ def all_to_all(
     sent = input_split_sizes
     if sent is not None:
         sent = ints("all_to_all_single", group, tag, "input_split_sizes", sent)
-    if direct(input, out):
-        return started(plain.all_to_all(bound(group, tag), input, received, sent, out))
-    name, size = describe(group, tag)
-    if out is not None:
-        without_gradient("all_to_all", input, out)
-        return _all_to_all_out(input, received, sent, size, name, out)  # type: ignore[no-any-return]
-    return _all_to_all(input, received, sent, size, name)  # type: ignore[no-any-return]
+    return run("all_to_all", group, tag, input, received, sent, out=out)
 
 
 def broadcast(
@@ -230,13 +175,7 @@ def broadcast(
     [1, 1]
     """
     check("broadcast", group, tag, {"src": src}, input=input, out=out)
-    if direct(input, out):
-        return started(plain.broadcast(bound(group, tag), input, src, out))
-    name, size = describe(group, tag)
-    if out is not None:
-        without_gradient("broadcast", input, out)
-        return _broadcast_out(input, src, size, name, out)  # type: ignore[no-any-return]
-    return _broadcast(input, src, size, name)  # type: ignore[no-any-return]
+    return run("broadcast", group, tag, input, src, out=out)
 
 
 def permute(
@@ -256,10 +195,7 @@ def permute(
     """
     check("permute", group, tag, input=input)
     targets = ints("permute", group, tag, "src_dst", src_dst)
-    if direct(input):
-        return started(plain.permute(bound(group, tag), input, targets))
-    name, size = describe(group, tag)
-    return _permute(input, targets, size, name)  # type: ignore[no-any-return]
+    return run("permute", group, tag, input, targets)
 
 
 def gather(
@@ -276,10 +212,7 @@ def gather(
     [[1.0, 1.0], [0.0, 0.0]]
     """
     check("gather", group, tag, {"dst": dst, "gather_dim": gather_dim}, input=input)
-    if direct(input):
-        return started(plain.gather(bound(group, tag), input, dst, gather_dim))
-    name, size = describe(group, tag)
-    return _gather(input, dst, gather_dim, size, name)  # type: ignore[no-any-return]
+    return run("gather", group, tag, input, dst, gather_dim)
 
 
 def scatter(
@@ -299,7 +232,4 @@ def scatter(
     [[1], [2]]
     """
     check("scatter", group, tag, {"src": src, "scatter_dim": scatter_dim}, input=input)
-    if direct(input):
-        return started(plain.scatter(bound(group, tag), input, src, scatter_dim))
-    name, size = describe(group, tag)
-    return _scatter(input, src, scatter_dim, size, name)  # type: ignore[no-any-return]
+    return run("scatter", group, tag, input, src, scatter_dim)

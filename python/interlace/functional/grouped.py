@@ -5,19 +5,12 @@ See ``fused/grouped.py`` for the order of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from interlace.functional.calls import check, direct, ints, traceable
-from interlace.groups.specs import bound, describe
-from interlace.ops import grouped
-from interlace.ops.async_tensor import AsyncTensor
-
-_traced = {
-    name: traceable(name) for name in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
-}
+from interlace.functional.calls import check, ints, keeps, run_to_list
 
 
 def all_gather_grouped_matmul(
@@ -52,8 +45,8 @@ def all_gather_grouped_matmul(
     [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
     """
     return _grouped(
-        "all_gather_grouped_matmul", grouped.all_gather_grouped_matmul, input, weight,
-        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+        "all_gather_grouped_matmul", input, weight, input_splits, output_splits, bias,
+        group, tag, return_received, algorithm, out_dtype,
     )  # fmt: skip
 
 
@@ -87,14 +80,13 @@ def all_to_all_grouped_matmul(
     [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
     """
     return _grouped(
-        "all_to_all_grouped_matmul", grouped.all_to_all_grouped_matmul, input, weight,
-        input_splits, output_splits, bias, group, tag, return_received, algorithm, out_dtype,
+        "all_to_all_grouped_matmul", input, weight, input_splits, output_splits, bias,
+        group, tag, return_received, algorithm, out_dtype,
     )  # fmt: skip
 
 
 def _grouped(
     op: str,
-    start: Callable[..., Any],
     input: torch.Tensor,
     weight: torch.Tensor,
     input_splits: Sequence[int],
@@ -109,14 +101,7 @@ def _grouped(
     check(op, group, tag, input=input, weight=weight, bias=bias)
     sent = ints(op, group, tag, "input_splits", input_splits)
     received = ints(op, group, tag, "output_splits", output_splits)
-    own = (input, weight, bias, sent, received)
-    if direct(input, weight, bias):
-        started = start(bound(group, tag), *own, return_received, algorithm, out_dtype)
-        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
-    else:
-        name, size = describe(group, tag)
-        wanted = torch.is_grad_enabled() and weight.requires_grad
-        # nobody waits for what a program without a backward keeps
-        kept = return_received or (wanted and not torch.compiler.is_exporting())
-        made = _traced[op](*own, kept, algorithm, out_dtype, size, name)
+    kept, tensors = keeps(return_received, [weight]), (input, weight, bias)
+    given = (*tensors, sent, received, kept, algorithm, out_dtype)
+    made = run_to_list(op, group, tag, tensors, *given)
     return (made[1], made[0]) if return_received else made[0]

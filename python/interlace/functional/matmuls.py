@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.functional.calls import check, direct, refuse, started, traceable
-from interlace.groups.specs import bound, describe
-from interlace.ops.async_tensor import AsyncTensor
-from interlace.ops.eager import fused
-
-_all_gather_matmul = traceable("all_gather_matmul")
-_matmul_reduce_scatter = traceable("matmul_reduce_scatter")
-_matmul_all_reduce = traceable("matmul_all_reduce")
+from interlace.functional.calls import check, keeps, refuse, run, run_to_list
 
 
 def _name_of(reduce_op: Any) -> str:
@@ -75,26 +68,9 @@ def all_gather_matmul(
             w.new_zeros(w.shape[1:]) if b is None else b
             for w, b in zip(weights, biases, strict=True)
         ]
-    if direct(input, *weights, *biases):
-        started = fused.all_gather_matmul(
-            bound(group, tag),
-            input,
-            weights,
-            biases,
-            gather_dim,
-            return_gathered,
-            algorithm,
-            out_dtype,
-        )
-        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
-    else:
-        name, size = describe(group, tag)
-        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
-        # nobody waits for what a program without a backward keeps
-        kept = return_gathered or (save_gathered and wanted and not torch.compiler.is_exporting())
-        made = _all_gather_matmul(
-            input, weights, biases, gather_dim, kept, algorithm, out_dtype, size, name
-        )
+    kept = return_gathered or (save_gathered and keeps(False, weights))
+    given = (input, weights, biases, gather_dim, kept, algorithm, out_dtype)
+    made = run_to_list("all_gather_matmul", group, tag, (input, *weights, *biases), *given)
     outputs = list(made[: len(weights)]) if several else made[0]
     return (made[len(weights)], outputs) if return_gathered else outputs
 
@@ -127,25 +103,10 @@ def matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    check(
-        "matmul_reduce_scatter",
-        group,
-        tag,
-        {"scatter_dim": scatter_dim},
-        input=input,
-        weight=weight,
-        bias=bias,
-    )
-    if direct(input, weight, bias):
-        return started(
-            fused.matmul_reduce_scatter(
-                bound(group, tag), input, weight, bias, reduce_op, scatter_dim, algorithm, out_dtype
-            )
-        )
-    name, size = describe(group, tag)
-    return _matmul_reduce_scatter(  # type: ignore[no-any-return]
-        input, weight, bias, _name_of(reduce_op), scatter_dim, algorithm, out_dtype, size, name
-    )
+    op, dims = "matmul_reduce_scatter", {"scatter_dim": scatter_dim}
+    check(op, group, tag, dims, input=input, weight=weight, bias=bias)
+    given = (_name_of(reduce_op), scatter_dim, algorithm, out_dtype)
+    return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
 
 def matmul_all_reduce(
@@ -175,13 +136,5 @@ def matmul_all_reduce(
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
     check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
-    if direct(input, weight, bias):
-        return started(
-            fused.matmul_all_reduce(
-                bound(group, tag), input, weight, bias, reduce_op, algorithm, out_dtype
-            )
-        )
-    name, size = describe(group, tag)
-    return _matmul_all_reduce(  # type: ignore[no-any-return]
-        input, weight, bias, _name_of(reduce_op), algorithm, out_dtype, size, name
-    )
+    given = (_name_of(reduce_op), algorithm, out_dtype)
+    return run("matmul_all_reduce", group, tag, input, weight, bias, *given, tensors=3)

@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.functional.calls import check, direct, started, traceable
-from interlace.groups.specs import bound, describe
-from interlace.ops.async_tensor import AsyncTensor
-from interlace.ops.eager import scaled
-
-_all_gather_scaled_matmul = traceable("all_gather_scaled_matmul")
-_scaled_matmul_reduce_scatter = traceable("scaled_matmul_reduce_scatter")
+from interlace.functional.calls import check, run, run_to_list
 
 
 def all_gather_scaled_matmul(
@@ -73,12 +67,8 @@ def all_gather_scaled_matmul(
         input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    if direct(input, input_scale, *weights, *scales, *biases):
-        started = scaled.all_gather_scaled_matmul(bound(group, tag), *own)
-        made: Any = [AsyncTensor(each, started.work) for each in started.outputs]
-    else:
-        name, size = describe(group, tag)
-        made = _all_gather_scaled_matmul(*own, size, name)
+    tensors = (input, input_scale, *weights, *scales, *biases)
+    made = run_to_list(op, group, tag, tensors, *own)
     outputs = list(made[: len(weights)]) if several else made[0]
     return (made[len(weights)], outputs) if return_gathered else outputs
 
@@ -119,21 +109,8 @@ def scaled_matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[8.0, 8.0], [8.0, 8.0]]
     """
-    check(
-        "scaled_matmul_reduce_scatter",
-        group,
-        tag,
-        {"scatter_dim": scatter_dim},
-        input=input,
-        weight=weight,
-        input_scale=input_scale,
-        weight_scale=weight_scale,
-    )
-    own = (
-        input, weight, input_scale, weight_scale, bias, reduce_op, scatter_dim, out_dtype,
-        use_fast_accum, algorithm,
-    )  # fmt: skip
-    if direct(input, weight, input_scale, weight_scale, bias):
-        return started(scaled.scaled_matmul_reduce_scatter(bound(group, tag), *own))
-    name, size = describe(group, tag)
-    return _scaled_matmul_reduce_scatter(*own, size, name)  # type: ignore[no-any-return]
+    op, dims = "scaled_matmul_reduce_scatter", {"scatter_dim": scatter_dim}
+    operands = {"weight": weight, "input_scale": input_scale, "weight_scale": weight_scale}
+    check(op, group, tag, dims, input=input, **operands)
+    given = (reduce_op, scatter_dim, out_dtype, use_fast_accum, algorithm)
+    return run(op, group, tag, input, *operands.values(), bias, *given, tensors=5)

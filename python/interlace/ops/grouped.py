@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interlace.fused import grouped
-from interlace.fused.grouped import EXCHANGE, GATHER, Options
+from interlace.fused.grouped import GATHER, Options
 from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import Ops
@@ -27,7 +27,6 @@ from interlace.runtime.core.communicator import Communicator
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
-Sizes = Sequence[int]
 
 ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, SymInt[] input_splits, SymInt[] output_splits, "
@@ -35,68 +34,38 @@ ARGUMENTS = (
 )
 
 
-def products(
-    input: Tensor,
-    weight: Tensor,
-    output_splits: Sizes,
-    return_received: bool,
-    out_dtype: torch.dtype | None,
-) -> list[Tensor]:
+def products(input: Tensor, weight: Tensor, options: Options) -> list[Tensor]:
     """The output, and the rows that were multiplied if they are asked for."""
     if input.dim() != 2 or weight.dim() != 3:
         raise ValueError(
             f"input must have 2 dimensions and weight 3, got shapes {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    rows = sum(output_splits)
-    dtype = input.dtype if out_dtype is None else out_dtype
+    rows = sum(options.output_splits)
+    dtype = input.dtype if options.out_dtype is None else options.out_dtype
     made = [input.new_empty([rows, weight.shape[2]], dtype=dtype)]
-    if return_received:
+    if options.return_received:
         made.append(input.new_empty([rows, input.shape[1]]))
     return made
 
 
-def fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_splits: Sizes,
-    output_splits: Sizes,
-    return_received: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
-    size: Any,
-) -> list[Tensor]:
-    return products(input, weight, output_splits, return_received, out_dtype)
-
-
-def _start(
+def start(
     op: str,
     communicator: Communicator,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    input_splits: Sizes,
-    output_splits: Sizes,
-    return_received: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *given: Any,
 ) -> Started:
     with communicator.accepting(op):
-        sizes = grouped.counts("output_splits", list(output_splits), communicator.rank)
-        made = products(input, weight, sizes, return_received, out_dtype)
-    options = Options(op, list(input_splits), sizes, return_received, algorithm, out_dtype)
-    tensors = (input, weight, bias, made[0], made[1] if return_received else None)
+        sizes = grouped.counts("output_splits", list(received), communicator.rank)
+        options = Options(op, list(sent), sizes, *given)
+        made = products(input, weight, options)
+    tensors = (input, weight, bias, made[0], made[1] if options.return_received else None)
     work = communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=True)
     return Started(made, work)
-
-
-def all_gather_grouped_matmul(communicator: Communicator, *arguments: Any) -> Started:
-    return _start(GATHER, communicator, *arguments)
-
-
-def all_to_all_grouped_matmul(communicator: Communicator, *arguments: Any) -> Started:
-    return _start(EXCHANGE, communicator, *arguments)
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -143,7 +112,7 @@ def _to_ranks(ctx: Any) -> list[Any]:
     return [sum(ctx.sent[first : first + experts]) for first in range(0, len(ctx.sent), experts)]
 
 
-def _backward(ctx: Any, op: str, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     kept, weight = ctx.saved_tensors
     grad, of_received = grads[0], grads[1] if ctx.kept else None
     sources = _sources(ctx)
@@ -184,11 +153,3 @@ def _received_again(ctx: Any, op: str, input: Tensor) -> Tensor:
     else:
         rows = _ops.all_to_all(input, _from_sources(ctx), _to_ranks(ctx), ctx.size, ctx.name)
     return _by_expert(ctx, wait(rows))
-
-
-def gathered_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return _backward(ctx, GATHER, grads)
-
-
-def exchanged_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return _backward(ctx, EXCHANGE, grads)

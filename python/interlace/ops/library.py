@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from interlace.fused import gather, reduce
+from interlace.fused.grouped import EXCHANGE, GATHER
+from interlace.fused.grouped import Options as GroupedOptions
 from interlace.groups import specs
 from interlace.ops import gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import Started, finish
 from interlace.ops.eager.pending import register as register_work
+from interlace.ops.eager.scaled_kernels import Operands
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
+Tensor = torch.Tensor
 NAMESPACE = "interlace"
 GROUP = "SymInt group_size, str group_name"
 
@@ -37,149 +43,144 @@ class Op(NamedTuple):
         return f"{self.name}({self.arguments}, {GROUP}) -> {self.returns}"
 
 
-def _views(products: Sequence[shapes.Product]) -> list[torch.Tensor]:
+# What ops give, made of the arguments and the group's size, which comes last.
+
+
+def _like(input: Tensor, *rest: Any) -> Tensor:
+    return shapes.like(input)
+
+
+def _gathered(input: Tensor, *rest: Any) -> Tensor:
+    dim, size = rest[-2:]
+    return shapes.gathered(input, dim, size)
+
+
+def _scattered(input: Tensor, *rest: Any) -> Tensor:
+    dim, size = rest[-2:]
+    return shapes.scattered(input, dim, size)
+
+
+def _number(input: Tensor, size: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=input.device)
+
+
+def _gather_products(input: Tensor, weights: Sequence[Tensor], _: Any, *rest: Any) -> list[Tensor]:
+    *given, size = rest
+    products = fused.gather_products(input, weights, gather.Options(*given), size)
     return [product.view for product in products]
+
+
+def _scattered_product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
+    *given, size = rest
+    return fused.reduce_product(input, weight, reduce.Options(*given), size).view
+
+
+def _product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
+    *given, size = rest
+    return fused.reduce_product(input, weight, fused.all_reduce_options(*given), size).view
+
+
+def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
+    *given, _ = rest
+    return grouped.products(input, weight, GroupedOptions("", *given))
+
+
+def _scaled_gather_products(*rest: Any) -> list[Tensor]:
+    *given, size = rest
+    operands, options = scaled.operands(*given[:5]), scaled.GatherOptions(*given[5:])
+    products = [product.view for product in scaled.gathered_products(operands, options, size)]
+    return products if options.return_gathered else products[:-1]
+
+
+def _scaled_scattered(*rest: Any) -> Tensor:
+    *given, size = rest
+    operands, options = Operands(*given[:5]), scaled.ReduceOptions(*given[5:])
+    return scaled.scattered(operands, options, size)
+
+
+def _op(
+    name: str,
+    arguments: str,
+    start: Any,
+    fake: Callable[..., Any],
+    setup: Callable[..., Any],
+    returns: str = "Tensor",
+) -> Op:
+    """``start`` and the backward have the op's name, in a module each."""
+    backward = getattr(gradients, name)
+    return Op(name, arguments, getattr(start, name), fake, (setup, backward), returns)
 
 
 REDUCED = gradients.setup_reduction
 MOVED = gradients.setup_moved
 MATMUL = "str algorithm, ScalarType? out_dtype"
+SCALED = "ScalarType? out_dtype, bool use_fast_accum, str algorithm"
+SPLITS = "SymInt[]? output_split_sizes, SymInt[]? input_split_sizes"
+GATHER_MATMUL = "Tensor[] weights, Tensor?[] biases, int gather_dim, bool return_gathered"
+REDUCE_MATMUL = "Tensor input, Tensor weight, Tensor? bias, str reduce_op"
 
 OPS = (
-    Op(
-        "all_reduce",
-        "Tensor input, str reduce_op",
-        plain.all_reduce,
-        lambda input, reduce_op, size: shapes.like(input),
-        (REDUCED, gradients.all_reduce),
+    _op("all_reduce", "Tensor input, str reduce_op", plain, _like, REDUCED),
+    _op("all_gather", "Tensor input, int gather_dim", plain, _gathered, MOVED),
+    _op(
+        "reduce_scatter", "Tensor input, str reduce_op, int scatter_dim", plain, _scattered, REDUCED
     ),
-    Op(
-        "all_gather",
-        "Tensor input, int gather_dim",
-        plain.all_gather,
-        shapes.gathered,
-        (MOVED, gradients.all_gather),
-    ),
-    Op(
-        "reduce_scatter",
-        "Tensor input, str reduce_op, int scatter_dim",
-        plain.reduce_scatter,
-        lambda input, reduce_op, dim, size: shapes.scattered(input, dim, size),
-        (REDUCED, gradients.reduce_scatter),
-    ),
-    Op(
-        "all_to_all",
-        "Tensor input, SymInt[]? output_split_sizes, SymInt[]? input_split_sizes",
-        plain.all_to_all,
-        shapes.exchanged,
-        (MOVED, gradients.all_to_all),
-    ),
-    Op(
-        "broadcast",
-        "Tensor input, int src",
-        plain.broadcast,
-        lambda input, src, size: shapes.like(input),
-        (MOVED, gradients.broadcast),
-    ),
-    Op(
-        "reduce",
-        "Tensor input, str reduce_op, int dst",
-        plain.reduce,
-        lambda input, reduce_op, dst, size: shapes.like(input),
-        (MOVED, gradients.reduce),
-    ),
-    Op(
-        "permute",
-        "Tensor input, int[] src_dst",
-        plain.permute,
-        lambda input, src_dst, size: shapes.permuted(input, src_dst, size),
-        (MOVED, gradients.permute),
-    ),
-    Op(
-        "gather",
-        "Tensor input, int dst, int gather_dim",
-        plain.gather,
-        lambda input, dst, dim, size: shapes.gathered(input, dim, size),
-        (MOVED, gradients.gather),
-    ),
-    Op(
-        "scatter",
-        "Tensor input, int src, int scatter_dim",
-        plain.scatter,
-        lambda input, src, dim, size: shapes.scattered(input, dim, size),
-        (MOVED, gradients.scatter),
-    ),
-    Op(
-        "rank",
-        "Tensor input",
-        plain.rank,
-        lambda input, size: torch.empty((), dtype=torch.int64, device=input.device),
-        None,
-    ),
-    Op(
+    _op("all_to_all", f"Tensor input, {SPLITS}", plain, shapes.exchanged, MOVED),
+    _op("broadcast", "Tensor input, int src", plain, _like, MOVED),
+    _op("reduce", "Tensor input, str reduce_op, int dst", plain, _like, MOVED),
+    _op("permute", "Tensor input, int[] src_dst", plain, shapes.permuted, MOVED),
+    _op("gather", "Tensor input, int dst, int gather_dim", plain, _gathered, MOVED),
+    _op("scatter", "Tensor input, int src, int scatter_dim", plain, _scattered, MOVED),
+    Op("rank", "Tensor input", plain.rank, _number, None),
+    _op(
         "all_gather_matmul",
-        "Tensor input, Tensor[] weights, Tensor?[] biases, int gather_dim, bool return_gathered, "
-        + MATMUL,
-        fused.all_gather_matmul,
-        lambda input, weights, biases, dim, return_gathered, algorithm, out_dtype, size: _views(
-            fused.gather_products(input, weights, dim, return_gathered, out_dtype, size)
-        ),
-        (gradients.setup_gather, gradients.all_gather_matmul),
+        f"Tensor input, {GATHER_MATMUL}, {MATMUL}",
+        fused,
+        _gather_products,
+        gradients.setup_gather,
         "Tensor[]",
     ),
-    Op(
+    _op(
         "matmul_reduce_scatter",
-        "Tensor input, Tensor weight, Tensor? bias, str reduce_op, int scatter_dim, " + MATMUL,
-        fused.matmul_reduce_scatter,
-        lambda input, weight, bias, reduce_op, dim, algorithm, out_dtype, size: (
-            fused.reduce_product(input, weight, dim, out_dtype, size).view
-        ),
-        (gradients.setup_reduced, gradients.matmul_reduce_scatter),
+        f"{REDUCE_MATMUL}, int scatter_dim, {MATMUL}",
+        fused,
+        _scattered_product,
+        gradients.setup_reduced,
     ),
-    Op(
+    _op(
         "matmul_all_reduce",
-        "Tensor input, Tensor weight, Tensor? bias, str reduce_op, " + MATMUL,
-        fused.matmul_all_reduce,
-        lambda input, weight, bias, reduce_op, algorithm, out_dtype, size: (
-            fused.reduce_product(input, weight, None, out_dtype, size).view
-        ),
-        (gradients.setup_reduced, gradients.matmul_all_reduce),
+        f"{REDUCE_MATMUL}, {MATMUL}",
+        fused,
+        _product,
+        gradients.setup_reduced,
     ),
-    Op(
-        "all_gather_grouped_matmul",
-        grouped.ARGUMENTS,
-        grouped.all_gather_grouped_matmul,
-        grouped.fake,
-        (grouped.setup, grouped.gathered_backward),
-        "Tensor[]",
-    ),
-    Op(
-        "all_to_all_grouped_matmul",
-        grouped.ARGUMENTS,
-        grouped.all_to_all_grouped_matmul,
-        grouped.fake,
-        (grouped.setup, grouped.exchanged_backward),
-        "Tensor[]",
+    *(
+        Op(
+            name,
+            grouped.ARGUMENTS,
+            functools.partial(grouped.start, name),
+            _grouped_products,
+            (grouped.setup, functools.partial(grouped.backward, name)),
+            "Tensor[]",
+        )
+        for name in (GATHER, EXCHANGE)
     ),
     Op(
         "all_gather_scaled_matmul",
         "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
-        "int gather_dim, bool return_gathered, ScalarType? out_dtype, bool use_fast_accum, "
-        "str algorithm",
+        f"int gather_dim, bool return_gathered, {SCALED}",
         scaled.all_gather_scaled_matmul,
-        lambda input, weights, s, ws, biases, dim, kept, out_dtype, fast, algorithm, size: _views(
-            scaled.gathered_products(input, weights, s, ws, biases, dim, out_dtype, size)
-        )[: None if kept else -1],
-        (scaled.setup_no_gradient, scaled.no_gradient),
+        _scaled_gather_products,
+        scaled.NO_GRADIENT,
         "Tensor[]",
     ),
     Op(
         "scaled_matmul_reduce_scatter",
         "Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias, "
-        "str reduce_op, int scatter_dim, ScalarType? out_dtype, bool use_fast_accum, str algorithm",
+        f"str reduce_op, int scatter_dim, {SCALED}",
         scaled.scaled_matmul_reduce_scatter,
-        lambda input, weight, *args: scaled.scattered(input, weight, args[4], args[5], args[8]),
-        (scaled.setup_no_gradient, scaled.no_gradient),
+        _scaled_scattered,
+        scaled.NO_GRADIENT,
     ),
 )
 

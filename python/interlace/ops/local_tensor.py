@@ -54,11 +54,11 @@ def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[s
     _rule("group_size", _group_size)
     for name in names:
         compute = getattr(simulated, name, None)
-        _rule(name, _refusal(name) if compute is None else _functional(compute))
+        _rule(name, _refusal(name) if compute is None else _simulation(compute))
     for name in with_out:
-        _rule(f"{name}_out", _writing(getattr(simulated, name), "out"))
+        _rule(f"{name}_out", _simulation(getattr(simulated, name), "out"))
     for name in in_place:
-        _rule(f"{name}_", _writing(getattr(simulated, name), "input"))
+        _rule(f"{name}_", _simulation(getattr(simulated, name), "input"))
 
 
 def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
@@ -94,63 +94,51 @@ def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
     return sizes[0]
 
 
-def _functional(compute: Callable[..., simulated.Outputs]) -> Callable[..., Any]:
-    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _foreign(args):
-            return NotImplemented
-        ranks = _ranks_of(mode, func, args)
-        if ranks is None:
-            return func(*args, **(kwargs or {}))
-        with _outside():
-            made = _computed(compute, mode, func, args, ranks)
-            count = len(next(iter(made.values())))
-            outputs = [_LocalTensor({rank: made[rank][i] for rank in made}) for i in range(count)]
-        return outputs if len(func._schema.returns) != 1 or _is_list(func) else outputs[0]
-
-    return rule
-
-
-def _writing(compute: Callable[..., simulated.Outputs], written: str) -> Callable[..., Any]:
-    """Into ``out``, or into the input itself."""
+def _simulation(compute: Callable[..., simulated.Outputs], written: str = "") -> Callable[..., Any]:
+    """A rule that computes for all ranks; into ``written``, "out" or "input", if that is given."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if _foreign((args, named)):
-            return NotImplemented
+        if simulation._check_for_subclass(tree_leaves((args, named))):
+            return NotImplemented  # it has to unwrap itself first
         ranks = _ranks_of(mode, func, (args, named))
         if ranks is None:
             return func(*args, **named)
         target = named["out"] if written == "out" else args[0]
-        if not isinstance(target, _LocalTensor):
+        if written and not isinstance(target, _LocalTensor):
             raise TypeError(
                 f"{written} must be a LocalTensor, as the others are, got {type(target).__name__}"
             )
         with _outside():
-            for rank, (made,) in _computed(compute, mode, func, args, ranks).items():
-                place = target._local_tensors[rank]
-                if isinstance(place, _LocalTensor):
-                    raise TypeError(
-                        f"{written} is a LocalTensor of LocalTensors: make its parts outside of the mode, "
-                        "or with its rank_map"
-                    )
-                if place.shape != made.shape or place.dtype != made.dtype:
-                    raise ValueError(
-                        f"{written} must be {tuple(made.shape)} of {made.dtype}, got "
-                        f"{tuple(place.shape)} of {place.dtype}, on rank {rank}"
-                    )
-                place.copy_(made)
-        return None if written == "out" else target
+            made = _computed(compute, mode, func, args, ranks)
+            if written:
+                for rank, (output,) in made.items():
+                    _write(written, target._local_tensors[rank], output, rank)
+                return None if written == "out" else target
+            columns = zip(*made.values(), strict=True)
+            outputs = [_LocalTensor(dict(zip(made, each, strict=True))) for each in columns]
+        return outputs if _is_list(func) else outputs[0]
 
     return rule
 
 
+def _write(name: str, place: torch.Tensor, made: torch.Tensor, rank: int) -> None:
+    """Into the part of a LocalTensor that is rank's."""
+    if isinstance(place, _LocalTensor):
+        raise TypeError(
+            f"{name} is a LocalTensor of LocalTensors: make its parts outside of the mode, or with its "
+            "rank_map"
+        )
+    if place.shape != made.shape or place.dtype != made.dtype:
+        raise ValueError(
+            f"{name} must be {tuple(made.shape)} of {made.dtype}, got {tuple(place.shape)} of "
+            f"{place.dtype}, on rank {rank}"
+        )
+    place.copy_(made)
+
+
 def _is_list(func: Any) -> bool:
     return isinstance(func._schema.returns[0].type, torch.ListType)
-
-
-def _foreign(args: Any) -> bool:
-    """Whether a subclass is among the tensors that has to unwrap itself first."""
-    return bool(simulation._check_for_subclass(tree_leaves(args)))
 
 
 def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:

@@ -15,14 +15,17 @@ size       how many ranks, always last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
+from interlace.fused.gather import Options as GatherOptions
+from interlace.fused.reduce import Options as ReduceOptions
 from interlace.ops.eager import fused, scaled, shapes
+from interlace.ops.eager.scaled_kernels import Operands
 from interlace.runtime.algorithms.matmul_reduce import sum_with_bias
 from interlace.runtime.algorithms.operands import Linear, multiply, rows_of
 from interlace.runtime.numerics import reductions
@@ -184,11 +187,11 @@ def rank(inputs: Tensors, size: int) -> Outputs:
 # -- fused ---------------------------------------------------------------------------------------------
 
 
-def _floats(inputs: Tensors, algorithm: str, out_dtype: torch.dtype | None) -> None:
-    dtype = inputs[0].dtype
+def _floats(inputs: Tensors, options: GatherOptions | ReduceOptions) -> None:
+    dtype, algorithm = inputs[0].dtype, options.algorithm
     checks.float_dtype("input", dtype, 0)
     checks.one_of("algorithm", algorithm, checks.ALGORITHMS, 0)
-    wanted = checks.output_dtype(out_dtype, inputs[0], 0)
+    wanted = checks.output_dtype(options.out_dtype, inputs[0], 0)
     checks.fused_algorithm_allowed(algorithm, dtype, wanted, 0)
 
 
@@ -201,130 +204,89 @@ def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> tor
 
 
 def all_gather_matmul(
-    inputs: Tensors,
-    weights: list[Tensors],
-    biases: list[list[torch.Tensor | None]],
-    gather_dim: int,
-    return_gathered: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
-    size: int,
+    inputs: Tensors, weights: list[Tensors], biases: list[list[torch.Tensor | None]], *rest: Any
 ) -> Outputs:
-    op = "all_gather_matmul"
-    _floats(inputs, algorithm, out_dtype)
+    *given, size = rest
+    op, options = "all_gather_matmul", GatherOptions(*given)
+    _floats(inputs, options)
     rows = [[weight.shape[0] for weight in each] for each in weights]
     checks.equal_on_all(op, "rows of weight", rows, 0)
-    whole = _gathered(op, inputs, gather_dim, size)
-    dim = gather_dim % whole.dim()
+    whole = _gathered(op, inputs, options.gather_dim, size)
+    dim = options.gather_dim % whole.dim()
     along_k = dim == whole.dim() - 1
-    if along_k and algorithm not in ("auto", "unfused"):
-        raise ValueError(f"algorithm={algorithm!r} cannot gather along the contracted dimension")
+    if along_k and options.algorithm not in ("auto", "unfused"):
+        raise ValueError(
+            f"algorithm={options.algorithm!r} cannot gather along the contracted dimension"
+        )
     matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
     results = []
     for input, own, vectors in zip(inputs, weights, biases, strict=True):
-        products = fused.gather_products(input, own, dim, return_gathered, out_dtype, size)
+        products = fused.gather_products(input, own, options, size)
         for number, weight in enumerate(own):
             checks.same_dtype("weight", weight.dtype, "input", input.dtype, 0)
             bias = _vector(vectors[number] if vectors else None, weight.shape[1], input)
             multiply(products[number].matrix, matrix, weight, bias)
-        if return_gathered:
+        if options.return_gathered:
             products[-1].view.copy_(whole)
         results.append([product.view for product in products])
     return results
 
 
-def _partials(
-    op: str,
-    inputs: Tensors,
-    weights: Tensors,
-    reduce_op: str,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
-    operands: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[Tensors, bool]:
-    """Every rank's whole product as a matrix, and whether to average."""
-    _floats(inputs, algorithm, out_dtype)
-    alike(op, "input", inputs, but=-1)
-    alike(op, "weight", weights, but=0)
-    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)
-    average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, 0) == "avg"
-    partials = []
-    for input, weight in zip(inputs, weights, strict=True):
-        left, right = operands(input, weight)
-        shape = (left.shape[0], right.shape[1])
-        partials.append(input.new_empty(shape, dtype=out_dtype or input.dtype))
-        multiply(partials[-1], left, right, None)
-    return partials, average
-
-
-def _summed(parts: Tensors, linear: Linear, average: bool) -> None:
-    if _has_values(linear.output):
-        sum_with_bias(parts, linear, average=average)
-
-
-def _same_biases(op: str, biases: Sequence[torch.Tensor | None]) -> None:
-    given = [bias is not None for bias in biases]
-    checks.equal_on_all(op, "whether there is a bias", given, 0)
-
-
 def matmul_reduce_scatter(
-    inputs: Tensors,
-    weights: Tensors,
-    biases: list[torch.Tensor | None],
-    reduce_op: str,
-    scatter_dim: int,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
-    size: int,
+    inputs: Tensors, weights: Tensors, biases: list[torch.Tensor | None], *rest: Any
 ) -> Outputs:
-    op = "matmul_reduce_scatter"
-    products = [
-        fused.reduce_product(input, weight, scatter_dim, out_dtype, size)
-        for input, weight in zip(inputs, weights, strict=True)
-    ]
-    dim = scatter_dim % inputs[0].dim()
-    along_n = dim == inputs[0].dim() - 1
-
-    def operands(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if along_n:  # rows of the transposed product, as in the op itself
-            return weight.T, input.flatten(0, -2).T
-        return rows_of(input, dim), weight
-
-    partials, average = _partials(op, inputs, weights, reduce_op, algorithm, out_dtype, operands)
-    _same_biases(op, biases)
-    columns = weights[0].shape[1]
-    for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
-        count = product.matrix.shape[0]
-        parts = [partial.narrow(0, rank * count, count) for partial in partials]
-        bias = _vector(given, columns, inputs[rank])
-        if along_n and bias is not None:
-            bias = bias.narrow(0, rank * count, count)
-        linear = Linear(weights[rank], bias, product.matrix, "m" if along_n else "n")
-        _summed(parts, linear, average)
-    return [[product.view] for product in products]
+    *given, size = rest
+    options = ReduceOptions(*given)
+    return _matmul_reduced("matmul_reduce_scatter", inputs, weights, biases, options, size)
 
 
 def matmul_all_reduce(
+    inputs: Tensors, weights: Tensors, biases: list[torch.Tensor | None], *rest: Any
+) -> Outputs:
+    *given, size = rest
+    options = fused.all_reduce_options(*given)
+    return _matmul_reduced("matmul_all_reduce", inputs, weights, biases, options, size)
+
+
+def _matmul_reduced(
+    op: str,
     inputs: Tensors,
     weights: Tensors,
     biases: list[torch.Tensor | None],
-    reduce_op: str,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    options: ReduceOptions,
     size: int,
 ) -> Outputs:
-    op = "matmul_all_reduce"
     products = [
-        fused.reduce_product(input, weight, None, out_dtype, size)
+        fused.reduce_product(input, weight, options, size)
         for input, weight in zip(inputs, weights, strict=True)
     ]
-    partials, average = _partials(
-        op, inputs, weights, reduce_op, algorithm, out_dtype, lambda i, w: (rows_of(i, 0), w)
-    )
-    _same_biases(op, biases)
+    scatters = options.scatter_dim is not None
+    dim = (options.scatter_dim or 0) % inputs[0].dim()
+    along_n = dim == inputs[0].dim() - 1
+    _floats(inputs, options)
+    alike(op, "input", inputs, but=-1)
+    alike(op, "weight", weights, but=0)
+    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)
+    average = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, 0) == "avg"
+    partials = []
+    for input, weight in zip(inputs, weights, strict=True):
+        left, right = rows_of(input, dim), weight
+        if along_n:  # rows of the transposed product, as in the op itself
+            left, right = weight.T, input.flatten(0, -2).T
+        shape = (left.shape[0], right.shape[1])
+        partials.append(input.new_empty(shape, dtype=options.out_dtype or input.dtype))
+        multiply(partials[-1], left, right, None)
+    checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases], 0)
     for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
+        count = product.matrix.shape[0]
+        first = rank * count if scatters else 0
+        parts = [partial.narrow(0, first, count) for partial in partials]
         bias = _vector(given, weights[0].shape[1], inputs[rank])
-        _summed(partials, Linear(weights[rank], bias, product.matrix), average)
+        if along_n and bias is not None:
+            bias = bias.narrow(0, first, count)
+        linear = Linear(weights[rank], bias, product.matrix, "m" if along_n else "n")
+        if _has_values(linear.output):
+            sum_with_bias(parts, linear, average=average)
     return [[product.view] for product in products]
 
 
@@ -337,55 +299,35 @@ def all_gather_scaled_matmul(
     input_scales: Tensors,
     weight_scales: list[Tensors],
     biases: list[list[torch.Tensor | None]],
-    gather_dim: int,
-    return_gathered: bool,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-    algorithm: str,
-    size: int,
+    *rest: Any,
 ) -> Outputs:
-    op = "all_gather_scaled_matmul"
+    *given, size = rest
+    op, options = "all_gather_scaled_matmul", scaled.GatherOptions(*given)
     alike(op, "input_scale", input_scales)
     results = []
     for number, own in enumerate(weights):
-        products = scaled.gathered_products(
-            inputs[0], own, input_scales[0], weight_scales[number], biases[number],
-            gather_dim, out_dtype, size,
-        )  # fmt: skip
+        operands = scaled.operands(
+            inputs[0], own, input_scales[0], weight_scales[number], biases[number]
+        )
+        products = scaled.gathered_products(operands, options, size)
         *outputs, gathered = products
-        gathered.view.copy_(_gathered(op, inputs, gather_dim, size))
+        gathered.view.copy_(_gathered(op, inputs, options.gather_dim, size))
         scale = input_scales[number]
         if scaled.is_by_row(inputs[0], scale):
-            scale = rows_of(_gathered(op, input_scales, gather_dim, size), gather_dim)
-        for index, (weight, output) in enumerate(zip(own, outputs, strict=True)):
-            bias = biases[number][index] if biases[number] else None
-            output.matrix.copy_(
-                scaled.multiply(
-                    gathered.matrix, weight, scale, weight_scales[number][index], bias,
-                    out_dtype, use_fast_accum,
-                )
-            )  # fmt: skip
-        results.append([p.view for p in (products if return_gathered else outputs)])
+            whole = _gathered(op, input_scales, options.gather_dim, size)
+            scale = rows_of(whole, options.gather_dim)
+        for each, output in zip(operands, outputs, strict=True):
+            each = each._replace(input=gathered.matrix, input_scale=scale)
+            output.matrix.copy_(scaled.multiply(each, options))
+        results.append([p.view for p in (products if options.return_gathered else outputs)])
     return results
 
 
-def scaled_matmul_reduce_scatter(
-    inputs: Tensors,
-    weights: Tensors,
-    input_scales: Tensors,
-    weight_scales: Tensors,
-    biases: list[torch.Tensor | None],
-    reduce_op: str,
-    scatter_dim: int,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-    algorithm: str,
-    size: int,
-) -> Outputs:
-    average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, 0) == "avg"
-    operands_by_rank = zip(inputs, weights, input_scales, weight_scales, strict=True)
+def scaled_matmul_reduce_scatter(*arguments: Any) -> Outputs:
+    *given, size = arguments
+    options = scaled.ReduceOptions(*given[5:])
     partials = [
-        scaled.product(*operands, scaled.bias_of(bias, average, rank), out_dtype, use_fast_accum)
-        for rank, (operands, bias) in enumerate(zip(operands_by_rank, biases, strict=True))
+        scaled.product(Operands(*of_rank), options, rank)
+        for rank, of_rank in enumerate(zip(*given[:5], strict=True))
     ]
-    return reduce_scatter(partials, reduce_op, scatter_dim, size)
+    return reduce_scatter(partials, options.reduce_op, options.scatter_dim, size)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.local_memory import LocalMemory, tensor_over
 from interlace.runtime.core.place import Place
@@ -102,12 +103,7 @@ def meet(tensor: torch.Tensor, communicator: Communicator, group_name: str) -> S
         "whether tensor has been here before",
     )
     for name, *values in zip(names, *(theirs for _, theirs in answers), strict=True):
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise ValueError(
-                    f"{OP}: {name} differs between ranks: {values[0]} on rank 0, {value} on rank "
-                    f"{rank}"
-                )
+        checks.equal_on_all(OP, name, values, communicator.rank)
     numbers = [number for number, _ in answers]
     if handle is None:
         parts = communicator.place.share(mine.memory, OP)

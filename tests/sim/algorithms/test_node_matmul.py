@@ -142,10 +142,13 @@ def test_scaled_operands() -> None:
             for x, s in zip(inputs, rows, strict=True)
         ]
         out = torch.empty(17, 32)
+        rank = group.rank
+        operands = scaled_kernels.Operands(
+            inputs[rank], weight, rows[rank][:, None], columns[None], None
+        )
         event = scaled_kernels.reduce(
-            group, inputs[group.rank], weight, rows[group.rank][:, None], columns[None], None, out,
-            0, average=False, fast_accum=False, inner=16,
-        )  # fmt: skip
+            group, operands, out, 0, average=False, fast_accum=False, inner=16
+        )
         event.synchronize()
         assert torch.equal(out, sum(products)[17 * group.rank : 17 * group.rank + 17])
 

@@ -1,4 +1,7 @@
-"""Kernels of the fused ops: the eager functions with outputs that are made first."""
+"""Kernels of the fused ops: the eager functions with outputs that are made first.
+
+What follows the tensors in an op's arguments are the fields of its ``Options``, in their order.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +16,44 @@ from interlace.ops.eager.pending import Started
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 
+Tensor = torch.Tensor
+
 
 def gather_products(
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    gather_dim: int,
-    return_gathered: bool,
-    out_dtype: torch.dtype | None,
-    size: int,
+    input: Tensor, weights: Sequence[Tensor], options: gather.Options, size: int
 ) -> list[shapes.Product]:
     """What all_gather_matmul returns: a product per weight, then the gathered input if it is asked for."""
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
-    dim = shapes.dimension("gather_dim", gather_dim, input.dim())
-    dtype = input.dtype if out_dtype is None else out_dtype
+    dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
+    dtype = input.dtype if options.out_dtype is None else options.out_dtype
     products = []
     for each in weights:
         if each.dim() != 2:
             raise ValueError(f"weight must have 2 dimensions (k, n), got shape {tuple(each.shape)}")
         products.append(shapes.gathered_rows(input, dim, size, each.shape[1], dtype))
-    if return_gathered:
+    if options.return_gathered:
         products.append(shapes.gathered_input(input, dim, size))
     return products
 
 
 def all_gather_matmul(
     communicator: Communicator,
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    gather_dim: int,
-    return_gathered: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *given: Any,
 ) -> Started:
-    weights, size = list(weights), communicator.world_size
+    options, weights = gather.Options(*given), list(weights)
     with communicator.accepting(gather.OP):
-        products = gather_products(input, weights, gather_dim, return_gathered, out_dtype, size)
+        products = gather_products(input, weights, options, communicator.world_size)
     outputs = [product.matrix for product in products]
-    gathered = outputs.pop() if return_gathered else None
+    gathered = outputs.pop() if options.return_gathered else None
     work = communicator.call(
         gather.OP,
         gather.prepared,
         (input, weights, list(biases) or None, outputs, gathered),
-        (gather.Options(gather_dim, return_gathered, algorithm, out_dtype),),
+        (options,),
         async_op=True,
         fills=False,
     )
@@ -64,11 +61,7 @@ def all_gather_matmul(
 
 
 def reduce_product(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scatter_dim: int | None,
-    out_dtype: torch.dtype | None,
-    size: int,
+    input: Tensor, weight: Tensor, options: reduce.Options, size: int
 ) -> shapes.Product:
     """What matmul_reduce_scatter returns; with no ``scatter_dim``, what matmul_all_reduce does."""
     if input.dim() < 2 or weight.dim() != 2:
@@ -76,53 +69,41 @@ def reduce_product(
             f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    dtype = input.dtype if out_dtype is None else out_dtype
-    if scatter_dim is None:
+    dtype = input.dtype if options.out_dtype is None else options.out_dtype
+    if options.scatter_dim is None:
         return shapes.product(input, weight.shape[1], dtype)
-    dim = shapes.dimension("scatter_dim", scatter_dim, input.dim())
+    dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())
     return shapes.scattered_product(input, weight.shape[1], dim, size, dtype)
 
 
+def all_reduce_options(reduce_op: str, *given: Any) -> reduce.Options:
+    """Of matmul_all_reduce, which has no ``scatter_dim``."""
+    return reduce.Options(reduce_op, None, *given)
+
+
 def matmul_reduce_scatter(
-    communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *options: Any,
+    communicator: Communicator, input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
 ) -> Started:
-    """``options``: reduce_op, scatter_dim, algorithm, out_dtype."""
-    given = reduce.Options(*options)
-    return _reduced(
-        communicator, reduce.SCATTER, reduce.matmul_reduce_scatter, (input, weight, bias), given
-    )
+    run, options = reduce.matmul_reduce_scatter, reduce.Options(*given)
+    return _reduced(communicator, reduce.SCATTER, run, (input, weight, bias), options)
 
 
 def matmul_all_reduce(
-    communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    reduce_op: str,
-    *options: Any,
+    communicator: Communicator, input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
 ) -> Started:
-    """``options``: algorithm, out_dtype."""
-    given = reduce.Options(reduce_op, None, *options)
-    return _reduced(
-        communicator, reduce.ALL_REDUCE, reduce.matmul_all_reduce, (input, weight, bias), given
-    )
+    run, options = reduce.matmul_all_reduce, all_reduce_options(*given)
+    return _reduced(communicator, reduce.ALL_REDUCE, run, (input, weight, bias), options)
 
 
 def _reduced(
     communicator: Communicator,
     op: str,
     check: Callable[..., PreparedCall],
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
     options: reduce.Options,
 ) -> Started:
-    input, weight, _ = tensors
-    dim, dtype, size = options.scatter_dim, options.out_dtype, communicator.world_size
     with communicator.accepting(op):
-        product = reduce_product(input, weight, dim, dtype, size)
+        product = reduce_product(*tensors[:2], options, communicator.world_size)
     work = communicator.call(
         op, check, (*tensors, product.matrix), (options,), async_op=True, fills=False
     )

@@ -20,15 +20,15 @@ accumulates in fp32; products of a reduction are scaled before they travel, in `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
 from interlace.ops.eager import plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
+from interlace.ops.eager.scaled_kernels import Operands
 from interlace.runtime.algorithms import plain as collective_algorithms
 from interlace.runtime.algorithms.operands import rows_of
 from interlace.runtime.core.communicator import Communicator
@@ -39,33 +39,46 @@ from interlace.runtime.tuning.auto import choose_scaled_algorithm
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALGORITHMS = ("auto", "fused", "unfused")
 
+Tensor = torch.Tensor
 _scaled_mm: Any = torch._scaled_mm
 
 
-def multiply(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-) -> torch.Tensor:
+class GatherOptions(NamedTuple):
+    """What follows the tensors in the arguments of all_gather_scaled_matmul."""
+
+    gather_dim: int
+    return_gathered: bool
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    algorithm: str = "auto"
+
+
+class ReduceOptions(NamedTuple):
+    """What follows the tensors in the arguments of scaled_matmul_reduce_scatter."""
+
+    reduce_op: str
+    scatter_dim: int
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    algorithm: str = "auto"
+
+
+def multiply(operands: Operands, options: GatherOptions | ReduceOptions) -> Tensor:
     """The product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
+    input, weight, input_scale, weight_scale, bias = operands
     rows, columns = input.shape[0], weight.shape[1]
     by_row = input_scale.numel() != 1 or weight_scale.numel() != 1
     if by_row:
         input_scale = input_scale.reshape(-1, 1).expand(rows, 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, columns).contiguous()
-    dtype = out_dtype or torch.bfloat16
-    product: torch.Tensor = _scaled_mm(
+    product: Tensor = _scaled_mm(
         input.contiguous(),
         weight,
         input_scale,
         weight_scale,
         bias,
-        out_dtype=dtype,
-        use_fast_accum=use_fast_accum,
+        out_dtype=options.out_dtype or torch.bfloat16,
+        use_fast_accum=options.use_fast_accum,
     )
     return product
 
@@ -85,14 +98,9 @@ def is_by_row(input: torch.Tensor, scale: torch.Tensor) -> bool:
     return False
 
 
-def _check(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
+def _check(operands: Operands) -> None:
     """What ranks would disagree on, if they left it to torch to find."""
+    input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
         raise ValueError(
             f"input must be [..., k] and weight (k, n), got {tuple(input.shape)} and {tuple(weight.shape)}"
@@ -131,97 +139,108 @@ def _kernel_can(op: str, algorithm: str, why_not: Sequence[str]) -> bool:
     return not any(why_not)
 
 
+def _agreed(
+    communicator: Communicator, op: str, algorithm: str, terms: dict[str, Any], part: Any, why: str
+) -> tuple[bool, list[Any]]:
+    """Whether all ranks' kernels can do it, and their parts; raises unless they agree on ``terms``."""
+    answers = communicator.agree(op, (tuple(terms.values()), part, why))
+    for index, name in enumerate(terms):
+        values = [answer[0][index] for answer in answers]
+        checks.equal_on_all(op, name, values, communicator.rank)
+    can = _kernel_can(op, algorithm, [answer[2] for answer in answers])
+    return can, [answer[1] for answer in answers]
+
+
 # -- all_gather_scaled_matmul --------------------------------------------------------------------------
 
 
-def gathered_products(
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    input_scale: torch.Tensor,
-    weight_scales: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    gather_dim: int,
-    out_dtype: torch.dtype | None,
-    size: int,
-) -> list[shapes.Product]:
-    """A product per weight, then the gathered input, which is always made."""
+def operands(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    input_scale: Tensor,
+    weight_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Operands]:
+    """Of each weight's product, checked."""
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
             f"weight_scales and biases must be as many as the {len(weights)} weights, got "
             f"{len(weight_scales)} and {len(biases)}"
         )
-    for number, (weight, scale) in enumerate(zip(weights, weight_scales, strict=True)):
-        _check(input, weight, input_scale, scale, biases[number] if biases else None)
-    dim = shapes.dimension("gather_dim", gather_dim, input.dim())
+    vectors = biases or [None] * len(weights)
+    found = [
+        Operands(input, weight, input_scale, scale, bias)
+        for weight, scale, bias in zip(weights, weight_scales, vectors, strict=True)
+    ]
+    for each in found:
+        _check(each)
+    return found
+
+
+def gathered_products(
+    found: Sequence[Operands], options: GatherOptions, size: int
+) -> list[shapes.Product]:
+    """A product per weight, then the gathered input, which is always made."""
+    input = found[0].input
+    dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
     if dim == input.dim() - 1:
         raise ValueError(
-            f"gather_dim={gather_dim} is the contracted dimension, along which scales cannot be gathered"
+            f"gather_dim={options.gather_dim} is the contracted dimension, along which scales cannot be "
+            "gathered"
         )
-    dtype = out_dtype or torch.bfloat16
-    products = [shapes.gathered_rows(input, dim, size, w.shape[1], dtype) for w in weights]
+    dtype = options.out_dtype or torch.bfloat16
+    columns = [each.weight.shape[1] for each in found]
+    products = [shapes.gathered_rows(input, dim, size, each, dtype) for each in columns]
     return [*products, shapes.gathered_input(input, dim, size)]
 
 
 def all_gather_scaled_matmul(
     communicator: Communicator,
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    input_scale: torch.Tensor,
-    weight_scales: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    gather_dim: int,
-    return_gathered: bool,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-    algorithm: str = "auto",
+    input: Tensor,
+    weights: Sequence[Tensor],
+    input_scale: Tensor,
+    weight_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *given: Any,
 ) -> Started:
-    op, size = "all_gather_scaled_matmul", communicator.world_size
+    op, options = "all_gather_scaled_matmul", GatherOptions(*given)
     with communicator.accepting(op):
         for each in (input, input_scale, *weights, *weight_scales):
             checks.tensor("each operand", each, communicator)
-        products = gathered_products(
-            input, weights, input_scale, weight_scales, biases, gather_dim, out_dtype, size
-        )
-        inner, widest = input.shape[-1], max(weight.shape[1] for weight in weights)
+        found = operands(input, weights, input_scale, weight_scales, biases)
+        products = gathered_products(found, options, communicator.world_size)
+        inner, columns = input.shape[-1], [weight.shape[1] for weight in weights]
         rows = products[-1].matrix.shape[0]
-        kernel = _wants_kernel(communicator, algorithm, rows, inner, widest)
+        kernel = _wants_kernel(communicator, options.algorithm, rows, inner, max(columns))
     *outputs, gathered = products
-    dim = gather_dim % input.dim()
+    dim = options.gather_dim % input.dim()
     by_row = is_by_row(input, input_scale)
     shard = rows_of(input, dim).contiguous()
     scale = rows_of(input_scale, dim).contiguous() if by_row else input_scale
 
     def host() -> Outcome:
-        why_not = scaled_kernels.why_not(communicator, inner, weights, out_dtype) if kernel else ""
-        mine = (
-            tuple(input.shape), dim, input.dtype, by_row, algorithm, use_fast_accum, why_not,
-            [weight.shape[1] for weight in weights], configuration.OVERRIDE.get(),
-        )  # fmt: skip
-        answers = communicator.agree(op, mine)
-        for index, name in enumerate(("shape of input", "gather_dim", "dtype of input")):
-            values = [answer[index] for answer in answers]
-            checks.equal_on_all(op, name, values, communicator.rank)
-        kinds = [answer[3] for answer in answers]
-        checks.equal_on_all(op, "whether input_scale is by row", kinds, communicator.rank)
-        for index, name in ((4, "algorithm"), (5, "use_fast_accum"), (8, "configuration")):
-            values = [answer[index] for answer in answers]
-            checks.equal_on_all(op, name, values, communicator.rank)
-        if kernel and _kernel_can(op, algorithm, [answer[6] for answer in answers]):
-            given = [
-                (weight, weight_scale, biases[number] if biases else None, outputs[number].matrix)
-                for number, (weight, weight_scale) in enumerate(
-                    zip(weights, weight_scales, strict=True)
-                )
-            ]
+        why = ""
+        if kernel:
+            why = scaled_kernels.why_not(communicator, inner, weights, options.out_dtype)
+        terms = {
+            "shape of input": tuple(input.shape),
+            "gather_dim": dim,
+            "dtype of input": input.dtype,
+            "whether input_scale is by row": by_row,
+            "algorithm": options.algorithm,
+            "use_fast_accum": options.use_fast_accum,
+            "configuration": configuration.OVERRIDE.get(),
+        }
+        can, widths = _agreed(communicator, op, options.algorithm, terms, columns, why)
+        if kernel and can:
             event = scaled_kernels.gather(
                 communicator,
-                shard,
-                scale,
+                [each._replace(input=shard, input_scale=scale) for each in found],
                 by_row,
-                given,
-                gathered.matrix if return_gathered else None,
-                use_fast_accum,
-                [columns for answer in answers for columns in answer[7]],
+                [output.matrix for output in outputs],
+                gathered.matrix if options.return_gathered else None,
+                options.use_fast_accum,
+                [each for width in widths for each in width],
             )
             return Outcome(None, event)
         _gather(communicator, shard.view(torch.uint8), gathered.matrix.view(torch.uint8))
@@ -229,18 +248,17 @@ def all_gather_scaled_matmul(
         if by_row:
             whole_scale = scale.new_empty(gathered.matrix.shape[0], 1)
             _gather(communicator, scale, whole_scale)
-        for number, (weight, weight_scale) in enumerate(zip(weights, weight_scales, strict=True)):
 
-            def product(number: int = number, w: Any = weight, s: Any = weight_scale) -> None:
-                bias = biases[number] if biases else None
-                made = multiply(gathered.matrix, w, whole_scale, s, bias, out_dtype, use_fast_accum)
-                outputs[number].matrix.copy_(made)
+        def multiply_all() -> None:
+            for each, output in zip(found, outputs, strict=True):
+                whole = each._replace(input=gathered.matrix, input_scale=whole_scale)
+                output.matrix.copy_(multiply(whole, options))
 
-            communicator.compute.call(product, "scaled matmul")
+        communicator.compute.call(multiply_all, "scaled matmul")
         return Outcome(None, communicator.compute.record())
 
     work = communicator.run(op, host, async_op=True)
-    views = [product.view for product in (products if return_gathered else outputs)]
+    views = [product.view for product in (products if options.return_gathered else outputs)]
     return Started(views, work)
 
 
@@ -253,133 +271,98 @@ def _gather(communicator: Communicator, part: torch.Tensor, whole: torch.Tensor)
 # -- scaled_matmul_reduce_scatter ----------------------------------------------------------------------
 
 
-def scattered(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scatter_dim: int,
-    out_dtype: torch.dtype | None,
-    size: int,
-) -> torch.Tensor:
+OP = "scaled_matmul_reduce_scatter"
+
+
+def scattered(found: Operands, options: ReduceOptions, size: int) -> Tensor:
     """``[.., n / size, .., columns]``, dense."""
-    whole = input.new_empty(
-        (*input.shape[:-1], weight.shape[1]), dtype=out_dtype or torch.bfloat16, device="meta"
+    input, dtype = found.input, options.out_dtype or torch.bfloat16
+    lengths = (*input.shape[:-1], found.weight.shape[1])
+    whole = input.new_empty(lengths, dtype=dtype, device="meta")
+    return input.new_empty(shapes.scattered(whole, options.scatter_dim, size).shape, dtype=dtype)
+
+
+def product(found: Operands, options: ReduceOptions, rank: int) -> Tensor:
+    """``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
+    _check(found)
+    input, scale = found.input, found.input_scale
+    matrices = found._replace(
+        input=rows_of(input, 0),
+        input_scale=rows_of(scale, 0) if is_by_row(input, scale) else scale,
+        bias=found.bias if _is_average(options, rank) or rank == 0 else None,
     )
-    shape = shapes.scattered(whole, scatter_dim, size).shape
-    return input.new_empty(shape, dtype=whole.dtype)
+    return multiply(matrices, options).view(*input.shape[:-1], found.weight.shape[1])
 
 
-def product(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-) -> torch.Tensor:
-    """One rank's whole product, ``[..., n]``."""
-    _check(input, weight, input_scale, weight_scale, bias)
-    scale = rows_of(input_scale, 0) if is_by_row(input, input_scale) else input_scale
-    matrix = multiply(
-        rows_of(input, 0), weight, scale, weight_scale, bias, out_dtype, use_fast_accum
-    )
-    return matrix.view(*input.shape[:-1], weight.shape[1])
+def _is_average(options: ReduceOptions, rank: int) -> bool:
+    return checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, rank) == "avg"
 
 
-def bias_of(bias: torch.Tensor | None, average: bool, rank: int) -> torch.Tensor | None:
-    """What ``rank`` adds to its product, so that ``bias`` is in the reduced one once."""
-    return bias if average or rank == 0 else None
-
-
-def scaled_matmul_reduce_scatter(
-    communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-    algorithm: str = "auto",
-) -> Started:
-    op = "scaled_matmul_reduce_scatter"
-    with communicator.accepting(op):
-        for each in (input, weight, input_scale, weight_scale):
+def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Started:
+    """``given``: the fields of :class:`Operands`, then those of :class:`ReduceOptions`."""
+    found, options = Operands(*given[:5]), ReduceOptions(*given[5:])
+    input, weight = found.input, found.weight
+    with communicator.accepting(OP):
+        for each in found[:4]:
             checks.tensor("each operand", each, communicator)
-        average = checks.one_of("reduce_op", reduce_op, checks.REDUCE_OPS, communicator.rank)
-        _check(input, weight, input_scale, weight_scale, bias)
-        rows = input.numel() // max(1, input.shape[-1])
+        average = _is_average(options, communicator.rank)
+        _check(found)
+        rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
         output = None
-        if _wants_kernel(communicator, algorithm, rows, input.shape[-1], weight.shape[1]):
-            output = scattered(input, weight, scatter_dim, out_dtype, communicator.world_size)
+        if _wants_kernel(communicator, options.algorithm, rows, inner, weight.shape[1]):
+            output = scattered(found, options, communicator.world_size)
     if output is not None:
         terms = {
             "the shape of input without k": tuple(input.shape[:-1]),
             "the columns of weight": weight.shape[1],
-            "scatter_dim": scatter_dim % input.dim(),
-            "reduce_op": average,
+            "scatter_dim": options.scatter_dim % input.dim(),
+            "reduce_op": "avg" if average else "sum",
             "out_dtype": output.dtype,
-            "use_fast_accum": use_fast_accum,
-            "algorithm": algorithm,
-            "whether there is a bias": bias is not None,
+            "use_fast_accum": options.use_fast_accum,
+            "algorithm": options.algorithm,
+            "whether there is a bias": found.bias is not None,
             "configuration": configuration.OVERRIDE.get(),
         }
-        largest = _largest_inner(communicator, input, weight, terms)
+        largest = _largest_inner(communicator, found, terms)
         if largest:
-            event = functools.partial(
-                scaled_kernels.reduce,
-                communicator,
-                input,
-                weight,
-                input_scale,
-                weight_scale,
-                bias,
-                output,
-                scatter_dim,
-                average=average == "avg",
-                fast_accum=use_fast_accum,
-                inner=largest,
-            )
-            return Started(
-                [output], communicator.run(op, lambda: Outcome(None, event()), async_op=True)
-            )
-    with communicator.accepting(op):
-        whole = product(
-            input,
-            weight,
-            input_scale,
-            weight_scale,
-            bias_of(bias, average == "avg", communicator.rank),
-            out_dtype,
-            use_fast_accum,
-        )
-    return plain.reduce_scatter(communicator, whole, reduce_op, scatter_dim)
+
+            def host() -> Outcome:
+                event = scaled_kernels.reduce(
+                    communicator,
+                    found,
+                    output,
+                    options.scatter_dim,
+                    average=average,
+                    fast_accum=options.use_fast_accum,
+                    inner=largest,
+                )
+                return Outcome(None, event)
+
+            return Started([output], communicator.run(OP, host, async_op=True))
+    with communicator.accepting(OP):
+        whole = product(found, options, communicator.rank)
+    return plain.reduce_scatter(communicator, whole, options.reduce_op, options.scatter_dim)
 
 
-def _largest_inner(
-    communicator: Communicator, input: torch.Tensor, weight: torch.Tensor, terms: dict[str, Any]
-) -> int:
+def _largest_inner(communicator: Communicator, found: Operands, terms: dict[str, Any]) -> int:
     """The largest k of all ranks, once they agree on ``terms``; 0 if the kernel cannot do it."""
-    op, inner = "scaled_matmul_reduce_scatter", input.shape[-1]
-    why = scaled_kernels.why_not(communicator, inner, [weight], terms["out_dtype"])
+    inner = found.input.shape[-1]
+    why = scaled_kernels.why_not(communicator, inner, [found.weight], terms["out_dtype"])
 
     def host() -> Outcome:
-        answers = communicator.agree(op, (tuple(terms.values()), inner, why))
-        for index, name in enumerate(terms):
-            values = [answer[0][index] for answer in answers]
-            checks.equal_on_all(op, name, values, communicator.rank)
-        can = _kernel_can(op, terms["algorithm"], [answer[2] for answer in answers])
-        return Outcome(max(answer[1] for answer in answers) if can else 0, None)
+        can, inners = _agreed(communicator, OP, terms["algorithm"], terms, inner, why)
+        return Outcome(max(inners) if can else 0, None)
 
-    largest: int = communicator.run(op, host, async_op=False)
+    largest: int = communicator.run(OP, host, async_op=False)
     return largest
 
 
-def setup_no_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def no_gradient(ctx: Any, *grads: Any) -> Any:
+def _no_gradient(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("interlace's ops on scaled operands have no gradients")
+
+
+NO_GRADIENT = (_setup, _no_gradient)

@@ -7,6 +7,7 @@ beside one per row or column, become one per row and per column.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,16 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import tuning
 
 OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Operands(NamedTuple):
+    """Of one product: fp8 matrices, their scales, and a bias."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    input_scale: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def why_not(
@@ -46,31 +57,30 @@ def _by_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 def gather(
     communicator: Communicator,
-    input: torch.Tensor,
-    row_scale: torch.Tensor,
+    operands: Sequence[Operands],
     by_row: bool,
-    linears: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    outputs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
     fast_accum: bool,
     columns: Sequence[int],
 ) -> Event:
-    """``linears``: weight, its scale, its bias, and the matrix for all ranks' rows.
+    """``operands``: all of one input, this rank's rows. ``outputs``: matrices for all ranks' rows.
 
     ``columns``: of all weights of all ranks.
     """
+    input, row_scale = operands[0].input, operands[0].input_scale
     rows, inner = input.shape
-    by_row = by_row or any(scale.numel() != 1 for _, scale, *_ in linears)
-    kind = "row" if by_row else "tensor"
+    by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
     targets = [
         Linear(
-            weight,
-            bias,
+            each.weight,
+            each.bias,
             output,
-            scales=kind,
-            scale=_by_row(scale, weight.shape[1]) if by_row else scale,
+            scales="row" if by_row else "tensor",
+            scale=_by_row(each.weight_scale, each.weight.shape[1]) if by_row else each.weight_scale,
             fast_accum=fast_accum,
         )
-        for weight, scale, bias, output in linears
+        for each, output in zip(operands, outputs, strict=True)
     ]
     problem = tuning.gather_problem(
         communicator.world_size, input.dtype, rows, tuple(columns), inner, fast_accum=fast_accum
@@ -89,11 +99,7 @@ def gather(
 
 def reduce(
     communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: Operands,
     output: torch.Tensor,
     scatter_dim: int,
     *,
@@ -102,6 +108,7 @@ def reduce(
     inner: int,
 ) -> Event:
     """Into ``output``, this rank's part, dense. ``inner`` is the largest k of all ranks."""
+    input, weight, input_scale, weight_scale, bias = operands
     dim, rank = scatter_dim % input.dim(), communicator.rank
     kinds = input_scale.numel() != 1 or weight_scale.numel() != 1
     row_scale, column_scale = input_scale.reshape(-1), weight_scale.reshape(-1)
