@@ -10,12 +10,14 @@ activation    makes an error of x at most its steepest slope times as large, and
               ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
-All functions take tensors of any float dtype and give float64.
+Functions that are named after an op take tensors of any float dtype and give two of float64: the value, and
+the largest error that a correct result has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from interlace.runtime.numerics.activations import SLOPES, activate
 # 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
 # torch and of CUDA by at most 4.
 ACTIVATION_ROUNDINGS = 8
+Bounded = tuple[torch.Tensor, torch.Tensor]
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -83,7 +86,7 @@ def _activated(
     return SLOPES[name] * error + own, activate(value, name)
 
 
-def matmul_bound(
+def matmul(
     input: torch.Tensor,
     weight: torch.Tensor,
     out_dtype: torch.dtype,
@@ -91,93 +94,66 @@ def matmul_bound(
     bias: torch.Tensor | None = None,
     activation: str = "",
     roundings: int = 1,
-) -> torch.Tensor:
-    """Of ``activation(input @ weight + bias)``, elementwise ``[..., n]``.
+) -> Bounded:
+    """``activation(input @ weight + bias)``, elementwise ``[..., n]``.
 
     ``roundings`` to ``out_dtype``: 1 where bias and activation are taken of the accumulator, as the
     kernels do; 2 allows a rounding before each, as some of torch's CPU matmuls do.
     """
     value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
+    unit = accumulation_unit(input.dtype, out_dtype)
     for _ in range(roundings - 1):
         error = _rounded(error, value, out_dtype)
     if bias is not None:
         value = value + bias.double()
-        error = error + accumulation_unit(input.dtype, out_dtype) * (value.abs() + error)
+        error = error + unit * (value.abs() + error)
     if activation and roundings > 1:
         error = _rounded(error, value, out_dtype)
-    error, value = _activated(error, value, activation, accumulation_unit(input.dtype, out_dtype))
-    return _rounded(error, value, out_dtype)
+    error, value = _activated(error, value, activation, unit)
+    return value, _rounded(error, value, out_dtype)
 
 
-def all_gather_matmul_reference(
+def all_gather_matmul(
     shards: Sequence[torch.Tensor],
     weight: torch.Tensor,
+    out_dtype: torch.dtype,
     gather_dim: int = 0,
-    bias: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
-    """``activation(cat(shards, gather_dim) @ weight + bias)``.
+    **options: Any,
+) -> Bounded:
+    """``activation(cat(shards, gather_dim) @ weight + bias)``; ``options`` as for :func:`matmul`.
 
-    >>> all_gather_matmul_reference([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1)).tolist()
+    >>> all_gather_matmul([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1), torch.float32)[0].tolist()
     [[2.0], [2.0]]
     """
-    product = _product(torch.cat(list(shards), gather_dim), weight)
-    return activate(product if bias is None else product + bias.double(), activation)
+    return matmul(torch.cat(list(shards), gather_dim), weight, out_dtype, **options)
 
 
-def all_gather_matmul_bound(
-    shards: Sequence[torch.Tensor],
-    weight: torch.Tensor,
-    out_dtype: torch.dtype,
-    gather_dim: int = 0,
-    bias: torch.Tensor | None = None,
-    activation: str = "",
-    *,
-    roundings: int = 1,
-) -> torch.Tensor:
-    """Of :func:`all_gather_matmul_reference`."""
-    whole = torch.cat(list(shards), gather_dim)
-    return matmul_bound(
-        whole, weight, out_dtype, bias=bias, activation=activation, roundings=roundings
-    )
-
-
-def matmul_all_reduce_reference(
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    bias: torch.Tensor | None = None,
-    reduce_op: str = "sum",
-    activation: str = "",
-) -> torch.Tensor:
-    """``activation(sum (or average) over ranks of inputs[r] @ weights[r], + bias)``."""
-    total = torch.stack([_product(a, b) for a, b in zip(inputs, weights, strict=True)]).sum(0)
-    total = total / len(inputs) if reduce_op == "avg" else total
-    return activate(total if bias is None else total + bias.double(), activation)
-
-
-def matmul_all_reduce_bound(
+def matmul_all_reduce(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     reduce_op: str = "sum",
     activation: str = "",
-) -> torch.Tensor:
-    """Of :func:`matmul_all_reduce_reference`, each rank's product rounded to ``out_dtype`` once."""
-    errors, magnitudes = [], []
+) -> Bounded:
+    """``activation(sum (or average) over ranks of inputs[r] @ weights[r], + bias)``.
+
+    Each rank's product is rounded to ``out_dtype`` once.
+    """
+    products, errors, magnitudes = [], [], []
     for a, b in zip(inputs, weights, strict=True):
-        error = _rounded(_product_error(a, b, out_dtype, 0), _product(a, b), out_dtype)
-        errors.append(error)
-        magnitudes.append(_product(a, b).abs() + error)
-    dtype = inputs[0].dtype
-    total = _sum_error(errors, magnitudes, accumulation_unit(dtype, out_dtype))
-    value = matmul_all_reduce_reference(inputs, weights, bias, reduce_op)
+        products.append(_product(a, b))
+        errors.append(_rounded(_product_error(a, b, out_dtype, 0), products[-1], out_dtype))
+        magnitudes.append(products[-1].abs() + errors[-1])
+    unit = accumulation_unit(inputs[0].dtype, out_dtype)
+    value, error = torch.stack(products).sum(0), _sum_error(errors, magnitudes, unit)
     if reduce_op == "avg":
-        total = total / len(inputs)
+        value, error = value / len(inputs), error / len(inputs)
     if bias is not None:
-        total = total + accumulation_unit(dtype, out_dtype) * (value.abs() + total)
-    total, value = _activated(total, value, activation, accumulation_unit(dtype, out_dtype))
-    return _rounded(total, value, out_dtype)
+        value = value + bias.double()
+        error = error + unit * (value.abs() + error)
+    error, value = _activated(error, value, activation, unit)
+    return value, _rounded(error, value, out_dtype)
 
 
 def _sum_error(
@@ -193,20 +169,16 @@ def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tens
     return [whole.narrow(dim, first, count) for first, count in parts]
 
 
-def reduce_reference(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> torch.Tensor:
-    """The sum or average over ranks of tensors of equal shape."""
-    total = torch.stack([tensor.double() for tensor in inputs]).sum(0)
-    return total / len(inputs) if reduce_op == "avg" else total
-
-
-def reduce_bound(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> torch.Tensor:
-    """Of :func:`reduce_reference`, for results in the inputs' own dtype."""
+def reduce(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> Bounded:
+    """The sum or average over ranks of tensors of equal shape, in their own dtype."""
     dtype = inputs[0].dtype
-    value = reduce_reference(inputs, reduce_op)
+    value = torch.stack([tensor.double() for tensor in inputs]).sum(0)
     magnitudes = [tensor.double().abs() for tensor in inputs]
     exact = [torch.zeros_like(value)] * len(inputs)
     error = _sum_error(exact, magnitudes, accumulation_unit(dtype))
-    return _rounded(error / len(inputs) if reduce_op == "avg" else error, value, dtype)
+    if reduce_op == "avg":
+        value, error = value / len(inputs), error / len(inputs)
+    return value, _rounded(error, value, dtype)
 
 
 def worst_ratio(actual: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:

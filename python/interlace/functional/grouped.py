@@ -44,10 +44,9 @@ def all_gather_grouped_matmul(
     >>> interlace.run(gathered, 2)
     [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
     """
-    return _grouped(
-        "all_gather_grouped_matmul", input, weight, input_splits, output_splits, bias,
-        group, tag, return_received, algorithm, out_dtype,
-    )  # fmt: skip
+    tensors, splits = (input, weight, bias), (input_splits, output_splits)
+    options = (return_received, algorithm, out_dtype)
+    return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)
 
 
 def all_to_all_grouped_matmul(
@@ -79,29 +78,24 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(exchanged, 2)
     [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
     """
-    return _grouped(
-        "all_to_all_grouped_matmul", input, weight, input_splits, output_splits, bias,
-        group, tag, return_received, algorithm, out_dtype,
-    )  # fmt: skip
+    tensors, splits = (input, weight, bias), (input_splits, output_splits)
+    options = (return_received, algorithm, out_dtype)
+    return _grouped("all_to_all_grouped_matmul", group, tag, tensors, splits, *options)
 
 
 def _grouped(
     op: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    bias: torch.Tensor | None,
     group: Any,
     tag: str,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    splits: tuple[Sequence[int], Sequence[int]],
     return_received: bool,
-    algorithm: str,
-    out_dtype: torch.dtype | None,
+    *options: Any,
 ) -> Any:
+    input, weight, bias = tensors
     check(op, group, tag, input=input, weight=weight, bias=bias)
-    sent = ints(op, group, tag, "input_splits", input_splits)
-    received = ints(op, group, tag, "output_splits", output_splits)
-    kept, tensors = keeps(return_received, [weight]), (input, weight, bias)
-    given = (*tensors, sent, received, kept, algorithm, out_dtype)
-    made = run_to_list(op, group, tag, tensors, *given)
+    sent = ints(op, group, tag, "input_splits", splits[0])
+    received = ints(op, group, tag, "output_splits", splits[1])
+    kept = keeps(return_received, [weight])
+    made = run_to_list(op, group, tag, tensors, *tensors, sent, received, kept, *options)
     return (made[1], made[0]) if return_received else made[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,23 +35,15 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 FUSED = "fused"
 
 
-class Patched(Mapping[str, str]):
+class Patched(dict[str, str]):
     """What :func:`patch` did: the name of each tensor-parallel linear layer, and "fused" or why it was not.
 
     The layers are Megatron-core's. A context manager, which undoes it at the end.
     """
 
     def __init__(self, model: torch.nn.Module, layers: dict[str, str]) -> None:
-        self._model, self._layers = model, layers
-
-    def __getitem__(self, name: str) -> str:
-        return self._layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+        super().__init__(layers)
+        self._model = model
 
     def __enter__(self) -> Patched:
         return self
@@ -61,10 +52,10 @@ class Patched(Mapping[str, str]):
         unpatch(self._model)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name or '(model)'}: {what}" for name, what in self._layers.items())
+        return "\n".join(f"{name or '(model)'}: {what}" for name, what in self.items())
 
     def __repr__(self) -> str:
-        return f"Patched({self._layers})"
+        return f"Patched({super().__repr__()})"
 
 
 def patch(model: torch.nn.Module) -> Patched:

@@ -175,35 +175,29 @@ class AsyncTensor(torch.Tensor):
 
     # -- what Tensor does without the dispatcher ---------------------------------------------------
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        self.wait().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def tolist(self) -> Any:
-        return self.wait().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.wait().numpy(force=force)
-
-    def data_ptr(self) -> int:
-        return self.wait().data_ptr()
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.wait().__dlpack__(**kwargs)
-
     def __dlpack_device__(self) -> Any:
         return self._inner.__dlpack_device__()
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.wait(), format_spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AsyncTensor({self.wait()})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.wait().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.wait().clone()
+
+
+def _of_plain(name: str) -> Any:
+    """The method of that name of the plain tensor."""
+
+    def method(self: AsyncTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.wait(), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "backward", "tolist", "numpy", "data_ptr", "__dlpack__", "__format__", "__reduce_ex__",
+):  # fmt: skip
+    setattr(AsyncTensor, _name, _of_plain(_name))
 
 
 def _opened(value: Any) -> Any:

@@ -31,16 +31,17 @@ def register_lowerings() -> None:
         "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
         "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
     ):  # fmt: skip
-        _register(lowering, getattr(ops, name).default, _out_of_place)
+        op = getattr(ops, name).default
+        _register(lowering, op, _out_of_place(op))
     for name in ("all_reduce", "broadcast"):
         in_place = getattr(ops, f"{name}_").default
         _register(lowering, getattr(ops, name).default, _cloned(lowering, in_place))
-        _register(lowering, in_place, _in_place)
+        _register(lowering, in_place, _in_place(in_place))
 
 
-def _register(lowering: Any, op: Any, make: Any) -> None:
+def _register(lowering: Any, op: Any, lower: Any) -> None:
     lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
-    lowering.register_lowering(op, type_promotion_kind=None)(make(op) if make in _MAKERS else make)
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
 def _out_of_place(op: Any) -> Any:
@@ -112,6 +113,3 @@ def _writes(node: torch.fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     return isinstance(node.target, torch._ops.HigherOrderOperator)
-
-
-_MAKERS = (_out_of_place, _in_place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,33 +14,15 @@ from interlace.fused.grouped import Options as GroupedOptions
 from interlace.groups import specs
 from interlace.ops import gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
-from interlace.ops.eager.pending import Started, finish
+from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
 from interlace.ops.eager.scaled_kernels import Operands
+from interlace.ops.undispatched import Op
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
 Tensor = torch.Tensor
 NAMESPACE = "interlace"
-GROUP = "SymInt group_size, str group_name"
-
-
-class Op(NamedTuple):
-    """``start`` runs it on a communicator; ``fake`` makes its outputs; both without the group arguments.
-
-    ``fake`` is given the group's size last. ``gradient``: (setup_context, backward).
-    """
-
-    name: str
-    arguments: str
-    start: Callable[..., Started]
-    fake: Callable[..., Any]
-    gradient: tuple[Callable[..., Any], Callable[..., Any]] | None
-    returns: str = "Tensor"
-
-    @property
-    def schema(self) -> str:
-        return f"{self.name}({self.arguments}, {GROUP}) -> {self.returns}"
 
 
 # What ops give, made of the arguments and the group's size, which comes last.
@@ -186,7 +168,8 @@ OPS = (
 
 WITH_OUT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")
-BY_NAME = {op.name: op for op in OPS}
+BY_NAME = undispatched.KNOWN
+BY_NAME.update((op.name, op) for op in OPS)
 DEVICES = ("CPU", "CUDA")
 _ops: Any = torch.ops.interlace
 
@@ -205,7 +188,6 @@ def register() -> None:
     _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
     for op in OPS:
-        undispatched.offer(op)
         _library.define(op.schema, tags=tags)
         _implement(op.name, _kernel(op), _fake(op))
         if op.gradient is not None:
@@ -215,13 +197,13 @@ def register() -> None:
             )
     for name in WITH_OUT:
         op = BY_NAME[name]
-        schema = f"{name}_out({op.arguments}, {GROUP}, *, Tensor(a!) out) -> ()"
+        schema = f"{name}_out({op.arguments}, {undispatched.GROUP}, *, Tensor(a!) out) -> ()"
         _library.define(schema, tags=tags)
         _implement(f"{name}_out", _out_kernel(op), lambda *args, out: None)
     for name in IN_PLACE:
         op = BY_NAME[name]
         arguments = op.arguments.replace("Tensor input", "Tensor(a!) input")
-        _library.define(f"{name}_({arguments}, {GROUP}) -> Tensor(a!)", tags=tags)
+        _library.define(f"{name}_({arguments}, {undispatched.GROUP}) -> Tensor(a!)", tags=tags)
         _implement(f"{name}_", _in_place_kernel(op), lambda input, *args: input)
         getattr(_ops, f"{name}_").default.py_functionalize_impl(_functional_form(name))
 

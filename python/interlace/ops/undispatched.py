@@ -18,9 +18,10 @@ seen by    compilers and modes                        nobody; under one of them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.groups import groups, specs
 from interlace.ops.async_tensor import AsyncTensor, wait
@@ -33,26 +34,30 @@ _dispatched: Any = torch.ops.interlace
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-class Recordable(Protocol):
-    """What this module needs to know of an op; see ``library.Op``."""
+GROUP = "SymInt group_size, str group_name"
+
+
+class Op(NamedTuple):
+    """``start`` runs it on a communicator; ``fake`` makes its outputs; both without the group arguments.
+
+    ``fake`` is given the group's size last. ``gradient``: (setup_context, backward).
+    """
+
+    name: str
+    arguments: str
+    start: Callable[..., Started]
+    fake: Callable[..., Any]
+    gradient: tuple[Callable[..., Any], Callable[..., Any]] | None
+    returns: str = "Tensor"
 
     @property
-    def name(self) -> str: ...
-    @property
-    def start(self) -> Callable[..., Started]: ...
-    @property
-    def gradient(self) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
-    @property
-    def returns(self) -> str: ...
+    def schema(self) -> str:
+        return f"{self.name}({self.arguments}, {GROUP}) -> {self.returns}"
 
 
 _TENSOR = object()  # in place of one, where only its position matters
-_known: dict[str, Recordable] = {}
-
-
-def offer(op: Recordable) -> None:
-    """Let :func:`call` find ``op`` by its name."""
-    _known[op.name] = op
+KNOWN: dict[str, Op] = {}
+"""All ops by name; ``library.py`` puts them here."""
 
 
 def call(name: str, *args: Any) -> Any:
@@ -60,7 +65,7 @@ def call(name: str, *args: Any) -> Any:
     *own, size, group = args
     if not _simulated(own):
         return getattr(_dispatched, name).default(*args)
-    return _run(_known[name], specs.bind(group, size), own, size, group)
+    return _run(KNOWN[name], specs.bind(group, size), own, size, group)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
@@ -69,7 +74,11 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     if not _simulated([*own, out]):
         getattr(_dispatched, f"{name}_out").default(*args, out=out)
         return
-    finish(_known[name].start(specs.bind(group, size), *_mapped(wait, own), out=wait(out)))
+    finish(
+        KNOWN[name].start(
+            specs.bind(group, size), *tree_map_only(torch.Tensor, wait, own), out=wait(out)
+        )
+    )
 
 
 class Ops:
@@ -100,12 +109,10 @@ def _simulated(own: Sequence[Any]) -> bool:
     )
 
 
-def _run(op: Recordable, group: Communicator, own: list[Any], size: int, name: str) -> Any:
-    own = _mapped(wait, own)
+def _run(op: Op, group: Communicator, own: list[Any], size: int, name: str) -> Any:
+    own = tree_map_only(torch.Tensor, wait, own)
     with torch.no_grad():
-        started = op.start(group, *own)
-        finish(started)
-    outputs = [each.detach() for each in started.outputs]
+        outputs = [each.detach() for each in finish(op.start(group, *own))]
     tensors = _tensors(own)
     if torch.is_grad_enabled() and op.gradient and any(each.requires_grad for each in tensors):
         prepare(group, *tensors)
@@ -119,7 +126,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        op: Recordable,
+        op: Op,
         outputs: list[torch.Tensor],
         given: list[Any],
         *tensors: torch.Tensor,
@@ -128,7 +135,9 @@ class _Recorded(torch.autograd.Function):
         setup, ctx.of_op = op.gradient
         ctx.single = op.returns == "Tensor"
         setup(ctx, tuple(given), outputs[0] if ctx.single else outputs)
-        ctx.given = _mapped(lambda tensor: _TENSOR, given)  # which keeps no tensor alive
+        ctx.given = tree_map_only(
+            torch.Tensor, lambda tensor: _TENSOR, given
+        )  # which keeps no tensor alive
         return tuple(outputs)
 
     @staticmethod
@@ -146,18 +155,4 @@ class _Recorded(torch.autograd.Function):
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors among ``values`` and the lists in it, in their order."""
-    found: list[torch.Tensor] = []
-    _mapped(found.append, values)
-    return found
-
-
-def _mapped(function: Callable[[torch.Tensor], Any], values: Sequence[Any]) -> list[Any]:
-    """``values``, and the lists in it, with what ``function`` makes of each tensor in its place."""
-    return [
-        function(each)
-        if isinstance(each, torch.Tensor)
-        else _mapped(function, each)
-        if isinstance(each, list)
-        else each
-        for each in values
-    ]
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -17,6 +17,7 @@ from torch import nn
 
 import interlace
 from interlace import nn as inn
+from interlace.ops.eager.pending import Started
 
 LENGTH, BATCH, WIDTH, INNER, HEADS, VOCABULARY = 12, 2, 12, 24, 12, 29
 RATE = 0.01
@@ -318,18 +319,21 @@ def _nothing(*args: Any, **kwargs: Any) -> _Done:
     return _Done()
 
 
-def _own_part(group: Any, tensors: Any, *rest: Any) -> _Done:
-    output, parts = tensors
-    output.copy_(parts[group.rank])
-    return _Done()
+def _own_part(group: Any, tensor: torch.Tensor, reduce_op: str, dim: int) -> Started:
+    return Started([tensor.chunk(group.world_size, dim)[group.rank].clone()], None)
 
 
+def _own(group: Any, tensor: torch.Tensor, reduce_op: str) -> Started:
+    return Started([tensor.clone()], None)
+
+
+REGIONS = "interlace.nn.functions.regions"
 DROPPED = {
-    "layer norm": ("interlace.nn.functions.regions._all_reduce", _nothing, "gradient of weight"),
-    "row, skip bias": ("interlace.nn.functions.regions._all_reduce", _nothing, "gradient of bias"),
+    "layer norm": (f"{REGIONS}._all_reduce", _nothing, "gradient of weight"),
+    "row, skip bias": (f"{REGIONS}._all_reduce", _nothing, "gradient of bias"),
     "row": ("interlace.nn.functions.linear_gradients._all_reduce", _nothing, "gradient of bias"),
-    "embedding": ("interlace.nn.functions.regions._reduce_scatter", _own_part, "output"),
-    "embedding, replicated": ("interlace.nn.functions.regions._all_reduce", _nothing, "output"),
+    "embedding": (f"{REGIONS}.plain.reduce_scatter", _own_part, "output"),
+    "embedding, replicated": (f"{REGIONS}.plain.all_reduce", _own, "output"),
 }
 
 

@@ -183,16 +183,13 @@ def check_gather(case: Case) -> None:
             assert output.dtype == case.result_dtype
             check(
                 output,
-                reference.all_gather_matmul_reference(
-                    shards, weight, case.dim, bias, case.activation
-                ),
-                reference.all_gather_matmul_bound(
+                *reference.all_gather_matmul(
                     shards,
                     weight,
                     case.result_dtype,
                     case.dim,
-                    bias,
-                    case.activation,
+                    bias=bias,
+                    activation=case.activation,
                     roundings=case.roundings,
                 ),
                 f"output {index} on rank {rank}",
@@ -220,8 +217,7 @@ def check_reduce(case: Case, *, scatter: bool) -> None:
     weights = [case.weight(rank, 0, x.shape[-1]) for rank, x in enumerate(inputs)]
     how = "avg" if case.average else "sum"
     bias = case.bias_vector(0)
-    expected = reference.matmul_all_reduce_reference(inputs, weights, bias, how, case.activation)
-    bound = reference.matmul_all_reduce_bound(
+    expected, bound = reference.matmul_all_reduce(
         inputs, weights, case.result_dtype, bias, how, case.activation
     )
     results = run(case, lambda case: reduce_on_rank(case, scatter))

@@ -121,8 +121,7 @@ class Fused(ABC):
             for rank in range(self.world_size)
         ]
         weights = [self.weight(rank, call) for rank in range(self.world_size)]
-        value = reference.matmul_all_reduce_reference(inputs, weights)
-        bound = reference.matmul_all_reduce_bound(inputs, weights, self.setting.dtype)
+        value, bound = reference.matmul_all_reduce(inputs, weights, self.setting.dtype)
         products = [a.double() @ b.double() for a, b in zip(inputs, weights, strict=True)]
         return value, bound, bound + payload.often_rounded(products, self.setting.dtype)
 
@@ -175,8 +174,7 @@ class AllGatherMatmul(Fused):
             for r in range(self.world_size)
         ]
         weight, dtype = self.weight(self.rank, call), self.setting.dtype
-        value = reference.all_gather_matmul_reference(pieces, weight)
-        bound = reference.all_gather_matmul_bound(pieces, weight, dtype, roundings=2)
+        value, bound = reference.all_gather_matmul(pieces, weight, dtype, roundings=2)
         return value, bound, bound
 
 

@@ -86,10 +86,10 @@ def error_of_sum(
             right = torch.stack(parts).sum(0, dtype=torch.int64).to(piece.dtype)
             worst = max(worst, 0.0 if torch.equal(piece, right) else float("inf"))
             continue
-        bound = reference.reduce_bound(parts)
+        value, bound = reference.reduce(parts)
         if rounds_often:
             bound = bound + often_rounded(parts, piece.dtype)
-        worst = max(worst, reference.worst_ratio(piece, reference.reduce_reference(parts), bound))
+        worst = max(worst, reference.worst_ratio(piece, value, bound))
     return worst
 
 

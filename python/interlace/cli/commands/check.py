@@ -122,18 +122,15 @@ def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     dtype, bias = DTYPES[case.dtype], _bias(case, seed)
     reduce_op = case.arguments.get("reduce_op") or case.arguments.get("op") or "sum"
     if case.op == "all_gather_matmul":
-        value = reference.all_gather_matmul_reference(inputs, weights[0], 0, bias)
-        bound = reference.all_gather_matmul_bound(inputs, weights[0], dtype, 0, bias, roundings=2)
-        return [(value, bound)] * case.world_size
+        found = reference.all_gather_matmul(inputs, weights[0], dtype, bias=bias, roundings=2)
+        return [found] * case.world_size
     if case.op == "all_gather":
         whole = torch.cat(inputs).double()
         return [(whole, torch.zeros_like(whole))] * case.world_size
     if case.op in COLLECTIVES:
-        value = reference.reduce_reference(inputs, reduce_op)
-        bound = reference.reduce_bound(inputs, reduce_op)
+        value, bound = reference.reduce(inputs, reduce_op)
     else:
-        value = reference.matmul_all_reduce_reference(inputs, weights, bias, reduce_op)
-        bound = reference.matmul_all_reduce_bound(inputs, weights, dtype, bias, reduce_op)
+        value, bound = reference.matmul_all_reduce(inputs, weights, dtype, bias, reduce_op)
     if "scatter" not in case.op:
         return [(value, bound)] * case.world_size
     values = reference.split(value, case.world_size)

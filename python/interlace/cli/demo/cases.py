@@ -109,17 +109,13 @@ def _mlp_on_rank(work: Workload) -> torch.Tensor:
 
 def _gather_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     shards = reference.split(work.activations, ranks)
-    dtype = work.activations.dtype
-    value = reference.all_gather_matmul_reference(shards, work.weight1)
-    return value, reference.all_gather_matmul_bound(shards, work.weight1, dtype)
+    return reference.all_gather_matmul(shards, work.weight1, work.activations.dtype)
 
 
 def _scatter_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = reference.split(work.activations, ranks, 1)
     weights = reference.split(work.weight1, ranks)
-    dtype = work.activations.dtype
-    value = reference.matmul_all_reduce_reference(inputs, weights)
-    return value, reference.matmul_all_reduce_bound(inputs, weights, dtype)
+    return reference.matmul_all_reduce(inputs, weights, work.activations.dtype)
 
 
 def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,8 +128,7 @@ def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tenso
     off = off + unit * (hidden.abs() + off) + reference.half_denormal(dtype)
     inputs = reference.split(hidden, ranks, 1)
     weights = reference.split(work.weight2, ranks)
-    value = reference.matmul_all_reduce_reference(inputs, weights)
-    bound = reference.matmul_all_reduce_bound(inputs, weights, dtype)
+    value, bound = reference.matmul_all_reduce(inputs, weights, dtype)
     # The second matmul rounds what is off, too: twice to dtype, and while it accumulates.
     growth = 1 + 4 * unit + 2 * reference.gamma(hidden.shape[1] + ranks + 8, unit32)
     return value, bound + growth * (off @ work.weight2.double().abs())

@@ -18,7 +18,7 @@ from interlace.collectives.rootless import _all_reduce
 from interlace.nn.functions import weight_gradients
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, gather
 from interlace.ops.eager import fused
-from interlace.ops.eager.pending import Started
+from interlace.ops.eager.pending import Started, finish
 from interlace.runtime.algorithms.operands import multiply, rows_of, unrows
 from interlace.runtime.core.communicator import Communicator
 
@@ -70,9 +70,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
 
 def _finished(started: Started) -> list[Tensor]:
     """The outputs, complete, as tensors of their own: autograd forbids to change views in place."""
-    if started.work is not None:
-        started.work.wait()
-    return [each.data for each in started.outputs]
+    return [each.data for each in finish(started)]
 
 
 def _deferred(layer: Layer) -> DeferredWeightGradients | None:
@@ -155,7 +153,7 @@ class Column(torch.autograd.Function):
                     layer, [rows[i] for i in used], [weights[i] for i in used]
                 )
             if whole is not None:
-                input = whole.wait()
+                (input,) = finish(whole)
             learning = [ctx.parameters[i] for i in wanted]
             found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
@@ -242,7 +240,7 @@ class Row(torch.autograd.Function):
                 of_input, *rest = _finished(started)
                 whole = rest[0] if rest else rows
             if gathered is not None:
-                whole = gathered.wait()
+                (whole,) = finish(gathered)
             if weighed:
                 input = rows_of(kept, layer.dim)
                 (of_weight,) = _of_weights(

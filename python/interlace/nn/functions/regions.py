@@ -27,8 +27,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
-from interlace.collectives.rootless import _all_gather, _all_reduce, _reduce_scatter
+from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
+from interlace.ops.eager import plain
+from interlace.ops.eager.pending import finish
 from interlace.ops.simulated_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 
@@ -47,9 +49,7 @@ def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    _all_reduce(group, (result,))
-    return result
+    return finish(plain.all_reduce(group, tensor.detach(), "sum"))[0]
 
 
 def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -57,19 +57,11 @@ def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] *= group.world_size
-    result = tensor.new_empty(shape)
-    parts = list(result.chunk(group.world_size, dim))
-    _all_gather(group, (parts, tensor.detach().contiguous()))
-    return result
+    return finish(plain.all_gather(group, tensor.detach(), dim))[0]
 
 
 def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    parts = [each.contiguous() for each in tensor.detach().chunk(group.world_size, dim)]
-    result = torch.empty_like(parts[0])
-    _reduce_scatter(group, (result, parts))
-    return result
+    return finish(plain.reduce_scatter(group, tensor.detach(), "sum", dim))[0]
 
 
 class _Region(torch.autograd.Function):

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.collectives.rootless import _all_gather
+from interlace.ops.eager import plain
+from interlace.ops.eager.pending import Started, finish
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.work import Work
 
 ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with a wider output
 _HALF = (torch.float16, torch.bfloat16)
@@ -98,25 +98,11 @@ def gradient(
     return (grad.t() @ input).to(weight.dtype)
 
 
-class Gather(NamedTuple):
-    """Rows of all ranks on their way to this one; complete after :meth:`wait`."""
-
-    rows: torch.Tensor
-    work: Work | None
-
-    def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.rows
-
-
-def gather(communicator: Communicator | None, rows: torch.Tensor) -> Gather:
+def gather(communicator: Communicator | None, rows: torch.Tensor) -> Started:
     """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
     if communicator is None:
-        return Gather(rows, None)
-    rows = rows.contiguous()
-    whole = rows.new_empty(communicator.world_size * rows.shape[0], rows.shape[1])
-    return Gather(whole, _all_gather(communicator, (whole, rows), async_op=True))
+        return Started([rows], None)
+    return plain.all_gather(communicator, rows, 0)
 
 
 class _Pending(NamedTuple):
@@ -128,7 +114,7 @@ class _Pending(NamedTuple):
     communicator: Communicator | None
     fused: bool
 
-    def start(self) -> Gather:
+    def start(self) -> Started:
         return gather(self.communicator, self.input)
 
 
@@ -203,7 +189,7 @@ class DeferredWeightGradients:
         for left in range(count, 0, -1):
             pending, started = self._pending.popleft(), following
             assert started is not None
-            input = started.wait()
+            (input,) = finish(started)
             following = self._pending[0].start() if left > 1 else None
             for weight, grad in zip(pending.weights, pending.grads, strict=True):
                 if pending.fused:

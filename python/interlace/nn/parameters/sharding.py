@@ -123,7 +123,7 @@ class Sharding:
         if group_dst is None:
             _all_gather(group, (parts, local))
         else:
-            _gather(group, local, parts if here else None, group_dst, False)
+            _gather(group, (local, parts if here else None), (None, group_dst))
         return torch.cat(parts[:: self.copies], self.dim) if here else None
 
 

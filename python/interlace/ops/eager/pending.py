@@ -50,7 +50,8 @@ def register(started: Started) -> None:
             _register_work(output, work)
 
 
-def finish(started: Started) -> None:
-    """Wait here and now, where an op must be complete when it returns."""
+def finish(started: Started) -> Sequence[torch.Tensor]:
+    """Wait here and now, where an op must be complete when it returns; the outputs."""
     if started.work is not None:
         started.work.wait()
+    return started.outputs
