@@ -93,9 +93,6 @@ class _Words:
         driver["words"] += 1
         ctypes.c_int64.from_address(address).value = value
 
-    def wait(self, stream: int, address: int, value: int) -> None:
-        driver["words"] += 1
-
 
 class _Host:
     """A host's place whose peers say what this rank says: at once, or in a process of their own."""
@@ -193,6 +190,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         mock.patch.object(cuda_driver, "current_stream", lambda device: current.cuda_stream),
         mock.patch.object(cuda_driver, "capture_of", lambda stream: 0),
         mock.patch.object(cuda_driver, "stream_words", lambda device: words),
+        mock.patch.object(cuda_driver, "alarm_stream", lambda device: current),
         mock.patch.object(cuda_driver, "pinned", lambda words: torch.tensor(words)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(Watchdog, "look_after", lambda watchdog: None),

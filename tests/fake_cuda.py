@@ -14,9 +14,12 @@ memory                 an item on the stream that was current uses a tensor safe
                        dropped, as with the caching allocator; on another stream that is ``UseAfterFree``
 captures               events from outside, queries, synchronization and unjoined streams are errors;
                        a replay runs the same addresses and values again
-stream memory ops      write and wait for words of memory, with the values they were given
+stream memory ops      write words of memory, with the values they were given
 multiprocessors        if their number is given, a kernel begins when all its programs have one, and keeps
                        them to its end; each rank has a GPU of its own
+connections            if their number is given, streams share so many hardware queues (``fake_queues.py``),
+                       torch's streams come from its pool, and a first use waits for all that was
+                       enqueued before: a kernel that is loaded, memory that is made
 =====================  ==============================================================================
 
 ``do(function)`` is torch code of the user on the current stream: what a test fills or reads.
@@ -38,6 +41,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fake_kernels
+from fake_queues import HardwareQueues
 from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
@@ -73,6 +77,11 @@ class Item:
     running: Iterator[Callable[[], bool]] | None = None
     condition: Callable[[], bool] | None = None
     programs: int = 0
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a hardware queue stands still until this is over."""
+        return self.label.startswith("wait for")
 
 
 @dataclass(eq=False)
@@ -110,7 +119,7 @@ class Capture:
 
 class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0, handle: int | None = None) -> None:
-        self.cuda_stream = gpu().new_stream() if handle is None else handle
+        self.cuda_stream = gpu().pooled_stream(priority) if handle is None else handle
         self.priority = priority
 
     def synchronize(self) -> None:
@@ -187,14 +196,18 @@ class FakeGpu:
         eager: float = 0.3,
         stream_words: bool = True,
         multiprocessors: int = 0,
+        connections: int = 0,
     ) -> None:
         self.multiprocessors = multiprocessors
+        self._hardware = HardwareQueues(connections) if connections else None
         self._random = random.Random(seed)
         self._eager, self._has_words = eager, stream_words
         self._queues: dict[int, list[Item]] = {0: []}
         self._owners: dict[int, int] = {}
         self._current = threading.local()
         self._streams = 0
+        self._alarms: dict[int, int] = {}
+        self._used: set[Any] = set()
         self._captures: list[Capture] = []
         self._number = 0
         self._leases: dict[int, set[Lease]] = {}
@@ -207,7 +220,7 @@ class FakeGpu:
         self.events_recorded = 0
         self.loads: list[str] = []
         self.launches: list[str] = []
-        self.words_written = self.word_waits = 0
+        self.words_written = 0
 
     # -- streams -------------------------------------------------------------------------------
 
@@ -219,7 +232,48 @@ class FakeGpu:
         self._streams += 1
         self._queues[self._streams] = []
         self._owners[self._streams] = threading.get_ident()
+        if self._hardware is not None:
+            self._hardware.add(self._streams, self._context)
         return self._streams
+
+    @property
+    def _context(self) -> int:
+        """The process of the host that asks; virtual ranks are threads of one."""
+        return 0 if self.let_hosts_run is None else threading.get_ident()
+
+    def pooled_stream(self, priority: int) -> int:
+        """One of torch's."""
+        if self._hardware is None:
+            return self.new_stream()
+        pooled = self._hardware.of_the_pool(self._context, priority)
+        handle = self._hardware.known(pooled)
+        if handle is None:
+            handle = self.new_stream()
+            self._hardware.add_pooled(handle, pooled)
+        return handle
+
+    def alarm_stream(self) -> FakeStream:
+        """In place of ``driver.alarm_stream``: one per process, not of torch's pool."""
+        context = self._context
+        if context not in self._alarms:
+            self._alarms[context] = self.new_stream()
+        return FakeStream(handle=self._alarms[context])
+
+    def first_use(self) -> None:
+        """A kernel is loaded, or memory made: the process waits for all that it has enqueued."""
+        if self._hardware is None or self.captures_under_way():
+            return
+        own = threading.get_ident()
+        pending = [
+            item
+            for handle, queue in self._queues.items()
+            if self.let_hosts_run is None or self._owners.get(handle) == own
+            for item in queue
+        ]
+        left = {id(item) for item in pending}
+        self.run_until(
+            lambda: not any(id(item) in left for queue in self._queues.values() for item in queue)
+        )
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -251,6 +305,8 @@ class FakeGpu:
             capture.streams[handle].append(item)
             return
         self._queues[handle].append(item)
+        if self._hardware is not None:
+            self._hardware.enqueued(handle, item)
         if self._random.random() < self._eager:
             self.run_some()
 
@@ -293,9 +349,11 @@ class FakeGpu:
 
     # -- running -------------------------------------------------------------------------------
 
-    def _step(self, queue: list[Item]) -> bool:
+    def _step(self, handle: int, queue: list[Item]) -> bool:
         """Let the head of a stream go on; False if it cannot."""
-        item = queue[0]
+        item, hardware = queue[0], self._hardware
+        if hardware is not None and not hardware.may_go_on(handle, item):
+            return False
         if item.condition is not None and not item.condition():
             return False
         if item.running is None:
@@ -306,6 +364,8 @@ class FakeGpu:
             item.condition = next(item.running)
         except StopIteration:
             queue.pop(0)
+        if hardware is not None:
+            hardware.went_on(handle, item, ended=not queue or queue[0] is not item)
         return True
 
     def _fits(self, queue: list[Item], item: Item) -> bool:
@@ -322,9 +382,9 @@ class FakeGpu:
     def run_some(self, steps: int = 3) -> bool:
         progress = False
         for _ in range(steps):
-            queues = [queue for queue in self._queues.values() if queue]
+            queues = [(handle, queue) for handle, queue in self._queues.items() if queue]
             self._random.shuffle(queues)
-            if not any(self._step(queue) for queue in queues):
+            if not any(self._step(handle, queue) for handle, queue in queues):
                 break
             progress = True
         return progress
@@ -443,6 +503,10 @@ class FakeGpu:
     def torch_code(self, stream: FakeStream | None, function: Callable[[], Any]) -> None:
         """In place of ``cuda_stream.run_on``."""
         handle = self.current if stream is None else stream.cuda_stream
+        code = getattr(function, "__code__", None)
+        if code is not None and code not in self._used and "copy_" not in code.co_names:
+            self._used.add(code)  # a kernel of torch's, which is loaded now; a copy needs none
+            self.first_use()
 
         def steps() -> Iterator[Callable[[], bool]]:
             function()
@@ -464,14 +528,6 @@ class FakeGpu:
             return iter(())
 
         self.enqueue(handle, f"write {value}", steps)
-
-    def wait_word(self, handle: int, address: int, value: int) -> None:
-        self.word_waits += 1
-
-        def steps() -> Iterator[Callable[[], bool]]:
-            yield lambda: ctypes.c_int64.from_address(address).value >= value
-
-        self.enqueue(handle, f"wait for {value}", steps)
 
     def launch(self, name: str, handle: int, arguments: dict[str, Any], programs: int) -> None:
         self.launches.append(name)

@@ -36,6 +36,7 @@ class FakeKernel:
         given = {name: launch.arguments[name] for name in parameters}
         self._count, self._names = len(given), list(outside(given))
         fake_cuda.gpu().loads.append(launch.name)
+        fake_cuda.gpu().first_use()
 
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         values = rest[5:]
@@ -52,9 +53,6 @@ class FakeWords:
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        fake_cuda.gpu().wait_word(stream, address, value)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
@@ -86,6 +84,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
         monkeypatch.setattr(torch.cuda, name, value)
     words = FakeWords() if gpu._has_words else None
     monkeypatch.setattr(driver, "stream_words", lambda device: words)
+    monkeypatch.setattr(driver, "alarm_stream", lambda device: gpu.alarm_stream())
     monkeypatch.setattr(driver, "current_stream", lambda device: gpu.current)
     monkeypatch.setattr(driver, "capture_of", capture_number)
     monkeypatch.setattr(driver, "leave_captures_alone", lambda: None)

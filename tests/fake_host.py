@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,10 +115,10 @@ def own_place() -> DeviceProcessPlace:
     return place
 
 
-def look(seconds_later: float = 0.0) -> None:
-    """Let the watchdog of this rank look, as if so much later."""
+def look() -> None:
+    """Let the watchdog of this rank look."""
     place = own_place()
-    place._watched().look(place, time.monotonic() + seconds_later)
+    place._watched().look(place)
 
 
 def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0) -> list[Any]:

@@ -8,12 +8,19 @@ chunks move, then torch multiplies.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
+from interlace.kernels.signal import (
+    ABORT_WORD,
+    CLAIMED_WORD,
+    CREDIT_WORDS,
+    EPOCH_WORD,
+    SPIN_LIMIT_WORD,
+)
 from interlace.kernels.transfer import TRANSFER_COLUMNS
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.cuda_processes.ipc import tensor_over
@@ -22,6 +29,7 @@ Steps = Iterator[Callable[[], bool]]
 View = tuple[Sequence[int], Sequence[int]]
 Memory = Callable[[int, View | None], torch.Tensor]
 CPU = torch.device("cpu")
+LINGER_POLLS = 100
 
 
 def word(address: int) -> Any:
@@ -82,16 +90,37 @@ def publish_kernel(a: Arguments) -> Steps:
     return iter(())
 
 
+def _wait(a: Arguments, source: int, slot_byte: int, expected: int) -> Steps:
+    """``signal.wait``: bounded by SPIN_LIMIT; who gives up says so and aborts all ranks' channels."""
+    header = a.base(a.rank)
+    slot, polls = word(header + slot_byte), itertools.count(1)
+    most = word(header + SPIN_LIMIT_WORD * WORD).value
+    yield lambda: slot.value >= expected or a.void or next(polls) > most
+    claimed = word(header + CLAIMED_WORD * WORD)
+    if slot.value < expected and not claimed.value:
+        claimed.value = 1
+        if not a.void:
+            for number, value in enumerate((source, slot_byte, expected, slot.value, 0), 1):
+                word(header + (CLAIMED_WORD + number) * WORD).value = value
+            for rank in range(a.world_size):
+                word(a.base(rank) + ABORT_WORD * WORD).value = expected
+
+
 def wait_kernel(a: Arguments) -> Steps:
-    epoch, slot = a.epoch, word(a.base(a.rank) + a.slot_byte)
-    yield lambda: slot.value >= epoch or a.void
+    yield from _wait(a, a.source, a.slot_byte, a.epoch)
 
 
 def wait_credits_kernel(a: Arguments) -> Steps:
+    epoch = a.epoch
     for peer in range(a.world_size):
-        credit = a.credit(peer, a.epoch)
-        told = word(a.base(a.rank) + (CREDIT_WORDS + peer) * WORD)
-        yield lambda credit=credit, told=told: credit() or (a.void and told.value < 0)
+        slot_byte = (CREDIT_WORDS + peer) * WORD
+        yield from _wait(a, peer, slot_byte, epoch - 1)
+        credit, polls = word(a.base(a.rank) + slot_byte), itertools.count(1)
+        yield (
+            lambda credit=credit, polls=polls: (
+                not 0 <= credit.value < epoch - 1 or next(polls) > LINGER_POLLS
+            )
+        )
 
 
 def finish_kernel(a: Arguments) -> Steps:

@@ -7,7 +7,9 @@ Epochs
 ------
 An op's epoch is in device memory, and kernels read it there. The host counts along, by workspace, as
 long as it may: from the first graph capture on, a replay can run ops of which the host does not know, so
-then only kernels signal. Until then streams themselves write and wait for epochs (``words_for``).
+then only kernels signal. Until then streams themselves write epochs (``words_for``). Waits are always
+kernels, which are bounded: nothing ends a stream's own wait but a write on another stream, which may share
+its hardware queue and come behind it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from interlace.runtime.places.cuda.stream import (
     StreamTarget,
     stream_of,
 )
-from interlace.runtime.places.cuda.watchdog import StreamWaits, signal_report
+from interlace.runtime.places.cuda.watchdog import signal_report
 
 T = TypeVar("T")
 
@@ -85,7 +87,6 @@ class DevicePlace(Place):
         self._kept: list[Any] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
         self._side: torch.cuda.Stream | None = None
-        self._alarm: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
 
     # -- memory --------------------------------------------------------------------------------
@@ -179,10 +180,8 @@ class DevicePlace(Place):
         return self._side
 
     def alarm_stream(self) -> torch.cuda.Stream:
-        """A stream that never waits, for what ends the waits of others. Made with the first memory."""
-        if self._alarm is None:
-            self._alarm = torch.cuda.Stream(self.device, priority=-1)
-        return self._alarm
+        """A stream that never waits, for what ends the waits of others; one for all groups."""
+        return driver.alarm_stream(self._index)
 
     def submit_item(self, item: Callable[[], None]) -> None:
         """Run a stream item now, or with the rest of its op."""
@@ -288,10 +287,6 @@ class DevicePlace(Place):
             return None, 0
         finished = self._epochs[workspace.buffer.addresses[self.rank]]
         return self._stream_words(), finished + 1
-
-    def waits_for(self, workspace: Workspace) -> StreamWaits | None:
-        """What lets streams wait for signals of the op in ``workspace``, or None for kernels."""
-        return None
 
     def finished(self, workspace: Workspace) -> None:
         """The end of the op in ``workspace`` was enqueued."""

@@ -5,8 +5,7 @@ By ctypes from the driver's own library. Where that is missing or too old, the g
 
 A *stream memory operation* costs no SM and no launch. ``cuStreamWriteValue64`` with default flags fences
 as ``__threadfence_system`` does, scoped to the stream: what precedes it on the stream is visible to who
-sees the value, on any GPU. ``cuStreamWaitValue64`` holds the stream until the word is large enough; CUDA
-does not bound that wait, so whoever enqueues it has it watched (``watchdog.py``).
+sees the value, on any GPU. Its counterpart that waits is not used: CUDA does not bound it.
 """
 
 from __future__ import annotations
@@ -19,21 +18,23 @@ from typing import Any
 import torch
 
 CAN_USE_WORDS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-FENCED, AT_LEAST = 0, 0  # CU_STREAM_WRITE_VALUE_DEFAULT, CU_STREAM_WAIT_VALUE_GEQ
+FENCED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT
+APART = 1  # CU_STREAM_NON_BLOCKING: the default stream does not wait for it
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
     """Functions of the driver's ``library``; AttributeError if it is too old.
 
-    ``write`` and ``wait`` are for 64-bit words of device memory. Streams and addresses are ints.
+    Words have 64 bits and are in device memory. Streams and addresses are ints.
     """
 
     def __init__(self, library: Any) -> None:
         word, handle, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
         self._write = library.cuStreamWriteValue64_v2
-        self._wait = library.cuStreamWaitValue64_v2
-        self._write.argtypes = self._wait.argtypes = [handle, word, word, ctypes.c_uint]
+        self._write.argtypes = [handle, word, word, ctypes.c_uint]
+        self._new_stream = library.cuStreamCreateWithPriority
+        self._new_stream.argtypes = [ctypes.POINTER(handle), ctypes.c_uint, number]
         self._attribute = library.cuDeviceGetAttribute
         self._attribute.argtypes = [ctypes.POINTER(number), number, number]
         self._capture = library.cuStreamGetCaptureInfo_v2
@@ -47,12 +48,15 @@ class Driver:
         """After everything that precedes it on ``stream``: ``address`` = ``value``, for all GPUs."""
         _check(self._write(stream, address, value, FENCED), "cuStreamWriteValue64")
 
-    def wait(self, stream: int, address: int, value: int) -> None:
-        """Hold ``stream`` until the word at ``address`` is at least ``value``."""
-        _check(self._wait(stream, address, value, AT_LEAST), "cuStreamWaitValue64")
+    def new_stream(self, priority: int) -> int:
+        """A stream of the current context, which lives as long as that."""
+        stream = ctypes.c_void_p()
+        error = self._new_stream(ctypes.byref(stream), APART, priority)
+        _check(error, "cuStreamCreateWithPriority")
+        return int(stream.value or 0)
 
     def has_words(self, device: int) -> bool:
-        """Whether streams of GPU number ``device`` can write and wait for words."""
+        """Whether streams of GPU number ``device`` can write words."""
         able = ctypes.c_int()
         return not self._attribute(ctypes.byref(able), CAN_USE_WORDS, device) and bool(able.value)
 
@@ -83,9 +87,23 @@ def _loaded() -> Driver | None:
 
 @functools.cache
 def stream_words(device: int) -> Driver | None:
-    """What writes and waits for words on GPU number ``device``; None if nothing does."""
+    """What writes words on GPU number ``device``; None if nothing does."""
     driver = _loaded()
     return driver if driver is not None and driver.has_words(device) else None
+
+
+@functools.cache
+def alarm_stream(device: int) -> torch.cuda.Stream:
+    """A stream on GPU number ``device`` on which nothing ever waits; one for the whole process.
+
+    Not one of torch's pool of 32, which soon is some group's copy stream as well. The first call may
+    synchronize the device.
+    """
+    with torch.cuda.device(device):
+        if (driver := _loaded()) is None:
+            return torch.cuda.Stream(priority=-1)
+        torch.cuda.current_stream().synchronize()  # there is a context now
+        return torch.cuda.ExternalStream(driver.new_stream(-1))
 
 
 def current_stream(device: int) -> int:

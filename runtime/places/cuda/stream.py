@@ -257,22 +257,13 @@ class DeviceStream(Stream):
         if self._place.recorder is not None:
             self._place.recorder.signalled(self, "wait", source, slot)
         self._depends = workspace
-        slot_byte = workspace.slot_byte(slot)
-        waits = self._place.waits_for(workspace)
-        if waits is None:
-            arguments = {"source": source, "slot_byte": slot_byte}
-            self._launch(self._signal(signal.wait_kernel, workspace, **arguments))
-            return
-        self._place.submit_item(lambda: waits.published(self.enter()[0], source, slot_byte))
+        arguments = {"source": source, "slot_byte": workspace.slot_byte(slot)}
+        self._launch(self._signal(signal.wait_kernel, workspace, **arguments))
 
     def wait_credits(self, workspace: Workspace) -> None:
         if self._place.recorder is not None:
             self._place.recorder.signalled(self, "wait_credits")
-        waits = self._place.waits_for(workspace)
-        if waits is None:
-            self._launch(self._signal(signal.wait_credits_kernel, workspace))
-            return
-        self._place.submit_item(lambda: waits.credits(self.enter()[0]))
+        self._launch(self._signal(signal.wait_credits_kernel, workspace))
 
     def finish(self, workspace: Workspace) -> None:
         self.launch(self._signal(signal.finish_kernel, workspace))

@@ -6,18 +6,16 @@ run as they would between GPUs, publishing and waiting included. Every rank has 
 What keeps it from blocking:
 
 - persistent grids share the SMs, so the kernels of all ranks are resident together (``program_limit``);
-- the launches of one op happen together: ranks first allocate and compile, then meet, then launch, then
-  meet again. No rank does anything that might synchronize the device (an allocation, a module load)
-  while a kernel of another rank polls for a launch that is still to come;
-- every stream gets a hardware queue of its own (``CUDA_DEVICE_MAX_CONNECTIONS``, up to 32): all of one
-  rank's items are enqueued before the next rank's, so in one queue they would wait for what is behind
-  them. Ranks that are processes do not need that.
+- the launches of one op happen together: ranks first allocate and compile, then meet, then launch. No rank
+  does anything that might synchronize the device (an allocation, a module load) while a kernel of another
+  rank polls for a launch that is still to come;
+- they launch in step, item by item: what an item waits for, every rank has enqueued before. So one hardware
+  queue will do, and streams may share queues as they like.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,10 +77,11 @@ class VirtualRankPlace(DevicePlace):
                 items = self._deferred
             finally:
                 self._deferred = None
-            self._meet(None, "the launch of an op")
-            for item in items:
-                item()
-            self._meet(None, "the launch of an op")
+            longest = max(self._meet(len(items), "the launch of an op"))
+            for number in range(longest):
+                if number < len(items):
+                    items[number]()
+                self._meet(None, "the launch of an op")
 
     @functools.cached_property
     def residency(self) -> Residency:
@@ -116,8 +115,6 @@ def run_virtual_ranks(
         raise PlaceUnavailableError(
             f'place "cuda" cannot be used here: {problem}; use place="sim" or "shm"'
         )
-    # read when the CUDA context is made; ranks beyond it would share queues and could block
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = torch.cuda.current_device()
     turns = Turns(world_size, timeout)
     members = tuple(range(world_size))

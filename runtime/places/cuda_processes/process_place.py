@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import time
 import weakref
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from interlace.kernels.signal import SPIN_LIMIT_WORD
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Place
@@ -27,7 +27,7 @@ from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.plans import Plans
 from interlace.runtime.places.cuda.stream import DeviceEvent, Point
-from interlace.runtime.places.cuda.watchdog import StreamWaits, Watchdog
+from interlace.runtime.places.cuda.watchdog import Watchdog
 from interlace.runtime.places.cuda_processes.agreement import Agreement
 from interlace.runtime.places.cuda_processes.messages import HostMessages
 
@@ -79,8 +79,8 @@ class DeviceProcessPlace(DevicePlace):
     def set_timeout(self, seconds: float) -> None:
         self.timeout = self._poll_seconds = seconds
         self.processes.set_timeout(seconds)
-        if self._watchdog is not None:
-            self._watchdog.timeout = seconds
+        for buffer in self.workspaces():
+            self.header(buffer, self.rank)[SPIN_LIMIT_WORD] = self.poll_limit()
 
     def new_plans(self, communicator: Any) -> Any:
         return Plans(communicator, self, self._agreement, self.processes.check)
@@ -107,13 +107,7 @@ class DeviceProcessPlace(DevicePlace):
         self.side_stream().wait_stream(torch.cuda.current_stream())
         return self._messages.recv(tensor, peer, tag)
 
-    # -- signals of streams --------------------------------------------------------------------
-
-    def waits_for(self, workspace: Workspace) -> StreamWaits | None:
-        words, epoch = self.words_for(workspace)
-        if words is None:
-            return None
-        return StreamWaits(self._watched().ledger, words, workspace, epoch)
+    # -- the watchdog --------------------------------------------------------------------------
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
@@ -125,7 +119,7 @@ class DeviceProcessPlace(DevicePlace):
 
     def _watched(self) -> Watchdog:
         if self._watchdog is None:
-            self._watchdog = Watchdog(self, self.timeout)
+            self._watchdog = Watchdog(self)
         return self._watchdog
 
     # -- failing and ending --------------------------------------------------------------------
@@ -151,14 +145,9 @@ class DeviceProcessPlace(DevicePlace):
         return self._agreement.mismatch() or self.processes.trouble(doing)
 
     def abort(self, reason: str) -> None:
-        """As ``Place.abort``; on this rank's GPU and its peers' every wait in a kernel ends, too.
-
-        Waits of streams end when nobody can be harmed by what follows (``Watchdog.let_go``).
-        """
+        """As ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""
         self.processes.abort(reason)
         self.wake_kernels()
-        if self._watchdog is not None and self._stream_words() is not None:
-            self._watchdog.let_go(self, time.monotonic())
 
     def _stop_watching(self) -> None:
         if self._watchdog is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.runtime.places.cuda.driver import AT_LEAST, CAN_USE_WORDS, FENCED, RELAXED, Driver
+from interlace.runtime.places.cuda.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
 
 SOURCE = """
 typedef unsigned long long word;
@@ -17,8 +17,9 @@ int cuStreamWriteValue64_v2(void *stream, word address, word value, unsigned fla
   if (stream != (void *)(1ull << 40) || flags) return 1;
   *(word *)address = value; return 0;
 }
-int cuStreamWaitValue64_v2(void *stream, word address, word value, unsigned flags) {
-  return *(word *)address >= value && !flags ? 0 : 2;
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+  if (flags != 1 || priority != -1) return 2;
+  *stream = (void *)(1ull << 41); return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 122 && device == 3; return 0;
@@ -45,9 +46,9 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     address, stream = ctypes.addressof(cell), 1 << 40
     driver.write(stream, address, 1 << 50)
     assert cell.value == 1 << 50
-    driver.wait(stream, address, 1 << 50)
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue64: error 2"):
-        driver.wait(stream, address, (1 << 50) + 1)
+    assert driver.new_stream(-1) == 1 << 41
+    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: error 2"):
+        driver.new_stream(5)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue64: error 1"):
         driver.write(7, address, 1)
     assert driver.has_words(3) and not driver.has_words(0)
@@ -64,7 +65,7 @@ def test_an_old_driver_is_none() -> None:
 def test_numbers_are_those_of_nvidias_bindings() -> None:
     bindings = pytest.importorskip("cuda.bindings.driver")
     assert int(bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT) == FENCED
-    assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == AT_LEAST
+    assert int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING) == APART
     name = "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"
     assert int(getattr(bindings.CUdevice_attribute, name)) == CAN_USE_WORDS
     assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) == RELAXED

@@ -5,25 +5,30 @@ On the fake GPU; the watchdog looks when it is told to.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 
 import fake_host
+import fake_kernels
 import interlace
-from fake_cuda import DeviceHang, FakeGpu
+from fake_cuda import FakeGpu, FakeStream
 from fake_driver import install
 from fake_host import look, own_place
 from interlace.groups.groups import default_group
-from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, CREDIT_WORDS, EPOCH_WORD
+from interlace.kernels.signal import (
+    ABORT_WORD,
+    CLAIMED_WORD,
+    CREDIT_WORDS,
+    EPOCH_WORD,
+    SPIN_LIMIT_WORD,
+)
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
-from interlace.runtime.places.cuda import watchdog as cuda_watchdog
+from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda.stream import DeviceStream
-from interlace.runtime.places.cuda.watchdog import LINGER_SECONDS, Watchdog
+from interlace.runtime.places.cuda.watchdog import Watchdog
 
 
 def warm_up() -> None:
@@ -37,32 +42,69 @@ def failing(function: Any) -> Exception:
     return caught.value
 
 
-def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+def _limit(polls: int) -> None:
+    """Bound the waits of this rank's channels."""
+    place = own_place()
+    for buffer in place.workspaces():
+        place.header(buffer, place.rank)[SPIN_LIMIT_WORD] = polls
+
+
+@pytest.mark.parametrize("connections", [0, 1, 8])
+def test_a_wait_of_a_stream_is_bounded_and_named(
+    connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the alarm would stand behind the wait, in the one hardware queue that there is."""
+    install(monkeypatch, FakeGpu(eager=0.0, connections=connections))
 
     def on_rank() -> Any:
         warm_up()
         place = own_place()
         if place.rank == 1:
             return None  # does not come
+        _limit(100)
         workspace = default_group().arena.lease(_layout(), "an op")
         default_group().compute.wait(workspace, 1, 3)
-        with pytest.raises(DeviceHang):
-            gpu.synchronize(gpu.current)
+        assert place.failure is None
+        torch.cuda.synchronize()
+        look()  # brings the header over
+        torch.cuda.synchronize()
         look()
-        assert place.failure is None  # nobody is late yet
-        look(place.timeout - 1)
-        look(place.timeout + 1)
-        torch.cuda.synchronize()  # the stream was let go
         return failing(lambda: interlace.all_reduce(torch.ones(4)))
 
-    error = None
-    try:
-        error = fake_host.run(on_rank, 2)[0]
-    except CollectiveTimeoutError as raised:
-        error = raised
-    assert error is not None
-    assert "an op has waited 300 s for rank 1: slot at byte" in str(error)
+    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte"):
+        fake_host.run(on_rank, 2)
+
+
+def test_a_new_timeout_bounds_waits_in_channels_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, FakeGpu())
+
+    def on_rank() -> int:
+        warm_up()
+        place = own_place()
+        place.set_timeout(2.0)
+        return int(place.header(place.workspaces()[0], place.rank)[SPIN_LIMIT_WORD])
+
+    assert fake_host.run(on_rank, 1) == [2_000_000]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_alarm_is_no_stream_of_another_group(
+    pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's pool has 32 streams of a priority, so that some group's would be it soon: the control."""
+    gpu = install(monkeypatch, FakeGpu(eager=0.0, connections=32))
+    if pooled:
+        monkeypatch.setattr(driver, "alarm_stream", lambda device: FakeStream(priority=-1))
+
+    def on_rank() -> bool:
+        groups = [interlace.new_group([0]) for _ in range(40)]
+        streams = {group.copying._own.cuda_stream for group in groups}  # type: ignore[union-attr]
+        return own_place().alarm_stream().cuda_stream in streams
+
+    assert fake_host.run(on_rank, 1) == [pooled]
+    assert gpu.words_written == 0
 
 
 def _layout(*, data: bool = False) -> Any:
@@ -73,26 +115,6 @@ def _layout(*, data: bool = False) -> Any:
     if data:
         layout.add_data(64)
     return layout
-
-
-def test_time_that_a_stream_spends_before_a_wait_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> None:
-        warm_up()
-        place = own_place()
-        held = threading.Event()
-        gpu.enqueue(gpu.current, "the caller's own work", lambda: iter([held.is_set]))
-        interlace.all_reduce(torch.ones(4), algorithm="copy")
-        look()
-        look(10 * place.timeout)
-        assert place.failure is None
-        held.set()
-        torch.cuda.synchronize()
-
-    fake_host.run(on_rank, 2)
 
 
 def test_a_kernel_that_gave_up_is_found_in_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +171,16 @@ def test_the_thread_looks_by_itself_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     looks = threading.Semaphore(0)
     look_once = Watchdog.look
 
-    def looking(self: Watchdog, place: Any, now: float) -> None:
+    def looking(self: Watchdog, place: Any) -> None:
         looks.release()
-        look_once(self, place, now)
+        look_once(self, place)
 
     monkeypatch.setattr(Watchdog, "look", looking)
 
     def on_rank() -> bool:
         warm_up()
         place = own_place()
-        watchdog = Watchdog(place, 5.0)
+        watchdog = Watchdog(place)
         watchdog.look_after()
         seen = all(looks.acquire() for _ in range(2))
         thread = watchdog._thread
@@ -199,85 +221,45 @@ def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_host.run(on_rank, 1)
 
 
-def _waiting_for_credit(gpu: FakeGpu) -> tuple[Any, torch.Tensor]:
-    """Rank 0 waits for rank 1's credit before it copies into its memory; and that memory."""
-    warm_up()
-    group, rank = default_group(), interlace.get_rank()
-    workspace = group.arena.lease(_layout(data=True), "an op")
-    theirs = workspace.data(1, 0, (4,), torch.float32)
-    header = workspace.header(0)
-    header[EPOCH_WORD] = header[CREDIT_WORDS + 1] = 6
-    own_place()._epochs[workspace.buffer.addresses[rank]] = 7  # the credit of op 7 is missing
-    if rank == 0:
-        group.compute.wait_credits(workspace)
-        group.compute.copy(theirs, torch.ones(4), "into a peer's memory")
-    return workspace, theirs
-
-
-def _released_by(monkeypatch: pytest.MonkeyPatch, release: Any, seconds: float) -> list[Any]:
-    """Whether rank 0's copy has come through: after the abort, then ``seconds`` after ``release``."""
+def _copied_in_time(monkeypatch: pytest.MonkeyPatch, credit: int, turns: int) -> bool:
+    """Whether rank 0 copies into rank 1's memory ``turns`` after the abort; rank 1 then says ``credit``."""
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
     seen: list[bool] = []
 
     def on_rank() -> None:
-        workspace, theirs = _waiting_for_credit(gpu)
-        place = own_place()
+        warm_up()
+        group, place = default_group(), own_place()
+        workspace = group.arena.lease(_layout(data=True), "an op")
+        theirs = workspace.data(1, 0, (4,), torch.float32)
         if place.rank == 0:
-            place.failure = release(workspace) if seconds == 0 else None
-            watchdog, begin = place._watched(), time.monotonic()
-            with contextlib.suppress(DeviceHang):
-                place.wake_kernels()
-                watchdog.let_go(place, begin)
-                torch.cuda.synchronize()
+            header = workspace.header(0)
+            header[EPOCH_WORD] = header[CREDIT_WORDS] = 7
+            header[CREDIT_WORDS + 1] = 6  # the credit of op 7 is missing
+            group.compute.wait_credits(workspace)
+            group.compute.copy(theirs, torch.ones(4), "into a peer's memory")
+            place.wake_kernels()
+            gpu.run_some(50)
+            header[CREDIT_WORDS + 1] = credit
+            gpu.run_some(turns)
             seen.append(bool(theirs[0] == 1))
-            release(workspace)
-            for later in (0.0, seconds):
-                watchdog._copy_headers(place)
-                with contextlib.suppress(DeviceHang):
-                    gpu.run_until(lambda: not any(gpu._queues.values()))
-                watchdog.let_go(place, begin + later)
-            gpu.run_until(lambda: bool(theirs[0] == 1))
-            seen.append(bool(theirs[0] == 1))
+            gpu.run_until(lambda: not any(gpu._queues.values()))
         place.processes.exchange(b"", "a meeting")
-        place.failure = None
 
-    with contextlib.suppress(interlace.InterlaceError):
-        fake_host.run(on_rank, 2)
-    return seen
+    fake_host.run(on_rank, 2)
+    return seen[0]
 
 
-def _is_through(workspace: Any) -> None:
-    workspace.header(0)[CREDIT_WORDS + 1] = -7
-
-
-def _is_dead(workspace: Any) -> PeerDiedError:
-    return PeerDiedError(1, 4711, "an op")
-
-
-def _says_nothing(workspace: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("release", "seconds", "expected"),
-    [
-        (_is_through, 0.1, [False, True]),
-        (_says_nothing, LINGER_SECONDS + 0.1, [False, True]),
-        (_is_dead, 0, [True, True]),
-    ],
-)
 def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
-    release: Any, seconds: float, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until the peer is through, or dead, or had its time: copies cannot look whether to run."""
-    assert _released_by(monkeypatch, release, seconds) == expected
+    """Until the peer is through, or has had its time: copies cannot look whether to run."""
+    assert _copied_in_time(monkeypatch, -7, 50)
+    assert not _copied_in_time(monkeypatch, 6, 50)
+    monkeypatch.setattr(fake_kernels, "LINGER_POLLS", 0)
+    assert _copied_in_time(monkeypatch, 6, 50)
 
 
-def test_letting_go_at_once_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_watchdog.Wait, "for_credit", False)
-    assert _released_by(monkeypatch, _is_through, 0.1) == [True, True]
-
-
-@pytest.mark.parametrize("stream_words", [True, False], ids=["streams wait", "kernels wait"])
+@pytest.mark.parametrize("stream_words", [True, False], ids=["words", "kernels"])
 @pytest.mark.parametrize("looks", [True, False], ids=["kernels signal", "streams signal"])
 def test_what_was_not_received_is_not_passed_on(
     stream_words: bool, looks: bool, monkeypatch: pytest.MonkeyPatch
@@ -301,7 +283,6 @@ def test_what_was_not_received_is_not_passed_on(
             group.compute.publish(workspace, 1, 5)
             group.compute.finish(workspace)
             place.wake_kernels()
-            place._watched().let_go(place, time.monotonic())
             gpu.run_until(lambda: not any(gpu._queues.values()))
         place.processes.exchange(b"", "a meeting")
         slot = int(workspace.slots(place.rank, 5, 1)[0])

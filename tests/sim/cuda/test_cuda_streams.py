@@ -5,8 +5,9 @@ Every test that would pass by luck has a fault sown into the host's logic, which
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from interlace.groups.groups import default_group
 from interlace.runtime.places.cuda import stream
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point
+from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from tiers import few
 
 SEEDS = range(12)
 
@@ -144,7 +147,45 @@ def test_results_are_right_whatever_runs_first(
     gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
     assert all(run(exercise(gpu), 3))
     if run is fake_host.run:
-        assert gpu.words_written and gpu.word_waits
+        assert gpu.words_written
+
+
+@RUNS
+@pytest.mark.parametrize("world_size", few([2, 4, 7, 8], 4))
+@pytest.mark.parametrize("connections", [1, 8, 32])
+def test_streams_that_share_hardware_queues(
+    run: Any, world_size: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in front of them there; and first uses wait for all that was enqueued."""
+    gpu = install(monkeypatch, FakeGpu(world_size, connections=connections))
+    assert all(run(exercise(gpu), world_size))
+    assert all(run(grouped(gpu), world_size))
+
+
+@contextlib.contextmanager
+def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
+    """All items of one rank before the next rank's first."""
+    with DevicePlace.launching(self):
+        self._deferred = []
+        try:
+            yield
+            items = self._deferred
+        finally:
+            self._deferred = None
+        self._meet(None, "the launch of an op")
+        for item in items:
+            item()
+        self._meet(None, "the launch of an op")
+
+
+@pytest.mark.parametrize(("connections", "world_size"), [(1, 2), (8, 4), (32, 4)])
+def test_ranks_that_do_not_launch_in_step_would_hang(
+    connections: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VirtualRankPlace, "launching", _rank_by_rank)
+    gpu = install(monkeypatch, FakeGpu(0, connections=connections))
+    with pytest.raises(DeviceHang):
+        virtual(exercise(gpu), world_size)
 
 
 @pytest.mark.parametrize("stream_words", [False, True])
@@ -153,8 +194,7 @@ def test_with_and_without_stream_memory_operations(
 ) -> None:
     gpu = install(monkeypatch, FakeGpu(1, stream_words=stream_words))
     assert all(fake_host.run(exercise(gpu), 2))
-    assert bool(gpu.word_waits) == stream_words
-    assert ("wait_kernel" in gpu.launches) != stream_words
+    assert bool(gpu.words_written) == stream_words
 
 
 def _no_move(self: DeviceStream, point: Any) -> None:

@@ -1,0 +1,62 @@
+"""Hardware queues of a fake GPU: few, in order, and shared by streams that know nothing of each other.
+
+CUDA hands what streams enqueue to the GPU through ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 unless the
+environment says otherwise. A queue is in order: a kernel leaves it when it begins, a wait when it is over,
+and what belongs to a stream begins when the stream comes to it. So a wait holds up streams that share its
+queue (head-of-line blocking), and what would end the wait may be among these.
+
+torch hands out streams from a pool of 32 per priority; the 33rd is the first again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+POOL = 32
+PRIORITIES = 4  # that torch makes streams for, each in turn
+
+
+class HardwareQueues:
+    """The queues of all contexts; a process has one context."""
+
+    def __init__(self, connections: int) -> None:
+        self._connections = connections
+        self._waiting: dict[Hashable, list[Any]] = defaultdict(list)  # items that have not begun
+        self._queue_of: dict[int, Hashable] = {0: (None, 0)}
+        self._pooled: dict[tuple[Hashable, int, int], int] = {}
+        self._turn: dict[tuple[Hashable, int], Iterator[int]] = defaultdict(itertools.count)
+        self._made: dict[Hashable, Iterator[int]] = defaultdict(itertools.count)
+
+    def of_the_pool(self, context: Hashable, priority: int) -> tuple[Hashable, int, int]:
+        """Which stream of its pool torch hands out next."""
+        urgent = int(priority < 0)
+        return context, urgent, next(self._turn[context, urgent]) % POOL
+
+    def known(self, pooled: tuple[Hashable, int, int]) -> int | None:
+        return self._pooled.get(pooled)
+
+    def add_pooled(self, handle: int, pooled: tuple[Hashable, int, int]) -> None:
+        context, urgent, number = pooled
+        self._pooled[pooled] = handle
+        self._queue_of[handle] = context, (PRIORITIES * number + urgent) % self._connections
+
+    def add(self, handle: int, context: Hashable) -> None:
+        """A stream that torch's pool does not have."""
+        self._queue_of[handle] = context, next(self._made[context]) % self._connections
+
+    def enqueued(self, handle: int, item: Any) -> None:
+        self._waiting[self._queue_of.get(handle, (None, 0))].append(item)
+
+    def may_go_on(self, handle: int, item: Any) -> bool:
+        """Whether ``item``, the first of its stream, has begun or is at the head of its queue."""
+        queue = self._waiting[self._queue_of.get(handle, (None, 0))]
+        return all(each is not item for each in queue) or queue[0] is item
+
+    def went_on(self, handle: int, item: Any, *, ended: bool) -> None:
+        """``item`` has begun, or ended; a wait has not begun before it has ended."""
+        queue = self._waiting[self._queue_of.get(handle, (None, 0))]
+        if (ended or not item.blocks) and queue and queue[0] is item:
+            queue.pop(0)
