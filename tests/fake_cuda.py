@@ -34,13 +34,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fake_kernels
+from fake_items import (
+    Capture,
+    CudaError,
+    DeviceHang,
+    Item,
+    Lease,
+    Marker,
+    Steps,
+    UseAfterFree,
+    storage_of,
+)
 from fake_queues import HardwareQueues
 from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda_processes.ipc import tensor_over
@@ -51,70 +61,6 @@ CPU = torch.device("cpu")
 
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-class CudaError(RuntimeError):
-    """What CUDA refuses."""
-
-
-class DeviceHang(RuntimeError):
-    """Nothing that was enqueued can go on."""
-
-
-class UseAfterFree(RuntimeError):
-    """An item used memory that its owner had given back."""
-
-
-Steps = Callable[[], Iterator[Callable[[], bool]]]
-"""An item: makes a generator, which yields conditions to wait for."""
-
-
-@dataclass
-class Item:
-    label: str
-    steps: Steps
-    marker: Marker | None = None
-    running: Iterator[Callable[[], bool]] | None = None
-    condition: Callable[[], bool] | None = None
-    programs: int = 0
-
-    @property
-    def blocks(self) -> bool:
-        """Whether a hardware queue stands still until this is over."""
-        return self.label.startswith("wait for")
-
-
-@dataclass(eq=False)
-class Lease:
-    """The memory that an item uses, which was made on stream ``owner``; held where that is safe.
-
-    It is once the owner comes after the item: who frees it then, frees it for what comes later still.
-    """
-
-    owner: int
-    references: list[StorageWeakRef]
-    held: list[Any] = field(default_factory=list)
-
-    def secure(self) -> None:
-        self.held = [_storage(each) for each in self.references if not each.expired()]
-
-
-@dataclass(eq=False)
-class Marker:
-    """A point in a stream; in a capture, of the recorded stream. It comes after the ``leases``."""
-
-    capture: int = 0
-    reached: bool = False
-    leases: frozenset[Lease] = frozenset()
-
-
-@dataclass(eq=False)
-class Capture:
-    number: int
-    origin: int
-    streams: dict[int, list[Item]] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    thread: int = field(default_factory=threading.get_ident)
 
 
 class FakeStream:
@@ -465,7 +411,7 @@ class FakeGpu:
 
     def know(self, tensor: torch.Tensor) -> None:
         """A launch is about to be given an address within the memory of ``tensor``."""
-        storage = tensor.untyped_storage()
+        storage = tensor.untypedstorage_of()
         self._known = {
             start: known for start, known in self._known.items() if not known[1].expired()
         }
@@ -489,7 +435,7 @@ class FakeGpu:
         def tensor(address: int, view: fake_kernels.View | None = None) -> torch.Tensor:
             *given, dtype = forms[address]
             shape, strides = view or given
-            owner = _storage(owners[address])
+            owner = storage_of(owners[address])
             if owner is None:
                 raise UseAfterFree(f"a tensor of shape {tuple(shape)} was freed before its use")
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -550,7 +496,3 @@ class FakeGpu:
 
 def _has(items: list[Item], marker: Marker) -> bool:
     return any(item.marker is marker for item in items)
-
-
-def _storage(reference: StorageWeakRef) -> Any:
-    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
