@@ -127,7 +127,7 @@ def test_graphs_have_the_ops() -> None:
     "change, kind, text",
     [
         ({"group_src": 2}, ValueError, r"group_src must be within 0\.\.1, got 2 on rank 1"),
-        ({"group_src": "0"}, TypeError, "group_src must be an int or None, got '0' on rank 1"),
+        ({"group_src": "0"}, TypeError, "group_src must be an int, got '0' on rank 1"),
         ({"group_src": 1}, ValueError, "root"),
         ({"shape": (3,)}, ValueError, "shape"),
         ({"mesh_dim": 1}, ValueError, r"dim must be within -1\.\.0, got 1, on rank 1"),

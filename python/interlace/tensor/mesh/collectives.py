@@ -48,16 +48,6 @@ def _traced(tensor: Any) -> bool:
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
-def _source(op: str, group_src: Any, communicator: Communicator) -> int:
-    size, rank = communicator.world_size, communicator.rank
-    if type(group_src) is int and 0 <= group_src < size:
-        return group_src
-    with communicator.accepting(op):
-        if type(group_src) is not int:
-            raise TypeError(f"group_src must be an int or None, got {group_src!r} on rank {rank}")
-        raise ValueError(f"group_src must be within 0..{size - 1}, got {group_src} on rank {rank}")
-
-
 def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
     """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``.
 
@@ -103,8 +93,7 @@ def mesh_broadcast(
         functional.broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
     communicator = _row("broadcast", *group).on(tensor)
-    root = _source("broadcast", group_src, communicator)
-    return _broadcast(communicator, (tensor,), (None, root), async_op)
+    return _broadcast(communicator, (tensor,), (None, group_src), async_op)
 
 
 def mesh_scatter(
@@ -149,9 +138,8 @@ def mesh_scatter(
         output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
     communicator = _row("scatter", *group).on(output)
-    root = _source("scatter", group_src, communicator)
-    mine = scatter_list if communicator.rank == root else None
-    return _scatter(communicator, (output, mine), (None, root), async_op)
+    mine = scatter_list if communicator.rank == group_src else None
+    return _scatter(communicator, (output, mine), (None, group_src), async_op)
 
 
 def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: int) -> None:
