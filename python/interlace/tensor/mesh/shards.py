@@ -6,31 +6,22 @@ differs, and a group.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import _are_we_tracing
-from torch.distributed._local_tensor import maybe_run_for_local_tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_unbacked_symbols
+from torch.distributed.tensor import _collective_utils as utilities
 
 from interlace.groups.specs import bound
 
 
-def _does_nothing(pad_size: Any) -> bool:
-    """Symbolic sizes are never taken for 0 while tracing, so that all ranks have the same graph."""
-    if isinstance(pad_size, int):
-        return pad_size == 0
-    return not _are_we_tracing() and bool(guard_or_false(pad_size == 0))
-
-
-def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, most: Any) -> int:
+def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bool = False) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: tensor must be a tensor, got {type(tensor).__name__}")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}: pad_dim must be an int, got {dim!r}")
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{name}: pad_dim {dim} is no dimension of shape {tuple(tensor.shape)}")
+    most = tensor.size(dim) if within else "any"
     if isinstance(size, int) and (size < 0 or (isinstance(most, int) and size > most)):
         raise ValueError(
             f"{name}: pad_size must be within 0..{most} for shape {tuple(tensor.shape)}, got {size}"
@@ -38,7 +29,6 @@ def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, most: Any) ->
     return dim % tensor.dim()
 
 
-@maybe_run_for_local_tensor
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
     """``tensor`` with ``pad_size`` zeros more at the end of ``pad_dim``; itself if that is 0.
 
@@ -48,18 +38,10 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt)
     >>> pad_tensor(torch.ones(2), 0, 1)
     tensor([1., 1., 0.])
     """
-    if _does_nothing(pad_size):
-        return tensor
-    dim = _checked("pad_tensor", tensor, pad_dim, pad_size, "any")
-    if _are_we_tracing() and has_free_unbacked_symbols(tensor):
-        shape: list[Any] = list(tensor.shape)
-        shape[dim] = pad_size
-        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    pad: list[Any] = [*[0, 0] * (tensor.dim() - dim - 1), 0, pad_size]
-    return torch.nn.functional.pad(tensor, pad)
+    dim = _checked("pad_tensor", tensor, pad_dim, pad_size)
+    return utilities.pad_tensor(tensor, dim, pad_size)
 
 
-@maybe_run_for_local_tensor
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
     """A view of ``tensor`` without the last ``pad_size`` of ``pad_dim``; itself if that is 0.
 
@@ -69,12 +51,8 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymIn
     >>> unpad_tensor(torch.arange(3), 0, 1)
     tensor([0, 1])
     """
-    if _does_nothing(pad_size):
-        return tensor
-    known = isinstance(tensor, torch.Tensor) and -tensor.dim() <= pad_dim < tensor.dim()
-    most = tensor.size(pad_dim) if known else "any"
-    dim = _checked("unpad_tensor", tensor, pad_dim, pad_size, most)
-    return tensor.narrow(dim, 0, tensor.size(dim) - pad_size)
+    dim = _checked("unpad_tensor", tensor, pad_dim, pad_size, within=True)
+    return utilities.unpad_tensor(tensor, dim, pad_size)
 
 
 def fill_empty_tensor_to_shards(
@@ -93,11 +71,8 @@ def fill_empty_tensor_to_shards(
         return shards
     if not shards:
         raise ValueError("fill_empty_tensor_to_shards: shards is empty, so no shape is known")
-    first = shards[0]
-    dim = _checked("fill_empty_tensor_to_shards", first, shard_dim, 0, "any")
-    empty = first.new_zeros([0 if d == dim else n for d, n in enumerate(first.shape)])
-    shards.extend([empty] * num_empty_tensors)
-    return shards
+    dim = _checked("fill_empty_tensor_to_shards", shards[0], shard_dim, 0)
+    return utilities.fill_empty_tensor_to_shards(shards, dim, num_empty_tensors)
 
 
 def check_tensor_meta(
@@ -154,4 +129,4 @@ def spec_to_bytes(spec: Any) -> int:
     """
     if spec.tensor_meta is None:
         raise ValueError(f"spec: {spec} has no tensor_meta, which has the dtype and the shape")
-    return int(spec.tensor_meta.dtype.itemsize * math.prod(spec.tensor_meta.shape))
+    return int(utilities.spec_to_bytes(spec))
