@@ -411,7 +411,7 @@ class FakeGpu:
 
     def know(self, tensor: torch.Tensor) -> None:
         """A launch is about to be given an address within the memory of ``tensor``."""
-        storage = tensor.untypedstorage_of()
+        storage = tensor.untyped_storage()
         self._known = {
             start: known for start, known in self._known.items() if not known[1].expired()
         }
