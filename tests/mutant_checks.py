@@ -11,7 +11,7 @@ from first_fault import first_fault
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
-from interlace.verify.lint_check.launches import lint_request
+from interlace.verify.lint_check.check import lint_request
 from interlace.verify.schedule_check.sampling import poisoned_memory as filled
 from interlace.verify.suite.targets import TARGETS
 from mutations import Case, Mutant, importable, mutated, mutated_function

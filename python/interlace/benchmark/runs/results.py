@@ -60,7 +60,6 @@ class Sizes(Facts):
     rows: list[Row]
 
     def compare(self) -> None:
-        """Compute the figures of all rows."""
         medians = {row.name: row.microseconds.median for row in self.rows}
         compared = [row.name for row in self.rows if row.role == BASELINE]
         for row in self.rows:
@@ -109,6 +108,5 @@ class Result:
         return "; ".join(([format_size(nbytes)] if nbytes else []) + parts) or "-"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         facts = {} if self.sizes is None else asdict(self.sizes)
         return {**facts, "failed": self.failed, "rows": [row.to_dict() for row in self.rows]}

@@ -125,7 +125,6 @@ def combined(tile: Candidate, sending: Candidate) -> Candidate:
 
 
 def _unique(found: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each."""
     kept: dict[tuple[str, Values], Candidate] = {}
     for each in found:
         kept.setdefault((each.algorithm, each.values), each)

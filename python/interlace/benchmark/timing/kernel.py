@@ -25,10 +25,6 @@ LONGEST = 500  # characters that are kept of what a check says
 ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
 
 
-def _no_inputs(number: int) -> tuple[Any, ...]:
-    return ()
-
-
 @dataclass
 class Kernel:
     """One kernel at one size, on one rank.
@@ -57,7 +53,7 @@ class Kernel:
     """
 
     run: Callable[..., Any]
-    inputs: Callable[[int], tuple[Any, ...]] = _no_inputs
+    inputs: Callable[[int], tuple[Any, ...]] = lambda number: ()
     check: Callable[[Any, int], Any] | None = None
     nbytes: int = 0
     bus_factor: float | None = None

@@ -75,7 +75,6 @@ def _prints() -> bool:
 
 
 def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:
-    """One ``interlace.run`` per size."""
     place, world_size = place_of(options), world_size_of(options)
     results = []
     with (
@@ -140,7 +139,6 @@ def _wrong(request: Request) -> Iterator[list[str]]:
 
 
 def _text(request: Request) -> str:
-    """For the progress bar."""
     shape = [str(value) for value in (request.m, request.n, request.k) if value is not None]
     size = [] if request.nbytes is None else [format_size(request.nbytes)]
     return " ".join([request.target.rpartition("::")[2], *size, " x ".join(shape)]).strip()

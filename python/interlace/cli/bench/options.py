@@ -103,7 +103,6 @@ def wants_interpreter(options: BenchOptions) -> bool:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -173,7 +172,7 @@ def _check_place(options: BenchOptions, request: Request) -> None:
         baselines.refuse(name, place, device, virtual=request.virtual)
 
 
-def world_size_of(options: BenchOptions) -> int:
+def world_size_of(options: Any) -> int:
     """How many ranks. Raises ValueError for a number that cannot be."""
     given = options.world_size
     if under_torchrun():

@@ -24,7 +24,6 @@ CACHED = "in cache"  # marks inputs that could not be rotated past the cache
 
 
 def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> None:
-    """Title, table, notes, verdict."""
     console.print(_title(results))
     headers, lines = table(results)
     _print_table(console, headers, lines)

@@ -16,7 +16,8 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
+
+NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 
 
 def build(
@@ -95,30 +96,20 @@ def _render(console: Console, reports: list[Report]) -> None:
             kernel = name
             table.add_row(Text(kernel, "bold"))
         problems = report.problems()
-        numbers: tuple[int | None, ...] = (
-            report.registers,
-            report.stack,
-            report.spills,
-            report.shared,
-            report.tensor_cores,
-        )
-        if report.error is not None:
-            numbers = (None,) * len(numbers)
+        numbers = [None if report.error is not None else getattr(report, name) for name in NUMBERS]
+        if problems:
+            verdict = Text("; ".join(problems), "red")
+        elif not report.spills and not report.stack:
+            verdict = Text("good", "green")
+        else:
+            why = "older chip" if report.arch not in STRICT_ARCHES else "not a default"
+            verdict = Text(f"spills ({why})", "yellow")
         table.add_row(
             Text(f"  {variant or 'any'}"),
             str(report.arch),
             *("-" if number is None else str(number) for number in numbers),
-            Text("; ".join(problems), "red") if problems else _good(report),
+            verdict,
         )
     console.print(table)
     failed = sum(bool(report.problems()) for report in reports)
     console.print(f"{len(reports)} built, {failed} not as they should be.")
-
-
-def _good(report: Report) -> Text:
-    from rich.text import Text
-
-    if not report.spills and not report.stack:
-        return Text("good", "green")
-    why = "older chip" if report.arch not in STRICT_ARCHES else "not a default"
-    return Text(f"spills ({why})", "yellow")

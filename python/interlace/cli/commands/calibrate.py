@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+from interlace.cli.bench.options import MOST_RANKS, under_torchrun, world_size_of
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import option
@@ -62,10 +62,7 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
     """Ranks per dimension. Raises ValueError for what cannot be."""
     asked = options.world_size
     if under_torchrun():
-        there = int(os.environ["WORLD_SIZE"])
-        if asked not in (None, there):
-            raise ValueError(f"--world-size {asked}: torchrun has started {there} processes")
-        asked = there
+        asked = world_size_of(options)
     if options.mesh is None:
         mesh: tuple[int, ...] = (2 if asked is None else asked,)
     else:
@@ -77,9 +74,8 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
             raise ValueError(
                 f"--mesh {options.mesh} has {math.prod(mesh)} ranks, --world-size is {asked}"
             )
-    if not all(mesh) or not 2 <= math.prod(mesh) <= (
-        MOST_RANKS if not under_torchrun() else 1 << 20
-    ):
+    most = 1 << 20 if under_torchrun() else MOST_RANKS
+    if not all(mesh) or not 2 <= math.prod(mesh) <= most:
         raise ValueError(
             f"a mesh of {math.prod(mesh)} ranks: there must be 2 to {MOST_RANKS}, got {list(mesh)}"
         )

@@ -69,7 +69,7 @@ def _random(seed: int, rank: int, *shape: int, dtype: str) -> torch.Tensor:
 def _inputs(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
     if case.op == "all_gather_matmul":
-        rows = uneven_rows(case.m, case.world_size)[rank]
+        rows = case.m // case.world_size + (3 * rank) % 7
         shard = _random(seed, rank, rows, case.k, dtype=case.dtype)
         return shard, _random(seed, 99, case.n, case.k, dtype=case.dtype).t()
     if case.op in COLLECTIVES:
@@ -78,18 +78,11 @@ def _inputs(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tenso
     return activations, _random(seed, 50 + rank, case.k, case.n, dtype=case.dtype)
 
 
-def uneven_rows(m: int, world_size: int) -> list[int]:
-    """Uneven shards of about ``m / world_size`` rows."""
-    each = m // world_size
-    return [each + (3 * rank) % 7 for rank in range(world_size)]
-
-
 def _bias(case: Case, seed: int) -> torch.Tensor | None:
     return _random(seed, 77, case.n, dtype=case.dtype) if case.arguments.get("bias") else None
 
 
 def _on_rank(case: Case, seed: int) -> torch.Tensor:
-    """Run the case; the rank's result on the CPU."""
     device, rank = interlace.device(), interlace.get_rank()
     input, weight = (tensor.to(device) for tensor in _inputs(case, seed, rank))
     if case.op in COLLECTIVES:
@@ -177,7 +170,6 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def run_case(case: Case, device: str, seed: int) -> Verdict:
-    """Run one case on all ranks and judge it."""
     start, place = time.perf_counter(), "cuda" if device == "cuda" else "sim"
     try:
         with configuration.override(**case.overrides):

@@ -146,7 +146,8 @@ def _table(results: list[Result]) -> Table:
     table.add_column("subject", no_wrap=True)
     checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
     for check in checks:
-        units = {_unit(result) for result in results if result.check == check}
+        counts = {result.count for result in results if result.check == check}
+        units = {count.partition(" ")[2].split(",")[0].removesuffix("s") + "s" for count in counts}
         title = "\n".join([check, *(f"[dim]{unit}[/]" for unit in units)])
         table.add_column(title, no_wrap=True, justify="right")
     table.add_column("seconds", justify="right", no_wrap=True)
@@ -166,9 +167,3 @@ def _table(results: list[Result]) -> Table:
         seconds = sum(result.seconds for result in mine)
         table.add_row(Text(subject.rpartition("::")[2]), *cells, f"{seconds:.1f}")
     return table
-
-
-def _unit(result: Result) -> str:
-    """What a check counts: the same for all results of a check."""
-    unit = result.count.partition(" ")[2].split(",")[0]
-    return unit if unit.endswith("s") else unit + "s"

@@ -96,7 +96,6 @@ def _load(options: DemoOptions) -> Workload:
 
 
 def run_case(case: Case, work: Workload, options: DemoOptions) -> CaseResult:
-    """Run ``case`` on all ranks and measure it."""
     simulated = options.place == "sim"
     with trace.recording() if simulated else nullcontext() as recorder:
         answers = interlace.run(

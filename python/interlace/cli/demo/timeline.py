@@ -86,8 +86,6 @@ class Glyphs:
 
 
 class Scale:
-    """Time to cells."""
-
     def __init__(self, start: int, end: int, cells: int) -> None:
         self.start, self.cells = start, cells
         self.per_cell = max(1, end - start) / cells

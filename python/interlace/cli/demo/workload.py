@@ -63,7 +63,9 @@ def from_text(
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, k, generator=generator)
     tokens = torch.tensor([zlib.crc32(words[i % len(words)].lower().encode()) for i in range(m)])
-    activations = embedding[tokens % VOCABULARY] + _positions(m, k)
+    frequency = 10000.0 ** (-torch.arange(k) / k)  # of its position, another in each column
+    positions = torch.sin(torch.arange(m)[:, None] * frequency + torch.arange(k))
+    activations = embedding[tokens % VOCABULARY] + positions
     weight1, weight2 = _weights(k, n, generator)
     again = f" (its {len(words)}, repeated)" if m > len(words) else ""
     origin = f"{m} tokens{again} of {name}"
@@ -107,12 +109,6 @@ def from_file(
             raise ValueError(f"{where}: {key} has shape {given}, must be {form} = {shape}")
     origin = path + (f", {' and '.join(drawn)} drawn from the seed" if drawn else "")
     return Workload(activations, weights["weight1"], weights["weight2"], origin)
-
-
-def _positions(m: int, k: int) -> torch.Tensor:
-    """Sines of the position, at another frequency in each column."""
-    frequency = 10000.0 ** (-torch.arange(k) / k)
-    return torch.sin(torch.arange(m)[:, None] * frequency[None, :] + torch.arange(k))
 
 
 def _weights(k: int, n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,12 +16,10 @@ class PlainConsole:
         self._stderr = stderr
 
     def print(self, text: Any = "", *, markup: bool = True, **style: Any) -> None:
-        """Print without colours."""
         line = _MARKUP.sub("", str(text)) if markup else str(text)
         print(line, file=sys.stderr if self._stderr else sys.stdout)
 
     def out(self, text: str, **style: Any) -> None:
-        """Print as it is."""
         self.print(text, markup=False)
 
 

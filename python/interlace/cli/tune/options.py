@@ -79,7 +79,6 @@ class TuneOptions:
 
 
 def place_of(options: TuneOptions) -> str:
-    """The place of the ranks."""
     if options.place is not None:
         return options.place
     return "cuda" if torch.cuda.is_available() or options.arch is not None else "shm"

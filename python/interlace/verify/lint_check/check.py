@@ -25,10 +25,13 @@ from interlace.runtime.compiler.request import (
     jitted_function,
     specialised_arguments,
 )
+from interlace.runtime.core.kernel_arguments import specialised
+from interlace.runtime.core.launch import KernelLaunch
 
 __all__ = ["ARCHES", "RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
 
 ARCHES = (80, 90, 100)
+ANY_ARCH = 90
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,31 @@ def _checked(request: LintRequest) -> Request:
 
 
 def _arch(arch: int | str) -> int:
-    number = str(arch).removeprefix("sm_")
-    if number not in [str(known) for known in ARCHES]:
-        known_names = ", ".join(str(known) for known in ARCHES)
-        raise ValueError(f"arch is {arch!r}; kernels are linted for {known_names}")
+    number, known = str(arch).removeprefix("sm_"), [str(each) for each in ARCHES]
+    if number not in known:
+        raise ValueError(f"arch is {arch!r}; kernels are linted for {', '.join(known)}")
     return int(number)
+
+
+# -- launches that were seen ---------------------------------------------------------------------------
+
+
+def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
+    """Lint what ``launch`` runs, for ``arch``, with its types, alignments and constants.
+
+    Raises TypeError for an argument that lint has no type for.
+    """
+    types, constexprs, divisible = specialised(launch.kernel, launch.arguments)
+    how = launch.num_warps, launch.num_stages, tuple(ignore)
+    return LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
+
+
+def specialisation(launch: KernelLaunch) -> str:
+    """Equal for launches that Triton compiles to the same code."""
+    try:
+        request = lint_request(launch, ANY_ARCH)
+    except TypeError as error:  # an argument without a type for lint, which says so later
+        return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
+    parts = (request.signature, request.constexprs, request.divisible)
+    compiled = (*parts, request.num_warps, request.num_stages)
+    return f"{launch.kernel.fn.__module__}.{launch.name}: {compiled!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 from interlace import launcher
@@ -11,14 +12,34 @@ from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Scheduler
 from interlace.runtime.scheduler.strategies import for_seed
-from interlace.verify.lint_check.launches import specialisation
-from interlace.verify.race_check.causes import CAUSES, Several, explain
+from interlace.verify.lint_check.check import specialisation
+from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
 from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
 
 SEEDS = 10
+
+# Causes of races: the run again, with one of the detector's rules off.
+CAUSES = (
+    (
+        "no barrier",
+        "call tl.debug_barrier() between the data and the signal",
+        Rules(barriers=False),
+    ),
+    ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
+    (
+        "weak order",
+        'signal with sem="release", wait with sem="acquire"',
+        Rules(orders=False),
+    ),
+    (
+        "weak order",
+        "barrier, release and acquire, or scope: more than one of them is missing",
+        Rules(barriers=False, orders=False, scopes=False),
+    ),
+)
 
 
 def races(
@@ -74,7 +95,7 @@ def races(
         if new:
             relaxed = [Detector(seed, rules) for _, _, rules in CAUSES]
             _observed(on_rank, world_size, seed, Several(relaxed), store_buffers, timeout)
-            for finding in explain(new, relaxed):
+            for finding in _explained(new, relaxed):
                 found[finding.key] = finding
         on_seed(seed)
     return RaceReport(
@@ -114,3 +135,29 @@ def _observed(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+class Several:
+    """Detectors that look at the same run by different rules: an observer that tells each of them."""
+
+    def __init__(self, detectors: list[Detector]) -> None:
+        self.detectors = detectors
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def tell_all(*arguments: Any, **named: Any) -> Any:
+            answers = [getattr(each, name)(*arguments, **named) for each in self.detectors]
+            return answers[0]
+
+        return tell_all
+
+
+def _explained(findings: list[Finding], relaxed: list[Detector]) -> list[Finding]:
+    """Findings with the rule that makes them, by what detectors with ``CAUSES``' rules did not find."""
+    explained = []
+    for finding in findings:
+        for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
+            if finding.kind != "narrow scope" and finding.key not in detector.found:
+                finding = replace(finding, kind=kind, hint=hint)
+                break
+        explained.append(finding)
+    return explained

@@ -28,6 +28,7 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,12 @@ from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined
 from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.shadow import Conflict, ShadowMemory, ShadowSegment
 
+Conflicts = Iterable[Conflict]
 WORD = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
 
 class Detector(Observer):
-    """Collects findings of one run."""
-
     def __init__(self, seed: int, rules: Rules | None = None) -> None:
         self.seed = seed
         self.rules = rules or Rules()
@@ -211,16 +211,16 @@ class Detector(Observer):
         self.events += 1
         known, me = self._known(agent), agent.number
         time = int(known[component])
-        for conflict in segment.unordered_store(cells, known, me):
-            self._report("write-write" if stores else "write-read", conflict, site, segment, size)
-        for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
-            if stores or extra & WRITES:
-                self._report("mixed access", conflict, site, segment, size)
+        kind = "write-write" if stores else "write-read"
+        self._report(kind, segment.unordered_store(cells, known, me), site, segment, size)
+        atomics = segment.unordered(segment.atomics, cells, known, me)
+        atomics = (each for each in atomics if stores or each.extra & WRITES)
+        self._report("mixed access", atomics, site, segment, size)
         if not stores:
             segment.note(segment.loads, cells, component, time, site)
             return
-        for conflict, _ in segment.unordered(segment.loads, cells, known, me):
-            self._report("read-write", conflict, site, segment, size)
+        loads = segment.unordered(segment.loads, cells, known, me)
+        self._report("read-write", loads, site, segment, size)
         segment.note_store(cells, component, time, site)
 
     # -- atomics -----------------------------------------------------------------------------------
@@ -268,15 +268,13 @@ class Detector(Observer):
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
         segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
         known, me = self._known(agent), agent.number
-        for conflict in segment.unordered_store(cells, known, me):
-            self._report("mixed access", conflict, site, segment, size)
+        plain: Conflicts = segment.unordered_store(cells, known, me)
         if writes:
-            for conflict, _ in segment.unordered(segment.loads, cells, known, me):
-                self._report("mixed access", conflict, site, segment, size)
-        for conflict, extra in segment.unordered(segment.atomics, cells, known, me):
-            other = self._by_number[conflict.component >> 1]
-            if not (reaches(scope, agent, other) and reaches(extra & 3, other, agent)):
-                self._report("narrow scope", conflict, site, segment, size)
+            plain = [*plain, *segment.unordered(segment.loads, cells, known, me)]
+        self._report("mixed access", plain, site, segment, size)
+        for conflict in segment.unordered(segment.atomics, cells, known, me):
+            if not self._reach(agent, scope, conflict.component >> 1, conflict.extra & 3):
+                self._report("narrow scope", [conflict], site, segment, size)
         component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
         segment.note(segment.atomics, cells, component, int(known[component]), site, extra)
@@ -287,10 +285,14 @@ class Detector(Observer):
                 messages.clear()
             self._send(agent, messages, scope, atomic)
 
+    def _reach(self, agent: Agent, scope: int, number: int, other_scope: int) -> bool:
+        """Whether two atomics, of ``agent`` and of agent ``number``, are within each other's scope."""
+        other = self._by_number[number]
+        return reaches(scope, agent, other) and reaches(other_scope, other, agent)
+
     def _receive(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
         for (number, sent_scope), clock in messages.items():
-            other = self._by_number[number]
-            if not (reaches(scope, agent, other) and reaches(sent_scope, other, agent)):
+            if not self._reach(agent, scope, number, sent_scope):
                 continue
             if not atomic.acquires and self.rules.orders:
                 agent.pending = joined(agent.pending, clock)
@@ -345,20 +347,21 @@ class Detector(Observer):
         return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
 
     def _report(
-        self, kind: str, conflict: Conflict, site: int, segment: ShadowSegment, size: int
+        self, kind: str, conflicts: Conflicts, site: int, segment: ShadowSegment, size: int
     ) -> None:
-        accesses = list(self._sites)
-        finding = Finding(
-            kind,
-            accesses[conflict.site],
-            accesses[site],
-            segment.label,
-            conflict.cell * segment.cell,
-            max(1, conflict.cells * segment.cell // size),
-            self.seed,
-            kind,
-        )
-        self.found.setdefault(finding.key, finding)
+        for conflict in conflicts:
+            accesses = list(self._sites)
+            finding = Finding(
+                kind,
+                accesses[conflict.site],
+                accesses[site],
+                segment.label,
+                conflict.cell * segment.cell,
+                max(1, conflict.cells * segment.cell // size),
+                self.seed,
+                kind,
+            )
+            self.found.setdefault(finding.key, finding)
 
 
 def _stream_atomic(kind: str, sem: str) -> Atomic:

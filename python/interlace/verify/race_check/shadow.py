@@ -21,12 +21,13 @@ Index = Any  # a slice, or an int array, of cells
 
 
 class Conflict(NamedTuple):
-    """An earlier access that is not ordered before the present one."""
+    """An earlier access that is not ordered before the present one; what its marks have besides."""
 
     component: int
     site: int
     cell: int
     cells: int
+    extra: int = 0
 
 
 class _Marks:
@@ -114,17 +115,16 @@ class ShadowSegment:
 
     def unordered(
         self, marks: dict[int, _Marks], index: Index, known: Any, me: int
-    ) -> Iterator[tuple[Conflict, int]]:
-        """Loads or atomics of others that the present access does not come after; their extra."""
+    ) -> Iterator[Conflict]:
+        """Loads or atomics of others that the present access does not come after."""
         for component, mark in marks.items():
             if component >> 1 == me:
                 continue
             bad = mark.time[index] > known[component]
             if bad.any():
                 where = np.flatnonzero(bad)
-                site = int(mark.site[index][where[0]])
-                conflict = Conflict(component, site, self._number(index, where[0]), len(where))
-                yield conflict, int(mark.extra[index][where[0]])
+                site, extra = (int(each[index][where[0]]) for each in (mark.site, mark.extra))
+                yield Conflict(component, site, self._number(index, where[0]), len(where), extra)
 
     def _number(self, index: Index, position: Any) -> int:
         if isinstance(index, slice):

@@ -15,14 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime.scheduler.scheduler import Scheduler
-from interlace.verify.race_check.causes import Several
-from interlace.verify.race_check.happens_before import Detector
 
 
 class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
 
-    def __init__(self, scheduler: Scheduler, detector: Detector | Several) -> None:
+    def __init__(self, scheduler: Scheduler, detector: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._scheduler = scheduler
         self._detector = detector

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import Entry, entries
-from interlace.verify.lint_check.check import lint_many
-from interlace.verify.lint_check.launches import lint_request, specialisation
+from interlace.verify.lint_check.check import lint_many, lint_request, specialisation
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
 from interlace.verify.schedule_check import parallel
@@ -92,7 +91,6 @@ def shipped_jobs(names: Sequence[str], plan: Plan) -> list[Job]:
 
 
 def function_jobs(subject: str, fn: Callable[[], Any], plan: Plan) -> list[Job]:
-    """Races and schedules of a user's function."""
     return _jobs({subject: {"": fn}}, plan)
 
 
