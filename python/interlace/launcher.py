@@ -75,7 +75,7 @@ def run(
     from interlace.runtime.start.pool import default_pool
 
     install = _install_on_gpu if place == "cuda" else _install
-    setup = functools.partial(install, configuration.current_override(), timeout)
+    setup = functools.partial(install, configuration.OVERRIDE.get(), timeout)
     return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
 
 
@@ -121,14 +121,14 @@ def _complete(result: Any) -> Any:
     return pytree.tree_unflatten([wait(leaf) for leaf in leaves], spec)
 
 
-def _install(overrides: dict[str, int | bool], timeout: float, place: Place) -> Place:
+def _install(overrides: configuration.Override, timeout: float, place: Place) -> Place:
     """Set a new process up for a run as the caller's context is."""
-    configuration.set_override(overrides)
+    configuration.OVERRIDE.set(overrides)
     groups.install(place, all_threads=True)
     return place
 
 
-def _install_on_gpu(overrides: dict[str, int | bool], timeout: float, place: Place) -> Place:
+def _install_on_gpu(overrides: configuration.Override, timeout: float, place: Place) -> Place:
     """As :func:`_install`, on one of the host's GPUs."""
     import torch
 

@@ -296,7 +296,6 @@ def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: st
 
 
 def all_gather_matmul(arch: int, operands: Operands) -> Entry:
-    """All-gather + matmul."""
     configuration = operands.configuration(arch)
     input, linear, row_scale = operands.tensors(operands.rows)
     (launch,) = launched(
@@ -313,7 +312,6 @@ def all_gather_matmul(arch: int, operands: Operands) -> Entry:
 
 
 def grouped_matmul(arch: int, operands: Operands) -> Entry:
-    """All-gather or all-to-all + grouped matmul."""
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
     input, linear, _ = operands.tensors(operands.rows, EXPERTS)
@@ -327,7 +325,6 @@ def grouped_matmul(arch: int, operands: Operands) -> Entry:
 
 
 def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
-    """Matmul + reduce-scatter."""
     configuration = operands.configuration(arch)
     input, linear, segments, row_scale = _scattered(operands, RANKS)
     more = {"average": average, "row_scale": row_scale}
@@ -358,7 +355,6 @@ def _scattered(operands: Operands, ranks: int) -> tuple[Any, Linear, Any, Any]:
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
-    """Matmul + all-reduce."""
     configuration = operands.configuration(arch)
     input, linear, _ = operands.tensors(operands.rows)
     (launch,) = launched(

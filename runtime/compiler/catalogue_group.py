@@ -26,7 +26,6 @@ _BYTES = 1 << 40
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -70,7 +69,6 @@ class AbsentGroup:
         self.arena = SimpleNamespace(words=words)
 
     def workspace(self, op: str = "") -> Workspace:
-        """What an op leases."""
         return Workspace(0, self.buffer, HEADER_WORDS * WORD, 1 << 20, self.world_size, op)
 
     def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> None:

@@ -55,5 +55,4 @@ def _places() -> Iterator[pathlib.Path]:
 
 
 def _package() -> str:
-    """The package that goes with this torch."""
     return PACKAGES[1] if str(torch.version.cuda or "13").startswith("12") else PACKAGES[0]

@@ -76,7 +76,6 @@ class Entry(Request):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the kernel contains a matmul."""
         return "BLOCK_K" in self.fixed
 
 
@@ -100,7 +99,6 @@ class Measurement:
 
 
 def encode(message: Request | Measurement) -> str:
-    """One line of JSON."""
     return json.dumps(asdict(message), default=_encode_constant)
 
 

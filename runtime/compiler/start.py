@@ -17,31 +17,20 @@ class Unfilled(ModuleType):
     """A package whose own code has not run."""
 
     def __getattr__(self, name: str) -> Any:
-        fill(self)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec = self.__spec__
+        assert spec is not None and spec.loader is not None
+        spec.loader.exec_module(self)
         return getattr(self, name)
-
-
-def fill(package: ModuleType) -> None:
-    package.__class__ = ModuleType
-    spec = package.__spec__
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(package)
-
-
-def unfilled(name: str) -> ModuleType:
-    """Put the package ``name`` into ``sys.modules``; its modules can be imported."""
-    spec = find_spec(name)
-    assert spec is not None
-    package = module_from_spec(spec)
-    package.__class__ = Unfilled
-    sys.modules[name] = package
-    return package
 
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):  # else PYTHONSAFEPATH has left it out
         del sys.path[0]  # this folder, whose files are not to be found by their bare names
-    unfilled("interlace")
+    spec = find_spec("interlace")
+    assert spec is not None
+    package = sys.modules["interlace"] = module_from_spec(spec)
+    package.__class__ = Unfilled
     from interlace.runtime.compiler.worker import main
 
     main()

@@ -157,7 +157,7 @@ def measure(request: Request) -> Measurement:
         spills=sass_rules.spills(counts),
         shared=int(compiled.metadata.shared),
         tensor_cores=sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
-        if sass_rules.wants_tensor_cores(ir.dots())
+        if not all(dot.exact for dot in ir.dots())
         else None,
         faults=sass_rules.faults(
             ir,
@@ -189,15 +189,10 @@ def _disassembly(cubin: bytes, file_name: str) -> str:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """Output of a CUDA binary utility that ships inside Triton."""
     import triton
 
     command = [getattr(triton.knobs.nvidia, name).path, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _failed(request: Request, error: BaseException) -> Measurement:
-    return Measurement(error=_describe(error), where=_refused(request, error))
 
 
 def _describe(error: BaseException) -> str:
@@ -234,7 +229,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         try:
             measurement = measure(request)
         except (Exception, ReenteredError) as error:
-            measurement = _failed(request, error)
+            measurement = Measurement(error=_describe(error), where=_refused(request, error))
         measurement = replace(measurement, seconds=time.monotonic() - begin)
         answers.write(encode(measurement) + "\n")
         answers.flush()

@@ -66,7 +66,11 @@ def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], Non
 
 
 _session_lock = threading.RLock()
-_open_sessions = 0
+
+
+def is_open() -> bool:
+    """Whether there is a session; for who holds the lock, one of this thread."""
+    return "create_inline_asm" in vars(triton_interpreter.interpreter_builder)
 
 
 @contextmanager
@@ -75,48 +79,42 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
 
     Without ``shortcuts`` every operation goes through the builder, where a caller can look at it.
     """
-    global _open_sessions
-    with _session_lock:
-        if _open_sessions:
+    builder = triton_interpreter.interpreter_builder
+    with _session_lock, ExitStack() as stack:
+        if is_open():
             raise PlaceUnavailableError(
                 "a kernel is already being interpreted in this thread: ranks of place 'sim' cannot "
                 "start another interlace.run"
             )
-        builder = triton_interpreter.interpreter_builder
-        _open_sessions += 1
-        try:
-            with ExitStack() as stack:
-                for function in (_uses_language, tl.zeros.fn):
-                    scope = triton_interpreter._patch_lang(function)
-                    if scope is not None:
-                        stack.callback(scope.restore)
-                kind = triton_interpreter.InterpretedFunction
-                changes: list[Replacement] = [
-                    # the language is patched for good; kernels that user code launches in between
-                    # must not patch and restore it in an order of their own
-                    (triton_interpreter, "_patch_lang", lambda function: _NothingToRestore()),
-                    # without the stock re-patching (206 us against 16 us per call)
-                    (kind, "__call__", lambda self, *a, **named: self.rewrite()(*a, **named)),
-                    # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
-                    (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
-                    (triton_interpreter, "_get_np_dtype", _numpy_dtype),
-                    (kind, "run", _launched(hooks)),
-                ]
-                shortcuts = shortcuts and not builder.options.debug
-                if not builder.options.debug:
-                    # checks every integer operation for overflow, then drops what it found
-                    unchecked = replace(builder.options, sanitize_overflow=False)
-                    changes.append((builder, "options", unchecked))
-                stack.enter_context(replaced(*exact_arithmetic(), *changes))
-                if shortcuts:
-                    stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
-                hooked = _hooked(builder, hooks).items()
-                stack.enter_context(replaced(*((builder, *each) for each in hooked)))
-                if shortcuts:
-                    stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
-                yield builder
-        finally:
-            _open_sessions -= 1
+        for function in (_uses_language, tl.zeros.fn):
+            scope = triton_interpreter._patch_lang(function)
+            if scope is not None:
+                stack.callback(scope.restore)
+        kind = triton_interpreter.InterpretedFunction
+        changes: list[Replacement] = [
+            # the language is patched for good; kernels that user code launches in between
+            # must not patch and restore it in an order of their own
+            (triton_interpreter, "_patch_lang", lambda function: _NothingToRestore()),
+            # without the stock re-patching (206 us against 16 us per call)
+            (kind, "__call__", lambda self, *a, **named: self.rewrite()(*a, **named)),
+            # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
+            (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
+            (triton_interpreter, "_get_np_dtype", _numpy_dtype),
+            (kind, "run", _launched(hooks)),
+        ]
+        shortcuts = shortcuts and not builder.options.debug
+        if not builder.options.debug:
+            # checks every integer operation for overflow, then drops what it found
+            unchecked = replace(builder.options, sanitize_overflow=False)
+            changes.append((builder, "options", unchecked))
+        stack.enter_context(replaced(*exact_arithmetic(), *changes))
+        if shortcuts:
+            stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
+        hooked = _hooked(builder, hooks).items()
+        stack.enter_context(replaced(*((builder, *each) for each in hooked)))
+        if shortcuts:
+            stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
+        yield builder
 
 
 def _uses_language() -> None:

@@ -224,8 +224,8 @@ def _conversion(stock: Method) -> Method:
     return method
 
 
-def _methods() -> dict[str, Method]:
-    """The replacements, around what ``tl.tensor`` has now."""
+def shortcuts() -> list[Replacement]:
+    """The replacements inside a session of the interpreter, which has patched the language already."""
     stock = vars(tl.tensor)
     found: dict[str, Method] = {}
     for operators, options in (
@@ -242,9 +242,4 @@ def _methods() -> dict[str, Method]:
         found[f"__{name}__"] = _logic(stock[f"__{name}__"], op)
     found["__add__"] = _addition(stock["__add__"])
     found["to"] = _conversion(stock["to"])
-    return found
-
-
-def shortcuts() -> list[Replacement]:
-    """The replacements inside a session of the interpreter, which has patched the language already."""
-    return [(tl.tensor, name, method) for name, method in _methods().items()]
+    return [(tl.tensor, name, method) for name, method in found.items()]

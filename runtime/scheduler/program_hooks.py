@@ -39,20 +39,29 @@ class Read(NamedTuple):
 class ProgramHooks:
     """The half of a scheduler that is :class:`interlace.runtime.core.accesses.Hooks` of its session."""
 
-    strategy: Strategy
-    observer: Observer
-    buffers: StoreBuffers | None
-    block_polls: bool
-    memory: MemoryNames
-    points: int
-    stalled: int
-    long_step: bool
     give_way: Callable[[], None]
     block: Callable[[Callable[[], bool], Callable[[], BlockedWait]], None]
     progress: Callable[[], None]
     give_up_on_polls: Callable[[], None]
     spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
-    _current: Task | None = None
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        observer: Observer | None,
+        buffer_seed: int | None,
+        block_polls: bool,
+    ) -> None:
+        self.strategy = strategy
+        self.observer = Observer() if observer is None else observer
+        self.observed = observer is not None
+        buffers = None if buffer_seed is None else StoreBuffers(buffer_seed, self.observer)
+        self.buffers = buffers
+        self.block_polls = block_polls
+        self.memory = MemoryNames()
+        self.points = self.stalled = 0
+        self.long_step = False
+        self._current: Task | None = None
 
     @property
     def current(self) -> Task:

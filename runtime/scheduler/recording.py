@@ -70,7 +70,6 @@ class Recording:
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
 
     def tiles(self, rank: int) -> list[Span]:
-        """Tiles of a matmul that ``rank`` computed."""
         return [span for span in self.spans if span.rank == rank and span.kind == "tile"]
 
     def overlap(self, rank: int) -> tuple[int, int] | None:

@@ -39,8 +39,7 @@ from interlace.runtime.interpreter import session
 from interlace.runtime.scheduler import torch_state
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
-from interlace.runtime.scheduler.source_lines import MemoryNames, polling, program_line
-from interlace.runtime.scheduler.store_buffers import StoreBuffers
+from interlace.runtime.scheduler.source_lines import polling, program_line
 from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
@@ -83,33 +82,26 @@ class Scheduler(ProgramHooks):
         timeout: float | None = None,
         block_polls: bool = True,
     ) -> None:
-        self.seed = seed
-        self.steps = 0
-        self.finished: list[str] = []
-        self.observer = Observer() if observer is None else observer
-        self.observed = observer is not None
-        self.segments: list[ScheduleSegment] = []
-        self.memory = MemoryNames()
-        self.strategy = Random(seed) if strategy is None else strategy
-        self.buffers = StoreBuffers(seed, self.observer) if store_buffers else None
-        self._idle = idle
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._timeout = timeout
-        self.block_polls = block_polls
-        self._tasks: list[Task] = []
         if greenlet is None:
             raise PlaceUnavailableError(
                 "kernels are interpreted by greenlets here, and greenlet is not installed: "
                 "pip install greenlet"
             )
+        buffer_seed = seed if store_buffers else None
+        super().__init__(strategy or Random(seed), observer, buffer_seed, block_polls)
+        self.seed = seed
+        self.steps = 0
+        self.finished: list[str] = []
+        self.segments: list[ScheduleSegment] = []
+        self._idle = idle
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self._tasks: list[Task] = []
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
-        self.stalled = 0
-        self.long_step = False
         self._woken = 0
         self._stuck_after = 0
         self._spawned: Counter[tuple[int, str]] = Counter()
-        self.points = 0
         self._digest = hashlib.blake2b(digest_size=8)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -202,7 +194,6 @@ class Scheduler(ProgramHooks):
             raise
 
     def digest(self) -> str:
-        """A fingerprint of the schedule so far."""
         return self._digest.hexdigest()
 
     # -- the loop ------------------------------------------------------------------------------
@@ -251,21 +242,22 @@ class Scheduler(ProgramHooks):
         if self._deadline is not None and (self.steps % 256 == 0 or self.long_step):
             self.long_step = False
             self._check_deadline()
-        task = self._draw()
+        task = self.strategy.choose(self._tasks)
         if task is None:
             self._nothing_ready()
             return
+        task.ready = task.waiting = None
         self._digest.update(f"{task.rank}:{task.who};".encode())
-        self._record(task)
+        if not self.segments or self.segments[-1].task != task.name:
+            self._close_segment()
+            self.segments.append(ScheduleSegment(task.name, 0))
+            self.points = 0
         self._current = task
         if task.program is not None and not task.greenlet:
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position
         try:
-            if task.program is None:
-                torch_state.switch(task)
-            else:
-                task.greenlet.switch()
+            torch_state.switch(task)
         except greenlet.GreenletExit:
             raise
         except OverdueError:
@@ -288,27 +280,14 @@ class Scheduler(ProgramHooks):
             if task.on_finish is not None:
                 task.on_finish()
 
-    def _draw(self) -> Task | None:
-        task = self.strategy.choose(self._tasks)
-        if task is not None:
-            task.ready = task.waiting = None
-        return task
-
     def recorded(self) -> tuple[ScheduleSegment, ...]:
         """What ran, in order, for ``strategies.Replay``."""
-        if not self.segments:
-            return ()
-        *before, last = self.segments
-        return (*before, ScheduleSegment(last.task, self.points))
+        self._close_segment()
+        return tuple(self.segments)
 
-    def _record(self, task: Task) -> None:
-        """Close the last segment if another task goes on now."""
-        if self.segments and self.segments[-1].task == task.name:
-            return
+    def _close_segment(self) -> None:
         if self.segments:
-            self.segments[-1] = ScheduleSegment(self.segments[-1].task, self.points)
-        self.segments.append(ScheduleSegment(task.name, 0))
-        self.points = 0
+            self.segments[-1] = self.segments[-1]._replace(points=self.points)
 
     def blocked(self) -> list[BlockedWait]:
         """Every wait that is going on, in the order of ranks."""
@@ -362,10 +341,7 @@ class Scheduler(ProgramHooks):
                 self._current = task
                 for _ in range(100):
                     try:
-                        if task.program is None:
-                            torch_state.switch(task, ended_by=greenlet.GreenletExit)
-                        else:
-                            task.greenlet.throw(greenlet.GreenletExit)
+                        torch_state.switch(task, ended_by=greenlet.GreenletExit)
                     except BaseException:
                         break
                     if task.greenlet.dead:

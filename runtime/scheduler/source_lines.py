@@ -90,7 +90,6 @@ def _expected(frame: Any) -> int | None:
 
 
 def _instruction(frame: Any) -> str:
-    """The PTX instruction that inline assembly is at."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads"):
             text = getattr(frame.f_locals.get("step"), "text", "")
@@ -101,7 +100,6 @@ def _instruction(frame: Any) -> str:
 
 
 def program_line(task: Task) -> str:
-    """Where a suspended program stands in its kernel."""
     frames = source_frames(task.greenlet.gr_frame)
     return f"{line_of(frames[0])} in {frames[0].f_code.co_name}" if frames else "its beginning"
 

@@ -9,6 +9,7 @@ in its checkpoint.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,29 +24,31 @@ def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
 
     Also one that ends needs its hooks: torch crashes where it takes away one that is not there.
     """
-    grad_enabled = torch.is_grad_enabled()
-    hooks = _taken_hooks()
-    inference = torch.is_inference_mode_enabled()
-    keys, own_grad_enabled, own_hooks, own_inference = task.torch_state or (
-        _keys(), grad_enabled, hooks, inference,
-    )  # fmt: skip
-    with _C._InferenceMode(own_inference), _C._ForceDispatchKeyGuard(*keys):
-        _C._set_grad_enabled(own_grad_enabled)
-        _put_hooks(own_hooks)
+    resume = task.greenlet.switch
+    if ended_by is not None:
+        resume = functools.partial(task.greenlet.throw, ended_by)
+    if task.program is not None:  # kernels have no use for torch's state
+        resume()
+        return
+    before = _take_state()
+    keys, grad_enabled, hooks, inference = task.torch_state or before
+    with _C._InferenceMode(inference), _C._ForceDispatchKeyGuard(*keys):
+        _C._set_grad_enabled(grad_enabled)
+        _put_hooks(hooks)
         try:
-            if ended_by is None:
-                task.greenlet.switch()
-            else:
-                task.greenlet.throw(ended_by)
+            resume()
         finally:
-            task.torch_state = (
-                _keys(),
-                torch.is_grad_enabled(),
-                _taken_hooks(),
-                torch.is_inference_mode_enabled(),
-            )
+            task.torch_state = _take_state()
+            _, grad_enabled, hooks, _ = before
             _put_hooks(hooks)
             _C._set_grad_enabled(grad_enabled)
+
+
+def _take_state() -> tuple[Any, bool, list[Any], bool]:
+    """(dispatch keys, whether gradients are on, hooks, inference mode); the hooks are gone afterwards."""
+    keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    hooks = _taken_hooks()
+    return keys, torch.is_grad_enabled(), hooks, torch.is_inference_mode_enabled()
 
 
 def _taken_hooks() -> list[Any]:
@@ -60,7 +63,3 @@ def _taken_hooks() -> list[Any]:
 def _put_hooks(hooks: list[Any]) -> None:
     for pack, unpack in hooks:
         _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _keys() -> tuple[Any, Any]:
-    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()

@@ -87,8 +87,6 @@ class _Memory:
 
 
 class Recorder(Observer):
-    """Sees stores, polls and signals, and keeps what they amount to."""
-
     def __init__(self) -> None:
         self._spans: list[Span] = []
         self._signals: list[Signal] = []
@@ -123,7 +121,6 @@ class Recorder(Observer):
     def on_item(
         self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
     ) -> None:
-        """An item of a stream has ended; a copy if ``copied_to`` is its destination."""
         rank = task.rank
         span = Span("item", rank, f"stream {stream}", "", start, self.now(), label=label)
         if copied_to is not None:
@@ -145,10 +142,8 @@ class Recorder(Observer):
 
     def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
         """A tile, or a piece of a copy."""
-        if task is None or task.program is None:
-            return
         addresses = active_addresses(pointers, mask)
-        if not addresses.size:
+        if task is None or task.program is None or not addresses.size:
             return
         place = self._memory.find(int(addresses[0]))
         if place is not None and place.byte < _HEADER_BYTES:
@@ -168,11 +163,9 @@ class Recorder(Observer):
 
     def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
         """A poll, or a publish."""
-        if task is None or task.program is None:
-            return
         addresses = active_addresses(atomic.pointers, atomic.mask)
         slot = self._memory.find(int(addresses[0])) if addresses.size else None
-        if slot is None:
+        if task is None or task.program is None or slot is None:
             return
         lane = self._lane(task)
         if atomic.reads_only:

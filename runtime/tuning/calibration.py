@@ -47,7 +47,6 @@ class Protocol:
     gb_per_s: float
 
     def us(self, size: float) -> float:
-        """Of ``size`` bytes."""
         return self.latency_us + size / (self.gb_per_s * 1e3)
 
 

@@ -128,7 +128,8 @@ def check_values(values: Mapping[str, object]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be {text}")
 
 
-OVERRIDE: contextvars.ContextVar[tuple[tuple[str, int | bool], ...]] = contextvars.ContextVar(
+Override = tuple[tuple[str, int | bool], ...]
+OVERRIDE: contextvars.ContextVar[Override] = contextvars.ContextVar(
     "interlace_configuration", default=()
 )
 """What :func:`override` has set here, sorted, to be compared; () for nothing."""
@@ -150,26 +151,11 @@ def override(**values: int | bool) -> Iterator[None]:
     [tensor(128.), tensor(128.)]
     """
     check_values(values)
-    token = OVERRIDE.set(_sorted({**dict(OVERRIDE.get()), **values}))
+    token = OVERRIDE.set(tuple(sorted({**dict(OVERRIDE.get()), **values}.items())))
     try:
         yield
     finally:
         OVERRIDE.reset(token)
-
-
-def _sorted(values: Mapping[str, int | bool]) -> tuple[tuple[str, int | bool], ...]:
-    return tuple(sorted(values.items()))
-
-
-def set_override(values: dict[str, int | bool]) -> None:
-    """As :func:`override`, for the rest of the current context."""
-    check_values(values)
-    OVERRIDE.set(_sorted(values))
-
-
-def current_override() -> dict[str, int | bool]:
-    """What :func:`override` has set here, for handing on to another thread or process."""
-    return dict(OVERRIDE.get())
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
@@ -236,4 +222,4 @@ def choose(
         chosen = interpreted_default(*extents)
     else:
         chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
-    return replace(chosen, **current_override())  # type: ignore[arg-type]
+    return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]

@@ -53,7 +53,6 @@ class Tile(NamedTuple):
 
     @property
     def values(self) -> Values:
-        """Fields of the configuration."""
         flags, new = self.flags.split(), self.arch != ANY and int(self.arch) >= 9
         same = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
         return {

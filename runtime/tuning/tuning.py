@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import pickle
 import warnings
 from collections.abc import Iterable, Sequence
@@ -167,12 +168,17 @@ def decide(
     if capability and one_node:
         table = nearest(table_rows(capability, problem), bucket_of(problem))
     near: list[tuple[str, Choice]] = []  # the cache's before the table's
-    if cached is not None and (choice := _of_cache(capability, problem, base, *cached, algorithm)):
-        near.append((_how(cached[1]), choice))
+    if cached is not None:
+        row, steps = cached
+        values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
+        made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
+        if capability is None or not why_not(made, capability, problem.dtype.itemsize):
+            source = f"{_how(steps)} row of the cache, measured {row.date}".rstrip()
+            near.append((_how(steps), Choice(made, row.algorithm, source)))
     if table is not None:
-        row, steps = table
-        source = f"{_how(steps)} row of the table ({row.source})"
-        near.append((_how(steps), Choice(replace(base, **row.values), row.algorithm, source)))
+        shape, steps = table
+        source = f"{_how(steps)} row of the table ({shape.source})"
+        near.append((_how(steps), Choice(replace(base, **shape.values), shape.algorithm, source)))
     if near:
         return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
@@ -193,23 +199,6 @@ def decide(
 
 def _how(steps: int) -> str:
     return "nearest" if steps else "exact"
-
-
-def _of_cache(
-    capability: int | None,
-    problem: Problem,
-    base: Configuration,
-    row: cache.Row,
-    steps: int,
-    algorithm: str,
-) -> Choice | None:
-    """None if it does not fit the chip."""
-    values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
-    made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
-    if capability is not None and why_not(made, capability, problem.dtype.itemsize):
-        return None
-    source = f"{_how(steps)} row of the cache, measured {row.date}"
-    return Choice(made, row.algorithm, source.rstrip())
 
 
 def _alternatives(
@@ -271,8 +260,6 @@ def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
 
 @dataclass
 class _Agreed:
-    """What the ranks of a group know together."""
-
     capability: int | None
     rows: tuple[cache.Row, ...]
     asks: bool  # rank 0, because caches differ
@@ -281,25 +268,23 @@ class _Agreed:
 
 
 _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
-_read: dict[tuple[str, str], tuple[cache.Row, ...]] = {}
 
 
 def own_rows(place: Place) -> tuple[cache.Row, ...]:
     """What this rank's cache has for its machine; read once per process and file."""
     if place.nodes is not None or (place.name == SIM and cache.VARIABLE not in os.environ):
         return ()
-    file = cache.path()
-    if file is None:
-        return ()
-    key = (f"{place.name} {place.device}", str(file))
-    if key not in _read:
-        _read[key] = cache.rows_for(cache.machine(place.name, place.device), file)
-    return _read[key]
+    return _read(place.name, place.device, cache.path())
+
+
+@functools.cache
+def _read(place: str, device: torch.device, file: pathlib.Path | None) -> tuple[cache.Row, ...]:
+    return cache.rows_for(cache.machine(place, device), file)
 
 
 def forget() -> None:
     """Read the cache anew at the next call of each group, which all ranks of it have to do."""
-    _read.clear()
+    _read.cache_clear()
     _groups.clear()
 
 

@@ -15,6 +15,7 @@ from interlace.runtime.tuning.configuration import SMALLEST_DOT, Configuration, 
 
 MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
 WARP = 32
+MOST_STAGES = 6
 BARRIERS = 16  # bytes of a stage, at most
 
 
@@ -51,14 +52,6 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     return ""
 
 
-def most_stages(configuration: Configuration, capability: int, itemsize: int) -> int:
-    """As many as fit, at most 6; 0 if not even 2 do."""
-    for stages in range(6, 1, -1):
-        if not why_not(replace(configuration, num_stages=stages), capability, itemsize):
-            return stages
-    return 0
-
-
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
@@ -78,9 +71,8 @@ def tile_candidates(
             num_warps=warps,
             epilogue_subtile=block_n // 64 if default.epilogue_subtile > 1 else 1,
         )
-        most = most_stages(made, capability, itemsize)
-        for stages in range(max(2, most - 1), most + 1):
-            yield replace(made, num_stages=stages)
+        staged = [replace(made, num_stages=stages) for stages in range(2, MOST_STAGES + 1)]
+        yield from [each for each in staged if not why_not(each, capability, itemsize)][-2:]
 
 
 def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:

@@ -26,15 +26,7 @@ import triton
 
 from interlace.kernels import signal
 from interlace.runtime.compiler.build import Report, build
-from interlace.runtime.compiler.bundle.ops import (
-    OPS,
-    RANKS,
-    VALUES,
-    WORKSPACE,
-    Options,
-    descriptor_conditions,
-    finish,
-)
+from interlace.runtime.compiler.bundle import ops
 from interlace.runtime.compiler.bundle.texts import contracts, functions, names
 from interlace.runtime.compiler.catalogue import Entry, entries
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
@@ -56,15 +48,15 @@ class Target:
     """A bundle to build: ``op`` for every one of ``arches``, into directory ``out``."""
 
     op: str
-    options: Options
+    options: ops.Options
     arches: Sequence[int]
     out: pathlib.Path
 
     def entries(self) -> list[Entry]:
         """Everything to compile. Raises ValueError naming the op, or an option."""
-        if self.op not in OPS:
-            raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
-        OPS[self.op].checked(self.op, self.options)
+        if self.op not in ops.OPS:
+            raise ValueError(f"op is {self.op!r}; there are {', '.join(ops.OPS)}")
+        ops.OPS[self.op].checked(self.op, self.options)
         return [entry for arch in self.arches for entry in _sequence(self, arch)]
 
 
@@ -116,12 +108,12 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 def _sequence(target: Target, arch: int) -> list[Entry]:
     """The kernels of one launch of the op, in order."""
-    main = OPS[target.op].entry(arch, target.options)
+    main = ops.OPS[target.op].entry(arch, target.options)
     if main.fixed.get("COPIERS") == 0:
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # chosen by hand, it may spill
     main = replace(main, default=main.default and not target.options.overrides)
-    return [main, finish(arch)]
+    return [main, ops.finish(arch)]
 
 
 def _stem(entry: Entry) -> str:
@@ -129,11 +121,11 @@ def _stem(entry: Entry) -> str:
 
 
 def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
-    op, options = OPS[target.op], target.options
+    op, options = ops.OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
-    every = [op.grid, *op.conditions, *op.quantities.values(), *WORKSPACE.values()]
-    needed = {value for text in every for value in names(text)} & VALUES.keys()
+    every = [op.grid, *op.conditions, *op.quantities.values(), *ops.WORKSPACE.values()]
+    needed = {value for text in every for value in names(text)} & ops.VALUES.keys()
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -141,14 +133,21 @@ def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[st
         "op": target.op,
         "options": {**asdict(options), "dtype": str(options.torch_dtype).removeprefix("torch.")},
         "sequence": [entry.kernel for entry in sequence],
-        "values": {value: VALUES[value] for value in VALUES if value in needed},
+        "values": {value: ops.VALUES[value] for value in ops.VALUES if value in needed},
         "quantities": op.quantities,
         "tables": op.tables,
         "workspace": {
-            "formulas": WORKSPACE,
+            "formulas": ops.WORKSPACE,
             "alignment": DATA_ALIGNMENT,
             "slot_bytes": WORD,
-            "header_words": _header(),
+            # index of every int64 word of the header that a host has to do with; credits: of rank 0's
+            "header_words": {
+                "epoch": signal.EPOCH_WORD,
+                "abort": signal.ABORT_WORD,
+                "spin_limit": signal.SPIN_LIMIT_WORD,
+                "claimed": signal.CLAIMED_WORD,
+                "credits": signal.CREDIT_WORDS,
+            },
             "protocol": (signal.__doc__ or "").partition("\nFlags:")[0].strip(),
         },
         "functions": functions(every),
@@ -157,33 +156,22 @@ def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[st
     }
 
 
-def _header() -> dict[str, int]:
-    """Index of every int64 word of the header that a host has to do with; credits: of rank 0's."""
-    return {
-        "epoch": signal.EPOCH_WORD,
-        "abort": signal.ABORT_WORD,
-        "spin_limit": signal.SPIN_LIMIT_WORD,
-        "claimed": signal.CLAIMED_WORD,
-        "credits": signal.CREDIT_WORDS,
-    }
-
-
 def _arch(target: Target, arch: int, staging: pathlib.Path) -> dict[str, Any]:
-    op, options = OPS[target.op], target.options
+    op, options = ops.OPS[target.op], target.options
     main, last = _sequence(target, arch)
     baked: dict[str, Any] = {
         **main.fixed,
         "CHUNKS": options.configuration(arch).chunks,
         "ITEMSIZE": options.torch_dtype.itemsize,
     }
-    conditions = (*op.conditions, *descriptor_conditions(main))
+    conditions = (*op.conditions, *ops.descriptor_conditions(main))
     formulas = (op.grid, *op.quantities.values(), *conditions)
     used = {value for text in formulas for value in names(text)}
     return {
         "constants": {value: baked[value] for value in sorted(used & baked.keys())},
         "kernels": {
             main.kernel: _kernel(main, staging, op.grid, conditions, _WHOLE_GRID),
-            last.kernel: _kernel(last, staging, "1", RANKS, _ALONE),
+            last.kernel: _kernel(last, staging, "1", ops.RANKS, _ALONE),
         },
     }
 

@@ -62,7 +62,6 @@ class Options:
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def operands(self, arch: int) -> Operands:
-        """As the catalogue has them."""
         possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
         possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
         if self.path == "tma" and not possible:
@@ -231,6 +230,5 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
 
 
 def finish(arch: int) -> Entry:
-    """What ends every op on its stream."""
     (entry,) = (one for one in catalogue.signals(arch) if one.kernel == "finish_kernel")
     return entry

@@ -62,16 +62,13 @@ def contract(module: str, kernel: str) -> dict[str, str]:
     """The paragraphs of the docstring: "computes" is the first, the others are named in it."""
     function = getattr(importlib.import_module(module), kernel)
     paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
-    found = {"computes": _joined(paragraphs[0])}
-    for paragraph in paragraphs[1:]:
-        label, _, text = paragraph.partition(":")
+    first, *others = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    found = {"computes": first}
+    for paragraph in others:
+        label, _, text = paragraph.partition(": ")
         if label.lower() in _LABELS:
-            found[label.lower()] = _joined(text)
+            found[label.lower()] = text
     return found
-
-
-def _joined(paragraph: str) -> str:
-    return " ".join(paragraph.split())
 
 
 def contracts(entries: list[Entry], known: list[Entry]) -> dict[str, dict[str, str]]:

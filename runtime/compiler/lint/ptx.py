@@ -45,7 +45,6 @@ class Instruction:
 
     @functools.cached_property
     def kind(self) -> str:
-        """The first word of the operation."""
         return self.operation.partition(".")[0]
 
     @functools.cached_property
@@ -93,7 +92,6 @@ class Program:
 
     @functools.cached_property
     def read_registers(self) -> frozenset[str]:
-        """Registers whose value something uses."""
         return frozenset(name for one in self.instructions for name in one.inputs)
 
     def _read(self, ptx: str) -> None:
@@ -105,9 +103,6 @@ class Program:
                 chain = self._chain(text)
                 continue
             text = text.split("//")[0].strip()
-            if targets := _TARGETS.match(text):
-                self._tables[label] = _NAME.findall(targets.group(1))
-                continue
             if re.match(r"(\.\w+\s+)*\.(entry|func)\b", text):
                 self._starts.add(len(self.instructions))
             for statement in _statements(f"{pending} {text}" if pending else text):
@@ -141,11 +136,10 @@ class Program:
         following = [index + 1] if index + 1 < len(self.instructions) else []
         if index + 1 in self._starts:
             following = []
-        kind = one.operation.split(".")[0]
-        if kind in ("ret", "exit", "trap"):
+        if one.kind in ("ret", "exit", "trap"):
             return following if one.predicate else []
-        names = _NAME.findall(one.operands)[-1:] if kind in ("bra", "brx") else []
-        if kind == "brx":
+        names = _NAME.findall(one.operands)[-1:] if one.kind in ("bra", "brx") else []
+        if one.kind == "brx":
             names = [name for table in names for name in self._tables.get(table, [])]
         targets = {at for name in names for at in self._near(name, index)}
         if targets and not one.predicate:

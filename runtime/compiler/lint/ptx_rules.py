@@ -79,10 +79,6 @@ def _is_data_store(one: Instruction) -> bool:
     return writes and is_global(one) and one.parts.isdisjoint({*_ORDERED, "async"})
 
 
-def _is_barrier(one: Instruction) -> bool:
-    return one.operation.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync"))
-
-
 def _is_fence(one: Instruction) -> bool:
     """A fence between generic accesses, which threads do for themselves."""
     kind, _, rest = one.operation.partition(".")
@@ -124,7 +120,7 @@ release_without_barrier = _reaching(
     "release without barrier",
     "no bar.sync between the data stores and {}",
     lambda program: program.where(_is_data_store),
-    _is_barrier,
+    lambda one: one.operation.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync")),
     is_release,
 )
 published_descriptor_store = _reaching(

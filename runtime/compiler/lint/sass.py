@@ -68,11 +68,6 @@ def too_much_shared(arch: int, shared: int) -> list[Fault]:
     return [Fault("shared memory", f"{shared} bytes, of {most} on sm_{arch}")]
 
 
-def wants_tensor_cores(dots: Sequence[Dot]) -> bool:
-    """Whether a kernel with these matmuls has a use for tensor cores."""
-    return any(not dot.exact for dot in dots)
-
-
 def without_tensor_cores(
     dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
 ) -> list[Fault]:

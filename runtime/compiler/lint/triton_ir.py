@@ -44,8 +44,6 @@ class Dot:
 
 
 class TritonIR:
-    """One module of Triton IR as text."""
-
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
         self._aliases = dict(_ALIAS.findall(text))
@@ -68,7 +66,6 @@ class TritonIR:
                 yield found, self.chain(at.group(1))
 
     def dots(self) -> list[Dot]:
-        """All matmuls of tiles."""
         dots = []
         for found, chain in self._located(_DOT):
             operand, *_, result = _TENSOR.findall(found.group(0))

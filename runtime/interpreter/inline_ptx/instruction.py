@@ -83,11 +83,9 @@ class Instruction:
     # -- qualifiers --------------------------------------------------------------------------------
 
     def flag(self, name: str) -> bool:
-        """Take a qualifier if it is there."""
         return self.choose(name) is not None
 
     def choose(self, *names: str) -> str | None:
-        """Take one of several qualifiers."""
         for name in names:
             if name in self.qualifiers:
                 self.qualifiers.remove(name)

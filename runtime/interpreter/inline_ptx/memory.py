@@ -118,7 +118,6 @@ def _pointer(address: int, kind: ScalarType) -> Any:
 
 
 def _handle(bits: int, kind: ScalarType) -> Any:
-    """One element as the interpreter has it."""
     return TensorHandle(np.array([bits], kind.raw).view(kind.stored), kind.memory)
 
 

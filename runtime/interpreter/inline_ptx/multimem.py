@@ -11,19 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from interlace.runtime.interpreter.inline_ptx import multicast
+from interlace.runtime.interpreter.inline_ptx import memory, multicast
 from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.memory import (
-    address_of,
-    load_of,
-    loading,
-    read_modify_write,
-    store_of,
-    storing,
-    take_global,
-    take_ordering,
-    take_parts,
-)
 from interlace.runtime.interpreter.inline_ptx.special import Thread
 from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
 
@@ -45,8 +34,8 @@ def build_multimem(instruction: Instruction) -> Action:
     if form is None:
         known = [f"multimem.{name}" for name in _ORDERINGS]
         raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
-    sem, scope = take_ordering(instruction, *_ORDERINGS[form])
-    take_global(instruction)
+    sem, scope = memory.take_ordering(instruction, *_ORDERINGS[form])
+    memory.take_global(instruction)
     if form != "st" and not instruction.flag("add"):
         raise instruction.unknown(f"the operation of '{instruction.opcode}'", ["add"])
     instruction.flag("acc::f32")
@@ -56,11 +45,11 @@ def build_multimem(instruction: Instruction) -> Action:
     kind = TYPES["b32"] if pair else instruction.take_type(kinds)
     instruction.finish(2)
     data, at = instruction.operands if form == "ld_reduce" else instruction.operands[::-1]
-    parts = take_parts(instruction, data, vector)
+    parts = memory.take_parts(instruction, data, vector)
     nbytes = len(parts) * kind.bits // 8
     if 8 * nbytes > _WIDEST or (vector and kind.bits == 64):
         raise instruction.error(f"more than {_WIDEST} bits at once")
-    where = address_of(instruction, at, kind, len(parts))
+    where = memory.address_of(instruction, at, kind, len(parts))
 
     def addresses(thread: Thread) -> list[int]:
         """The address of the access in every rank's memory, by rank."""
@@ -76,14 +65,16 @@ def build_multimem(instruction: Instruction) -> Action:
     ordering = None if pair or len(parts) > 1 else sem
     if form == "ld_reduce":
         total = _summed(TYPES[_PAIRS[pair]] if pair else kind, kind)
-        get = load_of(kind, ordering, scope)
-        return loading(instruction, parts, kind, addresses, get, total)
+        get = memory.load_of(kind, ordering, scope)
+        return memory.loading(instruction, parts, kind, addresses, get, total)
     if form == "st":
-        return storing(instruction, parts, kind, addresses, store_of(kind, ordering, scope))
+        return memory.storing(
+            instruction, parts, kind, addresses, memory.store_of(kind, ordering, scope)
+        )
     if pair or len(parts) > 1:
         raise instruction.unknown("'multimem.red' of more than one number", _SUMS)
-    add = read_modify_write("add", kind, sem or "relaxed", scope)
-    return storing(instruction, parts, kind, addresses, add)
+    add = memory.read_modify_write("add", kind, sem or "relaxed", scope)
+    return memory.storing(instruction, parts, kind, addresses, add)
 
 
 def _summed(number: ScalarType, kind: ScalarType) -> Callable[[list[int]], int]:

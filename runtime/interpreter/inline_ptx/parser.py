@@ -10,13 +10,7 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 
-from interlace.runtime.interpreter.inline_ptx.instruction import (
-    InlineAssemblyError,
-    Instruction,
-    Register,
-    error,
-    split,
-)
+from interlace.runtime.interpreter.inline_ptx.instruction import Instruction, Register, error, split
 from interlace.runtime.interpreter.inline_ptx.types import TYPES
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
@@ -71,7 +65,7 @@ class Parser:
                 raise branch.error(f"label '{label}' is not defined")
             branch.target = labels[label]
 
-    def _error(self, problem: str) -> InlineAssemblyError:
+    def _error(self, problem: str) -> Exception:
         return error(problem, self._line, self._text)
 
     def _declare(self, text: str) -> None:

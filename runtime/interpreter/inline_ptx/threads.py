@@ -27,11 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
-from interlace.runtime.interpreter.inline_ptx.instruction import (
-    Builder,
-    InlineAssemblyError,
-    Instruction,
-)
+from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Instruction
 from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
 from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
 from interlace.runtime.interpreter.inline_ptx.operands import Operands
@@ -46,7 +42,7 @@ from interlace.runtime.interpreter.inline_ptx.special import (
 from interlace.runtime.interpreter.inline_ptx.waits import BLOCK_BARRIER, WAITS
 
 TOUCHING = {**MEMORY, **MULTIMEM, **WAITS}
-BUILDERS: dict[str, Builder] = {**ARITHMETIC, **TOUCHING}
+BUILDERS = {**ARITHMETIC, **TOUCHING}
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 _AGAIN = -3  # a thread has branched back

@@ -88,7 +88,7 @@ def _install() -> None:
     """Replace how kernels are launched, once, when no session has replaced it for itself."""
     global _installed
     with session._session_lock:
-        if _installed or session._open_sessions:
+        if _installed or session.is_open():
             return
         _installed = True
         stock_run, stock_getitem = InterpretedFunction.run, KernelInterface.__getitem__

@@ -46,7 +46,7 @@ def test_a_value_that_cannot_be_is_named(name: str, value: Any, error: type[Exce
     with pytest.raises(error) as said:  # noqa: SIM117 - of entering, not of what is in it
         with interlace.configured(**{name: value}):
             entered = True
-    assert not entered and configuration.current_override() == {}
+    assert not entered and configuration.OVERRIDE.get() == ()
     text = str(said.value)
     assert text.startswith(f"{name} is {value!r}") and "must be" in text
 
