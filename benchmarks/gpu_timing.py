@@ -37,9 +37,17 @@ class Time:
         return cls(statistics.median(ordered), ordered[last // 4], ordered[last - last // 4])
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where a kernel makes its descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def launch_now(launch: KernelLaunch, stream: Any) -> None:
     """On the current CUDA stream; elsewhere on ``stream``, a stream of the place."""
     if torch.cuda.is_available():
+        import triton  # after interlace, which may have it interpret
+
+        triton.set_allocator(_scratch)
         launch.kernel[launch.extents](
             **launch.arguments,
             num_warps=launch.num_warps,

@@ -23,6 +23,8 @@ except ImportError:  # tests/gpu does without
 
 pytest_plugins = ("guard",)
 
+# Asked of NVML: the driver itself, once asked, would not work in the processes that tests/gpu forks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_CUDA = torch.cuda.is_available()
 
 if not HAS_CUDA and "TRITON_INTERPRET" not in os.environ:
