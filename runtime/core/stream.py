@@ -46,15 +46,6 @@ class Settled(Future[T]):
     def done(self) -> bool:
         return True
 
-    def running(self) -> bool:
-        return False
-
-    def cancel(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         fn(self)
 

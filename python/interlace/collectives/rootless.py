@@ -323,11 +323,10 @@ def _barrier(
         if other is not communicator:
             other.place.arrive()  # what was issued there has to finish, too
 
-    def start() -> Event | None:
-        return communicator.engine.barrier(_BARRIER)
-
     bounded = timeout is not None and not async_op
-    work: Work | None = communicator.run("barrier", start, async_op=async_op or bounded)
+    work: Work | None = communicator.run(
+        "barrier", lambda: communicator.engine.barrier(_BARRIER), async_op=async_op or bounded
+    )
     if bounded:
         assert work is not None
         work.wait(timeout)

@@ -255,12 +255,17 @@ def _from_name(name: str) -> Communicator:
 
 def _from_mesh(mesh: DeviceMesh, dim: int | str | None) -> Communicator:
     whole = default_group()
-    ranks = rank_lists.of_mesh(mesh, dim, whole.rank)
+    index = rank_lists.mesh_dim(mesh, dim, f", on rank {whole.rank}")
+    row = next((row for row in rank_lists.rows(mesh, index) if whole.rank in row), None)
+    if row is None:
+        raise ValueError(
+            f"group: rank {whole.rank} is not a member of the mesh {mesh.mesh.tolist()}"
+        )
     group = None
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups
             group = mesh.get_group(dim)
-    return rank_lists.group_of(whole, ranks) if group is None else resolve(group)
+    return rank_lists.group_of(whole, tuple(row)) if group is None else resolve(group)
 
 
 def _from_process_group(group: dist.ProcessGroup) -> Communicator:

@@ -111,15 +111,6 @@ def mesh_dim(mesh: DeviceMesh, dim: int | str | None, where: str) -> int:
     return dim % mesh.ndim
 
 
-def of_mesh(mesh: DeviceMesh, dim: int | str | None, rank: int) -> tuple[int, ...]:
-    """The ranks of the caller's row of ``mesh`` along ``dim``, which may be None for one dimension."""
-    index = mesh_dim(mesh, dim, f", on rank {rank}")
-    for row in rows(mesh, index):
-        if rank in row:
-            return tuple(row)
-    raise ValueError(f"group: rank {rank} is not a member of the mesh {mesh.mesh.tolist()}")
-
-
 def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
     """The groups of ranks that ``mesh`` makes along one of its dimensions."""
     with _disable_current_modes():  # who traces need not see that a mesh is a tensor
