@@ -79,10 +79,7 @@ class Communicator:
         self._out_of_step = ""  # since which call, once ranks have called different ops
 
     def on(self, *values: Any) -> Communicator:
-        """The communicator of the same ranks on the device of the first tensor among ``values``.
-
-        These are what the caller has given, which may be lists, or no tensors at all.
-        """
+        """That of the same ranks on the device of the first tensor among ``values``, or in their lists."""
         return self
 
     def on_all_devices(self) -> Sequence[Communicator]:
@@ -358,7 +355,6 @@ def internal_form(
 
 
 def _refuse_other_tensors(op: str) -> None:
-    """TypeError under a mode of torch that makes tensors of its own of those that an op works with."""
     made = type(torch.empty(0))
     if made is not torch.Tensor:
         raise TypeError(

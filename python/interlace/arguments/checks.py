@@ -25,10 +25,7 @@ _SUM: Any = ReduceOp.SUM
 
 
 def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
-    """``value``, detached, if a collective can read it: a strided tensor on the group's device.
-
-    What is right returns early, and words are found for what is wrong only.
-    """
+    """``value``, detached, if a collective can read it: a strided tensor on the group's device."""
     kind = communicator.device_type
     if (
         isinstance(value, torch.Tensor)
@@ -171,10 +168,7 @@ def reduce_op(op: Any, rank: int) -> tuple[str, Factor]:
 
 
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
-    """Say once per call site that nothing is recorded for backward, rather than lose it silently.
-
-    ``stacklevel``: as of ``warnings.warn``, of the user's call.
-    """
+    """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
     warnings.warn(
         f"interlace.{op} does not record gradients of unequal parts: its output is "
         "detached from inputs that require them; call it under torch.no_grad() if that is meant",

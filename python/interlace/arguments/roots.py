@@ -16,11 +16,7 @@ def group_rank(
     *,
     default: int | None = None,
 ) -> int:
-    """The rank within the group that ``name`` (a rank of the default group) or ``group_name`` says.
-
-    Raises ValueError if both or, without a ``default`` rank of the default group, neither is given, or
-    if the rank is not in the group; TypeError if it is no int.
-    """
+    """The rank within the group; ``name`` and ``default`` are ranks of the default group."""
     rank = communicator.rank
     if group_value is not None:
         if value is not None:

@@ -35,10 +35,7 @@ Group = Communicator
 
 
 def install(place: Place, *, all_threads: bool = False) -> Communicator:
-    """Make a communicator on ``place`` the default group of this rank; used by launchers.
-
-    ``all_threads``: of the whole process, which is one rank.
-    """
+    """Make a communicator on ``place`` the default group of this rank, or of its whole process."""
     global _of_run
     communicator = Communicator(place, range(place.world_size))
     _default.set(communicator)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from interlace import functional
 from interlace.arguments.checks import FLOAT_DTYPES
-from interlace.groups.specs import GroupSpec, describe
+from interlace.groups.specs import GroupSpec
 
 Placements = tuple[Placement, ...]
 Layout = int | str  # see layout_of()
@@ -38,15 +38,9 @@ class Style:
     desired_input_layouts: Placements
     output_layouts: Placements
     use_local_output: bool
-    group: Any = None
-    input_layout: Any = None
-    output_layout: Any = None
-
-    def __post_init__(self) -> None:
-        """Names, sizes and layouts that the forward asks for: constants where it is compiled."""
-        object.__setattr__(self, "group", GroupSpec(*describe((self.mesh, 0))))
-        object.__setattr__(self, "input_layout", layout_of(self.input_layouts[0]))
-        object.__setattr__(self, "output_layout", layout_of(self.output_layouts[0]))
+    group: GroupSpec  # this and what follows are constants where the forward is compiled
+    input_layout: Layout
+    output_layout: Layout
 
     @property
     def ranks(self) -> int:
@@ -243,14 +237,3 @@ def _text(layout: Layout) -> str:
 def _even(what: str, length: int, dim: int, ranks: int) -> None:
     if length % ranks:
         raise _Unfused(f"{what} length {length} of dimension {dim} is not divided by {ranks} ranks")
-
-
-def placed_linear(module: nn.Module, kind: type[FusedLinear], style: Style) -> nn.Module:
-    """``module``, an nn.Linear whose parameters are DTensors already, as a ``kind``."""
-    if style.mesh.ndim != 1:
-        raise ValueError(f"device_mesh must have 1 dimension, got {style.mesh.ndim}")
-    module.__class__ = kind
-    module._style = style  # type: ignore[assignment]
-    text = f"not called yet; {style.name} of {style.input_layouts}"
-    module._explanation = text  # type: ignore[assignment]
-    return module

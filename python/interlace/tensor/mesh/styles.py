@@ -25,12 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_style
 
+from interlace.groups.specs import GroupSpec, describe
 from interlace.tensor.mesh.fused_linears import (
     ColwiseLinear,
     FusedLinear,
     RowwiseLinear,
     Style,
-    placed_linear,
+    layout_of,
 )
 
 _EXPLANATION = "_interlace_style"
@@ -112,10 +113,18 @@ def explain(module: nn.Module) -> dict[str, str]:
 
 def _fused(style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """``module``, an nn.Linear, with its parameters split as torch's style does, as a ``kind``."""
-    layouts = (style.input_layouts, style.desired_input_layouts, style.output_layouts)
     module = distribute_module(module, mesh, style._partition_linear_fn)
-    made = Style(type(style).__name__, mesh, *layouts, style.use_local_output)
-    return placed_linear(module, kind, made)
+    if mesh.ndim != 1:
+        raise ValueError(f"device_mesh must have 1 dimension, got {mesh.ndim}")
+    name, given, wanted = type(style).__name__, style.input_layouts, style.output_layouts
+    group = GroupSpec(*describe((mesh, 0)))
+    module.__class__ = kind
+    module._style = Style(  # type: ignore[assignment]
+        name, mesh, given, style.desired_input_layouts, wanted, style.use_local_output,
+        group, layout_of(given[0]), layout_of(wanted[0]),
+    )  # fmt: skip
+    module._explanation = f"not called yet; {name} of {given}"  # type: ignore[assignment]
+    return module
 
 
 def _torch_runs(module: nn.Module, style: Any) -> None:

@@ -62,10 +62,7 @@ def scatter(
     root: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """This rank's block of ``whole``, which is on ``root``; each rank gets its own bytes only.
-
-    None on ranks that have no block, to which nothing is sent.
-    """
+    """This rank's block of ``whole``, which is on ``root``; None, and nothing is sent, if it has none."""
     own = blocks[communicator.rank]
     out = empty(communicator, (0,) if own is None else shape_of(own), dtype)
     parts = None
@@ -82,10 +79,7 @@ def gather(
     root: int,
     shape: Sequence[int],
 ) -> torch.Tensor | None:
-    """On ``root``: the whole, of ``shape``, of every rank's ``part``; elsewhere None.
-
-    Ranks without a block send nothing.
-    """
+    """On ``root``: the whole of every rank's ``part``; elsewhere None. Who has no block sends nothing."""
     if blocks[communicator.rank] is None:
         part = part.new_empty(0)
     whole = outputs = None
