@@ -91,14 +91,20 @@ class HostCopies:
                 original.detach().copy_(copy)
 
 
+ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GPU
+
+
 class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
     """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
-    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``.
+    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
+    tensors on GPUs are served there, by ``device_communicator``; ranks of one job find the same.
     """
 
+    device_communicator: Any
     _place: Place
     _group_name: str
+    _has_gpus: bool
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
@@ -126,6 +132,15 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
 
     def _unusual(self, tensors: Tensors) -> Tensors | None:
         plain = underlying(tensors)
+        if (
+            plain
+            and self._has_gpus
+            and all(isinstance(t, torch.Tensor) and t.is_cuda for t in plain)
+        ):
+            self._copies = ON_GPU
+            return plain
+        if self._copies is ON_GPU:
+            self._copies = None  # of a call that was refused before it ran
         if plain is None:
             return None
         here = self._place.device.type
@@ -165,7 +180,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         """Call the internal form of an op; a Work in any case."""
         self._sequence += 1
         if self._copies is not None:
-            return self._run_on_copies(name, outputs, function, *args)
+            return self._run_elsewhere(name, outputs, function, *args)
         if _profiling():
             with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
                 work = function(self.interlace_communicator, *args)
@@ -173,12 +188,16 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
             work = function(self.interlace_communicator, *args)
         return COMPLETED if work is None else work
 
-    def _run_on_copies(
+    def _run_elsewhere(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
     ) -> Work:
-        """Run an op on copies of its tensors, to its end."""
+        """Run an op on GPUs, or on copies of its tensors, to its end."""
         copies, self._copies = self._copies, None
         assert copies is not None
+        if copies is ON_GPU:
+            with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+                work = function(self.device_communicator, *args)
+            return COMPLETED if work is None else work
         if function in (point_to_point._isend, point_to_point._irecv):
             raise PlaceUnavailableError(
                 f"rank {self.rank()}: {name} needs a tensor on {self._place.device}, where group "

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from interlace.process_group import functional_kernels
-from interlace.process_group.collectives import COMPLETED, Collectives, HostCopies
-from interlace.process_group.rules import keep_outside_compilation, underlying
+from interlace.process_group.collectives import Collectives
+from interlace.process_group.rules import keep_outside_compilation
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.start import connect
 
@@ -81,10 +80,6 @@ def kind_of(value: Any) -> str:
     return ""
 
 
-class _OnGpu(HostCopies):
-    """In place of copies: the tensors of the call under way are on a GPU, and stay there."""
-
-
 class InterlaceProcessGroup(Collectives):
     """One group of ranks of ``torch.distributed``, on interlace.
 
@@ -111,6 +106,7 @@ class InterlaceProcessGroup(Collectives):
         self._gloo: Any = None
         self._high_priority = high_priority
         members = ranks or range(size)
+        self._has_gpus = place.name == "shm" and not gpu_problem()
         if self._has_gpus:
             self.interlace_communicator = OnTwoDevices(place, members, self)
         else:
@@ -127,31 +123,6 @@ class InterlaceProcessGroup(Collectives):
             host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
         )
         return Communicator(place, self.interlace_communicator.ranks)
-
-    @functools.cached_property
-    def _has_gpus(self) -> bool:
-        """Whether ranks' tensors on GPUs are served there; ranks of one job find the same."""
-        return self._place.name == "shm" and not gpu_problem()
-
-    def _unusual(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        plain = underlying(tensors)
-        if plain and all(isinstance(t, torch.Tensor) and t.is_cuda for t in plain):
-            if self._has_gpus:
-                self._copies = _OnGpu()
-                return plain
-        elif type(self._copies) is _OnGpu:
-            self._copies = None  # of a call that was refused before it ran
-        return super()._unusual(tensors)
-
-    def _run_on_copies(
-        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
-    ) -> Work:
-        if type(self._copies) is not _OnGpu:
-            return super()._run_on_copies(name, outputs, function, *args)
-        self._copies = None
-        with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
-            work = function(self.device_communicator, *args)
-        return COMPLETED if work is None else work
 
     # -- identity ------------------------------------------------------------------------------
 
