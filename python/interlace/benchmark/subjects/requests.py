@@ -25,14 +25,8 @@ from interlace.groups.groups import default_group
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 # interpreted on a CPU, far too slow to measure unless asked for
 TRITON = ("fused", "kernel", "multimem", "low_latency")
 NARROW = ("float32", "float16", "bfloat16")  # all that most algorithms take

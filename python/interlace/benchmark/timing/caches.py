@@ -40,9 +40,6 @@ def sets_needed(set_bytes: int, cache: int) -> int:
     """How many sets of ``set_bytes`` to use in turn, so that none is in ``cache`` when it comes again.
 
     At most 4096 and at most 2 GiB in all, at least 1: small inputs may stay in the cache.
-
-    >>> sets_needed(16 << 20, 32 << 20), sets_needed(1 << 30, 32 << 20), sets_needed(1 << 10, 32 << 20)
-    (4, 1, 4096)
     """
     if not set_bytes:
         return 1

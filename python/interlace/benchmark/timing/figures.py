@@ -28,11 +28,7 @@ _WHOLE = ("broadcast", "reduce", "send_recv")
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """``f`` of the table.
-
-    >>> bus_factor("all_reduce", 4), bus_factor("all_gather_matmul", 4), bus_factor("broadcast", 4)
-    (1.5, 0.75, 1.0)
-    """
+    """``f`` of the table."""
     if op == "barrier":
         raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
     if op in _WHOLE:
@@ -69,11 +65,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Median, quartiles, extremes.
-
-        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 10.0])
-        Spread(median=3.0, low=2.0, high=4.0, least=1.0, most=10.0)
-        """
+        """Median, quartiles, extremes."""
         if len(values) < 2:
             low = high = values[0]
         else:

@@ -16,6 +16,7 @@ all ranks have launched.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import time
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import interlace
 from interlace.groups import groups
@@ -120,13 +122,8 @@ class Rotation:
 
 
 def total_bytes(value: Any) -> int:
-    """Of the storages of all tensors in nested tuples and lists.
-
-    >>> x = torch.zeros(8)
-    >>> total_bytes((x, [x[:2], torch.zeros(2)], None))
-    40
-    """
-    return sum(storage.nbytes() for storage in _storages(value, {}).values())
+    """Of the storages of all tensors in nested tuples and lists."""
+    return sum(storage.nbytes() for storage in _storages(value).values())
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
@@ -135,32 +132,24 @@ def copies_of(value: Any, count: int) -> list[Any]:
     All copies of a storage lie in one allocation, ALIGNMENT apart: thousands are made in no time.
     """
     copies: dict[int, tuple[torch.Tensor, int]] = {}
-    for address, storage in _storages(value, {}).items():
+    for address, storage in _storages(value).items():
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         padded = -(-max(1, storage.nbytes()) // ALIGNMENT) * ALIGNMENT
         rows = torch.empty(count, padded, dtype=torch.uint8, device=storage.device)
         rows[:, : storage.nbytes()] = raw
         copies[address] = (rows, padded)
 
-    def copied(each: Any, number: int) -> Any:
-        if isinstance(each, torch.Tensor):
-            rows, padded = copies[each.untyped_storage().data_ptr()]
-            first = number * padded // each.element_size() + each.storage_offset()
-            empty = torch.empty(0, dtype=each.dtype, device=each.device)
-            return empty.set_(rows.untyped_storage(), first, each.shape, each.stride())
-        if isinstance(each, (tuple, list)):
-            return type(each)(copied(inner, number) for inner in each)
-        return each
+    def copied(number: int, each: torch.Tensor) -> torch.Tensor:
+        rows, padded = copies[each.untyped_storage().data_ptr()]
+        first = number * padded // each.element_size() + each.storage_offset()
+        empty = torch.empty(0, dtype=each.dtype, device=each.device)
+        return empty.set_(rows.untyped_storage(), first, each.shape, each.stride())
 
-    return [copied(value, number) for number in range(count)]
+    numbers = range(count)
+    return [tree_map_only(torch.Tensor, functools.partial(copied, n), value) for n in numbers]
 
 
-def _storages(value: Any, found: dict[int, Any]) -> dict[int, Any]:
+def _storages(value: Any) -> dict[int, Any]:
     """By address."""
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        found[storage.data_ptr()] = storage
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _storages(each, found)
-    return found
+    tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+    return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}

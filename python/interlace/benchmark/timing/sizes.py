@@ -13,11 +13,6 @@ _NUMBER = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str, where: str = "size") -> int:
-    """One size.
-
-    >>> parse_size("64K"), parse_size("1MiB"), parse_size("100")
-    (65536, 1048576, 100)
-    """
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{where}: {text!r} is no size; write 100, 64K, 1M or 1G")

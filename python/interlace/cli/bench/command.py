@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,18 +76,15 @@ def _prints() -> bool:
 def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:
     place, world_size = place_of(options), world_size_of(options)
     results = []
-    with (
-        tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder,
-        Progress(len(requests)) as progress,
-    ):
+    with Progress("bench", len(requests)) as progress:
         for number, request in enumerate(requests):
             progress.begin(number, _text(request))
-            ticks = progress.on_ranks(f"{folder}/progress-{number}", apart=place == "shm")
+            ticks = progress.on_ranks(apart=place == "shm")
             with ticks as tick, _wrong(request) as said:
                 found = interlace.run(
                     measure,
                     world_size,
-                    replace(request, store=f"{folder}/store-{number}"),
+                    replace(request, store=f"{progress.folder}/store-{number}"),
                     tick,
                     place=place,
                     timeout=options.timeout,
@@ -114,7 +110,7 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
                 raise ValueError(
                     f"--place {options.place}: the ranks of torchrun are in place {found}"
                 )
-            with Progress(len(requests), shown=rank == 0) as progress:
+            with Progress("bench", len(requests), shown=rank == 0) as progress:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
                     with _wrong(request) as said:

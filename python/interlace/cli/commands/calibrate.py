@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,12 +117,9 @@ def _in_processes(request: Any, *, shown: bool) -> calibration.MeasuredMesh:
     import interlace
     from interlace.tensor.mesh import calibration as measuring
 
-    with (
-        tempfile.TemporaryDirectory(prefix="interlace-calibrate-") as folder,
-        Progress(1, shown=shown) as progress,
-    ):
+    with Progress("calibrate", 1, shown=shown) as progress:
         progress.begin(0, f"mesh {'x'.join(map(str, request.mesh))}")
-        with progress.on_ranks(f"{folder}/progress", apart=True) as tick:
+        with progress.on_ranks(apart=True) as tick:
             times = interlace.run(
                 measuring.on_rank,
                 math.prod(request.mesh),

@@ -7,40 +7,36 @@ process that measures itself calls :meth:`Progress.at` between blocks and has no
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pathlib
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 PERIOD = 0.2
 Tick = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class _TickFile:
-    """What a rank in another process calls: writes "done total" into ``path``."""
-
-    path: str
-
-    def __call__(self, done: int, total: int) -> None:
-        with open(self.path, "w", encoding="ascii") as file:
-            file.write(f"{done} {total}\n")
-
-    def read(self) -> list[int]:
-        """What was written last; something else if it is not whole."""
-        with contextlib.suppress(OSError, ValueError), open(self.path, encoding="ascii") as file:
-            return [int(number) for number in file.read().split()]
-        return []
+def _write_tick(path: str, done: int, total: int) -> None:
+    """What a rank in another process calls."""
+    with open(path, "w", encoding="ascii") as file:
+        file.write(f"{done} {total}\n")
 
 
 class Progress:
-    """``count`` sizes, one after another; each is a step of the bar, in which a share may be done."""
+    """``count`` sizes, one after another; each is a step of the bar, in which a share may be done.
 
-    def __init__(self, count: int, *, shown: bool = True) -> None:
+    ``folder`` is a temporary one, whose name begins with that of the ``command``.
+    """
+
+    def __init__(self, command: str, count: int, *, shown: bool = True) -> None:
         self._count, self._shown = count, shown
+        self._temporary = tempfile.TemporaryDirectory(prefix=f"interlace-{command}-")
+        self.folder = self._temporary.name
         self._bar: Any = None
         self._task: Any = None
         self._number = 0
@@ -57,6 +53,7 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._temporary.cleanup()
 
     def begin(self, number: int, text: str) -> None:
         """Size ``number`` (from 0) begins."""
@@ -76,12 +73,13 @@ class Progress:
         self._bar.update(self._task, completed=self._number + share, refresh=True)
 
     @contextlib.contextmanager
-    def on_ranks(self, path: str, *, apart: bool) -> Iterator[Tick]:
+    def on_ranks(self, *, apart: bool) -> Iterator[Tick]:
         """What ranks call as ``tick(done, total)``; if they are processes of their own, by a file."""
         if not apart:
             yield self.at
             return
-        tick = _TickFile(path)
+        path = f"{self.folder}/progress-{self._number}"
+        tick = functools.partial(_write_tick, path)
         if self._bar is None:
             yield tick
             return
@@ -89,9 +87,9 @@ class Progress:
 
         def watch() -> None:
             while not ended.wait(PERIOD):
-                found = tick.read()
-                if len(found) == 2:
-                    self.at(*found)
+                with contextlib.suppress(OSError, ValueError):  # not there, or not whole
+                    done, total = pathlib.Path(path).read_text("ascii").split()
+                    self.at(int(done), int(total))
 
         thread = threading.Thread(target=watch, name="interlace bench progress", daemon=True)
         thread.start()

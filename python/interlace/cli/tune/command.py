@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import pathlib
-import tempfile
 from typing import Any
 
 import torch
@@ -50,13 +49,10 @@ def tune(console: Any, options: TuneOptions) -> int:
     outcomes: list[tuple[Job, Tuned]] = []
     unwritten: list[cache.Row] = []
     failed: Exception | None = None
-    with (
-        tempfile.TemporaryDirectory(prefix="interlace-tune-") as folder,
-        Progress(len(jobs)) as progress,
-    ):
+    with Progress("tune", len(jobs)) as progress:
         for number, job in enumerate(jobs):
             progress.begin(number, _text(job))
-            outcome = _measured(options, job, len(jobs), progress, f"{folder}/progress-{number}")
+            outcome = _measured(options, job, len(jobs), progress)
             outcomes.append((job, outcome))
             if outcome.best.right:
                 unwritten.append(_row(options, job, outcome))
@@ -97,7 +93,7 @@ def _tried(options: TuneOptions, job: Job) -> list[Candidate]:
     return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
 
 
-def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, path: str) -> Tuned:
+def _measured(options: TuneOptions, job: Job, count: int, progress: Progress) -> Tuned:
     """One ``interlace.run``, or as many as candidates cannot be run."""
     op, (m, n, k) = job
     place, size = place_of(options), world_size_of(options)
@@ -109,7 +105,7 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, pa
     )  # fmt: skip
 
     def run(tried: TuneRequest) -> list[Timed]:
-        with progress.on_ranks(path, apart=apart) as tick:
+        with progress.on_ranks(apart=apart) as tick:
             found = interlace.run(
                 on_rank, size, tried, tick, place=place, processes=processes,
                 timeout=seconds + GRACE,
@@ -123,16 +119,12 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress, pa
 def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.Row:
     op, shape = job
     problem = _problem(options, job)
-    world, rows, columns, inner = tuning.bucket_of(problem)
     found = outcome.by_algorithm
     return cache.Row(
         op,
         tuning.dtype_name(problem),
         tuning.extents_of(problem),
-        world,
-        rows,
-        columns,
-        inner,
+        *tuning.bucket_of(problem),
         outcome.best.candidate.algorithm,
         {name: each.candidate.configuration for name, each in found.items()},
         {name: round(each.median, 3) for name, each in found.items()},

@@ -46,7 +46,7 @@ def map_seeds(
     chunks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     _function = function
     context = multiprocessing.get_context("fork")
-    pool = concurrent.futures.ProcessPoolExecutor(count, context, initializer=_start)
+    pool = concurrent.futures.ProcessPoolExecutor(count, context, torch.set_num_threads, (1,))
     try:
         done = 0
         for future in concurrent.futures.as_completed([pool.submit(_run, c) for c in chunks]):
@@ -61,10 +61,6 @@ def map_seeds(
     finally:
         _function = None
         pool.shutdown(cancel_futures=True)
-
-
-def _start() -> None:
-    torch.set_num_threads(1)
 
 
 def _run(seeds: Sequence[int]) -> list[tuple[int, Any]]:
