@@ -28,7 +28,7 @@ def test_factors_are_those_of_nccl_tests() -> None:
     """doc/PERFORMANCE.md of NVIDIA/nccl-tests, and GetBw of its gather, scatter and sendrecv tests."""
     share = {"all_reduce": 2 * 7 / 8, "matmul_all_reduce": 2 * 7 / 8}
     whole = dict.fromkeys(("broadcast", "reduce", "send_recv"), 1.0)
-    for op in ops.NAMES:
+    for op in ops.OPS:
         if op != "barrier":
             assert figures.bus_factor(op, 8) == {**share, **whole}.get(op, 7 / 8), op
     assert figures.bus_factor("all_gather", 1) == 0.0

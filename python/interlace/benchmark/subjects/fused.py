@@ -34,10 +34,13 @@ class Fused(ABC):
     op: str
     communication: str
     algorithms = ("auto", "fused", "pipelined", "unfused")
+    sizes = ("m", "n", "k")
+    without = "has a shape; it takes --m, --n and --k"  # of other sizes
 
     def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
         self.setting, self.rank, self.world_size = setting, setting.rank, setting.world_size
         self.m, self.n, self.k = m, n, k
+        self.shape = {"m": m, "n": n, "k": k}
         self.rows = m // self.world_size
         self.itemsize = torch.empty((), dtype=setting.dtype).element_size()
         self.bus_factor = bus_factor(self.op, self.world_size)
@@ -47,11 +50,11 @@ class Fused(ABC):
         self._expected: dict[int, Expected] = {}
 
     @classmethod
-    def refuse(cls, world_size: int, m: int, dtype: str) -> None:
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
         """Raise ValueError if the op cannot be so."""
         if not dtype.startswith(("float", "bfloat")):
             raise ValueError(f"--dtype {dtype}: {cls.op} multiplies floats")
-        if m % world_size:
+        if (m or 0) % world_size:
             raise ValueError(
                 f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
             )

@@ -14,11 +14,5 @@ _FUSED: tuple[type[Fused], ...] = (
     fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce,
 )  # fmt: skip
 
-PLAIN: dict[str, type[Plain]] = {kind.op: kind for kind in _PLAIN}
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
-NAMES = (*PLAIN, *FUSED)
-
-
-def algorithms(op: str) -> tuple[str, ...]:
-    """The values of ``algorithm=`` that the op takes, "auto" first."""
-    return PLAIN[op].algorithms if op in PLAIN else FUSED[op].algorithms
+OPS: dict[str, type[Plain | Fused]] = {**{kind.op: kind for kind in _PLAIN}, **FUSED}

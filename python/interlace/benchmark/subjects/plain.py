@@ -36,8 +36,10 @@ class Plain(ABC):
     torch_names: tuple[str, ...] = ()  # in torch.distributed, where it has others than interlace
     algorithms: tuple[str, ...] = ("auto",)
     reduces = True  # where an algorithm depends on it
+    sizes: tuple[str, ...] = ("nbytes",)
+    without = "has no matmul; it takes --sizes"  # of other sizes
     least_ranks = 1
-    has_size = True
+    flops = 0.0
 
     def __init__(self, setting: Setting, nbytes: int) -> None:
         self.setting = setting
@@ -47,10 +49,11 @@ class Plain(ABC):
         self.whole = self.part * self.world_size
         self.own = self.rank * self.part  # the first element of this rank's part
         self.nbytes = self.whole * itemsize
+        self.shape = {"bytes": self.nbytes}
         self.bus_factor: float | None = bus_factor(self.op, self.world_size)
 
     @classmethod
-    def refuse(cls, world_size: int) -> None:
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
         """Raise ValueError if the op cannot be with so many ranks."""
         if world_size < cls.least_ranks:
             raise ValueError(
@@ -231,10 +234,11 @@ class Barrier(_Copy):
     """Moves nothing, so there is no size, no bandwidth and nothing to check."""
 
     op = "barrier"
-    has_size = False
+    sizes = ()
+    without = "moves nothing, so it has no size"
 
-    def __init__(self, setting: Setting, nbytes: int) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.shape = setting, {"bytes": 0}
         self.nbytes, self.bus_factor = 0, None
 
     def pieces(self) -> list[tuple[int, int, int]]:

@@ -93,35 +93,29 @@ def source(request: Request, place: Place) -> Source:
             chosen = tuple(name for name in chosen if name != "torch")
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
-    names, left_out = algorithms(request, setting, place)
-    make = functools.partial(_op, request, setting, names, chosen)
+    kind: Any = ops.OPS[request.target]
+    op = kind(setting, *(getattr(request, size) for size in kind.sizes))
+    names, left_out = list(request.algorithms), []
+    if request.algorithms == ("all",):
+        reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
+        # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
+        if isinstance(op, Fused):
+            reasons.pop("auto")
+        names = [name for name, reason in reasons.items() if not reason]
+        left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    make = functools.partial(_op, op, names, chosen)
     return Source(baselines.torch_backend(chosen), left_out, make)
 
 
-def algorithms(request: Request, setting: Setting, place: Place) -> tuple[list[str], list[str]]:
-    """(those to measure, those that "all" leaves out and why)."""
-    if request.algorithms != ("all",):
-        return list(request.algorithms), []
-    # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
-    known = [
-        n for n in ops.algorithms(request.target) if n != "auto" or request.target in ops.PLAIN
-    ]
-    reasons = {name: _why_not(name, request, setting, place) for name in known}
-    left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    return [name for name in known if not reasons[name]], left_out
-
-
-def _why_not(name: str, request: Request, setting: Setting, place: Place) -> str:
+def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
     """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
     if name in TRITON and place.interpreted and place.name != "sim":
         return "interpreted on a CPU"
-    op = None
-    if request.target in ops.PLAIN:
-        op = ops.PLAIN[request.target](setting, request.nbytes or 0)
-    moves = name == "low_latency" and op is not None and not op.reduces
-    if request.dtype not in NARROW and name not in WIDE and not moves:
-        return f"not for {request.dtype}"
-    if name == "low_latency" and op is not None and op.message_bytes > MOST_BYTES:
+    moves = name == "low_latency" and isinstance(op, Plain) and not op.reduces
+    dtype = str(op.setting.dtype).removeprefix("torch.")
+    if dtype not in NARROW and name not in WIDE and not moves:
+        return f"not for {dtype}"
+    if name == "low_latency" and isinstance(op, Plain) and op.message_bytes > MOST_BYTES:
         return f"for at most {MOST_BYTES >> 10} KiB a rank"
     if name == "multimem" and not place.interpreted and not default_group().arena.multicast():
         return "no multicast address"
@@ -131,23 +125,15 @@ def _why_not(name: str, request: Request, setting: Setting, place: Place) -> str
 # -- ops -------------------------------------------------------------------------------------------------
 
 
-def _op(request: Request, setting: Setting, names: list[str], chosen: tuple[str, ...]) -> Subject:
-    op: Plain | Fused
-    if request.target in ops.PLAIN:
-        op = ops.PLAIN[request.target](setting, request.nbytes or 0)
-        subject = Subject(op.op, {"bytes": op.nbytes}, op.nbytes, op.bus_factor, 0.0)
-        subject.candidates = _candidates(op, names, chosen)
-        return subject
-    assert request.m and request.n and request.k
-    op = ops.FUSED[request.target](setting, request.m, request.n, request.k)
-    shape = {"m": op.m, "n": op.n, "k": op.k}
-    subject = Subject(op.op, shape, op.nbytes, op.bus_factor, op.flops)
-    subject.matmul, subject.communication = "torch.mm alone", f"{op.communication} alone"
-    subject.candidates = [
-        *_candidates(op, names, chosen),
-        Candidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
-        Candidate(subject.communication, PART, op.communicate, op.communicate_inputs),
-    ]
+def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject:
+    subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops)
+    subject.candidates = _candidates(op, names, chosen)
+    if isinstance(op, Fused):
+        subject.matmul, subject.communication = "torch.mm alone", f"{op.communication} alone"
+        subject.candidates += [
+            Candidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
+            Candidate(subject.communication, PART, op.communicate, op.communicate_inputs),
+        ]
     return subject
 
 

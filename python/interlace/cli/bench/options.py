@@ -124,8 +124,8 @@ def _names(text: str | None, nothing_is: str | None = None) -> tuple[str, ...] |
 def requests_of(options: BenchOptions) -> list[Request]:
     """A request per size. Raises ValueError for what does not fit together."""
     target = options.target
-    if "::" not in target and target not in ops.NAMES:
-        known = ", ".join(ops.NAMES)
+    if "::" not in target and target not in ops.OPS:
+        known = ", ".join(ops.OPS)
         raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
     if options.repetitions < 1:
         raise ValueError(f"--repetitions must be positive, got {options.repetitions}")
@@ -148,10 +148,8 @@ def requests_of(options: BenchOptions) -> list[Request]:
     for each in requests:
         if each.own:
             kernel.arguments_for(loaded(target), target, each.arguments)
-        elif target in ops.FUSED:
-            ops.FUSED[target].refuse(world_size, each.m or 0, each.dtype)
-        elif target in ops.PLAIN:
-            ops.PLAIN[target].refuse(world_size)
+        else:
+            ops.OPS[target].refuse(world_size, each.m, each.dtype)
     return requests
 
 
@@ -190,7 +188,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
         if options.algorithm is not None:
             raise ValueError(f"--algorithm {options.algorithm}: a kernel of your own has none")
         return ()
-    known = ops.algorithms(options.target)
+    known = ops.OPS[options.target].algorithms
     names = _names(options.algorithm) or ("auto",)
     for name in names:
         if name not in known and names != ("all",):
@@ -202,23 +200,15 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     """The sizes, as fields of a request."""
-    given = {name: getattr(options, name) for name in ("m", "n", "k")}
-    lists = {
-        name: parse_sizes(text, f"--{name}") for name, text in given.items() if text is not None
-    }
-    if "::" in options.target:
-        if options.sizes is not None:
-            lists["nbytes"] = parse_sizes(options.sizes)
-    elif options.target in ops.PLAIN:
-        if lists:
-            raise ValueError(f"--{min(lists)}: {options.target} has no matmul; it takes --sizes")
-        if not ops.PLAIN[options.target].has_size:
-            if options.sizes is not None:
-                raise ValueError(f"--sizes: {options.target} moves nothing, so it has no size")
-        else:
-            lists["nbytes"] = parse_sizes(DEFAULT_SIZES if options.sizes is None else options.sizes)
-    else:
-        if options.sizes is not None:
-            raise ValueError(f"--sizes: {options.target} has a shape; it takes --m, --n and --k")
-        lists = {name: lists.get(name, parse_sizes(DEFAULT_SHAPE)) for name in ("m", "n", "k")}
+    given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
+    kind = ops.OPS.get(options.target)  # None for a kernel of one's own
+    lists = {}
+    for name, text in given.items():
+        option = "--sizes" if name == "nbytes" else f"--{name}"
+        if kind is not None and name in kind.sizes and text is None:
+            text = DEFAULT_SIZES if name == "nbytes" else DEFAULT_SHAPE
+        elif kind is not None and name not in kind.sizes and text is not None:
+            raise ValueError(f"{option}: {options.target} {kind.without}")
+        if text is not None:
+            lists[name] = parse_sizes(text, option)
     return [dict(zip(lists, each, strict=True)) for each in itertools.product(*lists.values())]
