@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ class Refusal:
         return pickle.dumps((op, self, None), protocol=5)
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """What one rank asks for: what must be equal on all ranks, and what every rank adds of its own.
 
@@ -50,26 +51,20 @@ class Call:
     message : terms and part as bytes; of very many terms a digest.
     """
 
-    __slots__ = ("equal_fits", "match", "message", "op", "part", "prepared", "terms")
+    op: str
+    terms: Terms = ()
+    part: Any = field(default=None, kw_only=True)
+    match: Match | None = field(default=None, kw_only=True)
+    equal_fits: bool = field(default=False, kw_only=True)
+    message: bytes = field(init=False)
+    prepared: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        op: str,
-        terms: Terms = (),
-        *,
-        part: Any = None,
-        match: Match | None = None,
-        equal_fits: bool = False,
-    ) -> None:
-        self.op, self.terms, self.part, self.match = op, terms, part, match
-        self.equal_fits = equal_fits or match is None
-        self.message = pickle.dumps((op, terms, part), protocol=5)
-        if len(self.message) > LONGEST and part is None:
-            digest = hashlib.sha256(self.message).hexdigest()
-            self.message = pickle.dumps(
-                (op, (("arguments, by digest,", digest),), None), protocol=5
-            )
-        self.prepared: Any = None
+    def __post_init__(self) -> None:
+        self.equal_fits = self.equal_fits or self.match is None
+        self.message = pickle.dumps((self.op, self.terms, self.part), protocol=5)
+        if len(self.message) > LONGEST and self.part is None:
+            terms = (("arguments, by digest,", hashlib.sha256(self.message).hexdigest()),)
+            self.message = pickle.dumps((self.op, terms, None), protocol=5)
 
     def verify(self, messages: Sequence[bytes]) -> None:
         """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""

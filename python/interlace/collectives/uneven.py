@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.roots import group_rank
 from interlace.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives.rooted import _gather, _scatter
 from interlace.collectives.rootless import _all_gather, _reduce_scatter
@@ -148,12 +147,11 @@ def gather_v(
     [[0.0, 1.0, 1.0], None]
     """
     communicator = resolve(group).on(tensor)
-    with communicator.accepting("gather"):
-        root = group_rank("dst", dst, group_dst, communicator, default=0)
-        parts = None
-        if output is not None:
+    parts = None
+    if output is not None:
+        with communicator.accepting("gather"):
             parts = split("output", output, "sizes", sizes, dim, communicator)
-    return _gather(communicator, (tensor, parts), (None, root), async_op)
+    return _gather(communicator, (tensor, parts), (dst, group_dst), async_op)
 
 
 def scatter_v(
@@ -182,12 +180,11 @@ def scatter_v(
     [[0.0], [1.0, 2.0]]
     """
     communicator = resolve(group).on(tensor)
-    with communicator.accepting("scatter"):
-        root = group_rank("src", src, group_src, communicator, default=0)
-        parts = None
-        if input is not None:
+    parts = None
+    if input is not None:
+        with communicator.accepting("scatter"):
             parts = split("input", input, "sizes", sizes, dim, communicator)
-    return _scatter(communicator, (tensor, parts), (None, root), async_op)
+    return _scatter(communicator, (tensor, parts), (src, group_src), async_op)
 
 
 def all_to_all_v(

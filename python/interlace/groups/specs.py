@@ -222,11 +222,9 @@ def bind(name: str, size: int) -> Communicator:
             "LocalTensorMode itself, no class derived from it"
         )
     whole = default_group()
-    known = _found.get(whole)
-    if known is None:
-        known = _found.setdefault(whole, {})
     if name == rank_lists.DEFAULT_NAME and size == whole.world_size:
         return whole
+    known = _found.setdefault(whole, {})
     communicator = known.get((name, size))
     if communicator is None or communicator.closed:
         communicator = _find(whole, name)
@@ -241,14 +239,11 @@ def bind(name: str, size: int) -> Communicator:
 
 
 def _find(whole: Communicator, name: str) -> Communicator:
-    bound = _bound.get(whole, {}).get(name)
-    if bound is not None:
-        return bound
+    found = _bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
+    if found is not None:
+        return found
     if not name.startswith(RANKS):
         return resolve(name)
-    made_by_new_group = rank_lists.named(whole, name)
-    if made_by_new_group is not None:
-        return made_by_new_group
     lists, _, tag = name.removeprefix(RANKS).partition("#")
     rows = [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
     return rank_lists.group_of(whole, rank_lists.chosen(whole, rows), tag)
