@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.roots import group_rank
+from interlace.arguments import checks
 from interlace.collectives import point_to_point
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
@@ -134,7 +134,7 @@ def gather_object(
     """
     communicator = resolve(group)
     with communicator.accepting("gather_object"):
-        root = group_rank("dst", dst, group_dst, communicator, default=0)
+        root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
         if communicator.rank == root:
             _check_list("object_gather_list", object_gather_list, communicator)
         elif object_gather_list:
@@ -169,7 +169,7 @@ def broadcast_object_list(
     """
     communicator, name = resolve(group), "broadcast_object_list"
     with communicator.accepting(name):
-        root = group_rank("src", src, group_src, communicator, default=0)
+        root = checks.group_rank("src", src, group_src, communicator, default=0)
         is_root = communicator.rank == root
         if not isinstance(object_list, list):
             raise TypeError(
@@ -222,7 +222,7 @@ def scatter_object_list(
                 f"scatter_object_output_list must be a non-empty list, got "
                 f"{scatter_object_output_list!r} on rank {rank}"
             )
-        root = group_rank("src", src, group_src, communicator, default=0)
+        root = checks.group_rank("src", src, group_src, communicator, default=0)
         if rank == root:
             _check_list("scatter_object_input_list", scatter_object_input_list, communicator)
             for each in scatter_object_input_list or ():
@@ -272,7 +272,7 @@ def send_object_list(
     ['a', 1]
     """
     communicator = resolve(group)
-    peer = group_rank("dst", dst, group_dst, communicator)
+    peer = checks.group_rank("dst", dst, group_dst, communicator)
     data = _pickled(communicator, "send_object_list", object_list)
     numbers = [len(data), len(object_list)]
     header = torch.tensor(numbers, dtype=torch.int64).to(communicator.place.device)

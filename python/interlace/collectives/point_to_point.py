@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
-from interlace.arguments.roots import check_member, group_rank
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -42,7 +41,7 @@ def _check_tag(tag: Any, rank: int) -> None:
 
 def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
     """Begin to send to ``peer``, a rank of the group."""
-    check_member("dst", peer, communicator)
+    checks.check_member("dst", peer, communicator)
     data = checks.source("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     made = data.contiguous()
@@ -55,7 +54,7 @@ def _irecv(
 ) -> Work:
     """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
     if peer is not None:
-        check_member("src", peer, communicator)
+        checks.check_member("src", peer, communicator)
     data = checks.target("tensor", tensor, communicator)
     _check_tag(tag, communicator.rank)
     call = _call(communicator, "recv", data)
@@ -124,7 +123,7 @@ def isend(
     [([True, True], 1.0), ([True, True], 0.0)]
     """
     communicator = resolve(group).on(tensor)
-    peer = group_rank("dst", dst, group_dst, communicator)
+    peer = checks.group_rank("dst", dst, group_dst, communicator)
     return _isend(communicator, tensor, peer, tag)
 
 
@@ -159,7 +158,7 @@ def irecv(
 def _source(src: Any, group_src: Any, communicator: Communicator) -> int | None:
     if src is None and group_src is None:
         return None
-    return group_rank("src", src, group_src, communicator)
+    return checks.group_rank("src", src, group_src, communicator)
 
 
 def _not_self(name: str, peer: int | None, communicator: Communicator) -> None:
@@ -192,7 +191,7 @@ def send(
     [0.0, 0.0]
     """
     communicator = resolve(group).on(tensor)
-    peer = group_rank("dst", dst, group_dst, communicator)
+    peer = checks.group_rank("dst", dst, group_dst, communicator)
     _not_self("dst", peer, communicator)
     _isend(communicator, tensor, peer, tag).wait()
 
@@ -302,7 +301,7 @@ def _prepared(entry: Any) -> Callable[[], Work]:
     group_peer = getattr(entry, "group_peer", None)
     peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
     if _direction(entry.op) == "isend":
-        destination = group_rank("dst", peer, group_peer, communicator)
+        destination = checks.group_rank("dst", peer, group_peer, communicator)
         checks.source("tensor", entry.tensor, communicator)
         return lambda: _isend(communicator, entry.tensor, destination, entry.tag)
     source = _source(peer, group_peer, communicator)

@@ -13,7 +13,6 @@ import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
-from interlace.arguments.roots import group_rank
 from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -34,7 +33,7 @@ def checked_broadcast(
     group_src: Rank,
     algorithm: str = "auto",
 ) -> PreparedCall:
-    root = group_rank("src", src, group_src, communicator)
+    root = checks.group_rank("src", src, group_src, communicator)
     is_root = communicator.rank == root
     data = (checks.source if is_root else checks.target)("tensor", tensor, communicator)
     key = ("broadcast", data.dtype, data.shape, root, algorithm)
@@ -95,7 +94,7 @@ def broadcast(
 def checked_reduce(
     communicator: Communicator, tensor: torch.Tensor, dst: Rank, group_dst: Rank, op: Any = "sum"
 ) -> PreparedCall:
-    rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator)
+    rank, root = communicator.rank, checks.group_rank("dst", dst, group_dst, communicator)
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op, rank)
     if factor is not None:
@@ -203,7 +202,10 @@ def checked_gather(
     dst: Rank,
     group_dst: Rank,
 ) -> PreparedCall:
-    rank, root = communicator.rank, group_rank("dst", dst, group_dst, communicator, default=0)
+    rank, root = (
+        communicator.rank,
+        checks.group_rank("dst", dst, group_dst, communicator, default=0),
+    )
     data = checks.source("tensor", tensor, communicator)
     _only_on_root("gather_list", gather_list, root, rank)
     outputs: list[torch.Tensor] | None = None
@@ -261,7 +263,10 @@ def checked_scatter(
     src: Rank,
     group_src: Rank,
 ) -> PreparedCall:
-    rank, root = communicator.rank, group_rank("src", src, group_src, communicator, default=0)
+    rank, root = (
+        communicator.rank,
+        checks.group_rank("src", src, group_src, communicator, default=0),
+    )
     out = checks.target("tensor", tensor, communicator)
     _only_on_root("scatter_list", scatter_list, root, rank)
     inputs: list[torch.Tensor] | None = None

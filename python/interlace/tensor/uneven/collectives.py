@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.roots import group_rank
+from interlace.arguments import checks
 from interlace.collectives import rootless
 from interlace.collectives.all_to_all import _all_to_all
 from interlace.groups.groups import resolve
@@ -68,7 +68,7 @@ def scatter_v(
     op = "scatter_v"
     communicator = resolve(group)
     with communicator.accepting(op):
-        root = group_rank("src", src, group_src, communicator, default=0)
+        root = checks.group_rank("src", src, group_src, communicator, default=0)
         tensor = facts.source_tensor(tensor, root, communicator)
         own = facts.checked_facts(tensor, dim, sizes, communicator)
     terms = (("root", root), facts.gradient_mode())
@@ -146,7 +146,7 @@ def gather_v(
     op = "gather_v"
     communicator = resolve(group).on(tensor)
     with communicator.accepting(op):
-        root = group_rank("dst", dst, group_dst, communicator, default=0)
+        root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
     return gathered(communicator, tensor, cuts, root, shape, needs)
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from interlace.arguments.roots import group_rank
+from interlace.arguments import checks
 from interlace.collectives.all_to_all import whole_numbers
 from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
@@ -134,7 +134,7 @@ class ShardedTensor:
         """
         op, communicator = "gather", self._ranks.communicator.on(self._local)
         with communicator.accepting(op):
-            root = group_rank("dst", None, group_dst, communicator)
+            root = checks.group_rank("dst", None, group_dst, communicator)
             local = facts.with_data("local", self._local, communicator)
         needs = local.requires_grad and torch.is_grad_enabled()
         terms = (
@@ -297,7 +297,7 @@ def scatter(
     rank = communicator.rank
     own = facts.TensorFacts()
     with communicator.accepting(op):
-        root = group_rank("src", None, group_src, communicator)
+        root = checks.group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape), rank)
         tensor = facts.source_tensor(tensor, root, communicator)
         if tensor is not None:
