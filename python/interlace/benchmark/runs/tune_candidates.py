@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Candidate:
 
     algorithm: str
     values: Values = ()
-    default: bool = False
+    default: bool = field(default=False, compare=False)
 
     @property
     def configuration(self) -> dict[str, int | bool]:
@@ -95,18 +95,18 @@ def candidates(
         return sorted(found, key=lambda each: not each.default)
     if capability is None:
         fused = [made("fused", each) for each in _interpreted(problem, base)]
-        return _unique([made("fused", base, default=True), *fused])
+        return list(dict.fromkeys([made("fused", base, default=True), *fused]))
     first = Candidate("unfused", (), True)
     if algorithm != "unfused":
         first = made(algorithm, base, default=True)
     found = [first, Candidate("unfused")]
     if problem.dtype not in FUSED_DTYPES:
-        return _unique(found)
+        return list(dict.fromkeys(found))
     gathers = problem.op == "all_gather_matmul"
     parts = (1, 2, 4, 8) if gathers else (base.chunks,)
     found += [made("pipelined", replace(base, chunks=chunks)) for chunks in parts]
     if problem.op == "matmul_all_reduce" and not one_shot:
-        return _unique([*found, made("fused", base)])
+        return list(dict.fromkeys([*found, made("fused", base)]))
     itemsize = problem.dtype.itemsize
     tiles = _ranked(problem, capability, tile_candidates(base, capability, itemsize), MOST_TILES)
     groups = [replace(base, group_m=group) for group in (4, 16)]
@@ -115,20 +115,13 @@ def candidates(
         sent = _ranked(problem, capability, sending_candidates(base), MOST_SENDINGS)
     every = [base, *tiles, *groups, *sent]
     fitting = [each for each in every if not why_not(each, capability, itemsize)]
-    return _unique([*found, *(made("fused", each) for each in fitting)])
+    return list(dict.fromkeys([*found, *(made("fused", each) for each in fitting)]))
 
 
 def combined(tile: Candidate, sending: Candidate) -> Candidate:
     """The tiles of one with the sends of the other."""
     values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
     return Candidate("fused", tuple(sorted(values.items())))
-
-
-def _unique(found: Iterable[Candidate]) -> list[Candidate]:
-    kept: dict[tuple[str, Values], Candidate] = {}
-    for each in found:
-        kept.setdefault((each.algorithm, each.values), each)
-    return list(kept.values())
 
 
 def _ranked(

@@ -59,8 +59,6 @@ class Fused(ABC):
                 f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
             )
 
-    # -- data ----------------------------------------------------------------------------------------
-
     def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
         number, setting = 2 * call + what, self.setting
         return payload.matrix(rows, columns, rank, number, setting.dtype, setting.device)

@@ -65,8 +65,6 @@ class Plain(ABC):
         """What a rank sends to each other one, at once."""
         return self.nbytes
 
-    # -- data ----------------------------------------------------------------------------------------
-
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
         """What ``rank`` brings to ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count

@@ -122,9 +122,6 @@ def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
     return ""
 
 
-# -- ops -------------------------------------------------------------------------------------------------
-
-
 def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject:
     subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops)
     subject.candidates = _candidates(op, names, chosen)

@@ -20,9 +20,6 @@ from interlace.cli.output.plots import require_matplotlib
 CACHED = "in cache"  # marks inputs that could not be rotated past the cache
 
 
-# -- the table -----------------------------------------------------------------------------------------
-
-
 def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> None:
     console.print(_title(results))
     headers, lines = table(results)
@@ -136,9 +133,6 @@ def notes(results: Sequence[Result]) -> list[str]:
                 f"cache, {sizes.cache_bytes >> 20} MiB."
             )
     return list(dict.fromkeys(found))
-
-
-# -- files ---------------------------------------------------------------------------------------------
 
 
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Result]) -> None:

@@ -170,9 +170,6 @@ def _file(options: CalibrateOptions, device_type: str) -> pathlib.Path:
     return file_to_write(options.cache, calibration.path(device_type), calibration.VARIABLE)
 
 
-# -- what is printed -------------------------------------------------------------------------------
-
-
 def _plan(console: Any, options: CalibrateOptions, request: Any) -> None:
     file, backend = _file(options, "cpu"), options.backend or calibration.OWN
     cases = request.cases

@@ -1,10 +1,4 @@
-"""``interlace doctor``: what this machine offers, and which places work here and why not.
-
-inspect_machine()  facts (output/machine.py)
-judge_places()     facts -> per place: works, and why (not)
-collect()          both, as plain JSON-able values
-doctor()           prints them, line by line or as JSON
-"""
+"""``interlace doctor``: what this machine offers, and which places work here and why not."""
 
 from __future__ import annotations
 

@@ -21,76 +21,73 @@ Event = dict[str, Any]
 
 def write_trace(path: pathlib.Path, parts: Sequence[tuple[str, Recording]]) -> None:
     """Write (title, recording) one after another on one time axis."""
-    events: list[Event] = []
-    threads: dict[tuple[int, str], int] = {}
-    offset = 0
+    trace, offset = _Trace(), 0
     for title, recording in parts:
         start, end = extent(recording)
         start = min([start, *(span.start for span in recording.spans)])
         end = max([end, *(span.end for span in recording.spans)])
-        _add(events, threads, title, recording, offset - start, len(events))
+        trace.add(title, recording, offset - start)
         offset += end - start + GAP
-    names = _names(threads)
     unit = parts[0][1].unit if parts else ""
     content = {
-        "traceEvents": names + events,
+        "traceEvents": trace.names() + trace.events,
         "displayTimeUnit": "ms",
         "otherData": {"time": unit, "note": f"1 us in this file stands for 1 of: {unit}"},
     }
     path.write_text(json.dumps(content), encoding="ascii")
 
 
-def _add(
-    events: list[Event],
-    threads: dict[tuple[int, str], int],
-    title: str,
-    recording: Recording,
-    shift: int,
-    first_arrow: int,
-) -> None:
-    def where(rank: int, lane: str, time: float) -> Event:
-        thread = threads.setdefault((rank, lane), len(threads))
-        return {"pid": rank, "tid": thread, "ts": (time + shift) / TICKS}
+class _Trace:
+    """``threads`` are numbered as they are met, by rank and lane."""
 
-    for span in recording.spans:
-        details = {"op": title}
-        if span.peer is not None:
-            details["peer"] = f"rank {span.peer}"
-        if span.nbytes:
-            details["bytes sent"] = str(span.nbytes)
-        if span.slot is not None:
-            details["slot at byte"] = str(span.slot.byte)
-        event = {"ph": "X", "name": _title(span), "cat": span.kind, "args": details}
-        duration = {"dur": max(span.end - span.start, 1) / TICKS}
-        events.append({**event, **where(span.rank, span.lane, span.start), **duration})
-    for number, (wait, signal) in enumerate(recording.ended_by().items(), first_arrow):
-        arrow = {"name": "chunk", "cat": "signal", "id": number}
-        # An arrow hangs on the slice around it: publishing gets one of its own, and the other end is
-        # just inside the wait.
-        sent = where(signal.source, signal.lane, signal.time)
-        to = f"publish to rank {signal.slot.rank}"
-        events.append(
-            {"ph": "X", "name": to, "cat": "signal", "dur": 1 / TICKS, **sent, "args": {}}
-        )
-        events.append({"ph": "s", **arrow, **sent})
-        ended = where(wait.rank, wait.lane, max(wait.end - 1, signal.time))
-        events.append({"ph": "f", "bp": "e", **arrow, **ended})
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.threads: dict[tuple[int, str], int] = {}
 
+    def add(self, title: str, recording: Recording, shift: int) -> None:
+        def where(rank: int, lane: str, time: float) -> Event:
+            thread = self.threads.setdefault((rank, lane), len(self.threads))
+            return {"pid": rank, "tid": thread, "ts": (time + shift) / TICKS}
 
-def _names(threads: dict[tuple[int, str], int]) -> list[Event]:
-    """What processes and threads are called, and their order."""
-    events: list[Event] = []
+        first_arrow = len(self.events)
+        for span in recording.spans:
+            details = {"op": title}
+            if span.peer is not None:
+                details["peer"] = f"rank {span.peer}"
+            if span.nbytes:
+                details["bytes sent"] = str(span.nbytes)
+            if span.slot is not None:
+                details["slot at byte"] = str(span.slot.byte)
+            event = {"ph": "X", "name": _title(span), "cat": span.kind, "args": details}
+            duration = {"dur": max(span.end - span.start, 1) / TICKS}
+            self.events.append({**event, **where(span.rank, span.lane, span.start), **duration})
+        for number, (wait, signal) in enumerate(recording.ended_by().items(), first_arrow):
+            arrow = {"name": "chunk", "cat": "signal", "id": number}
+            # An arrow hangs on the slice around it: publishing gets one of its own, and the other end is
+            # just inside the wait.
+            sent = where(signal.source, signal.lane, signal.time)
+            to = f"publish to rank {signal.slot.rank}"
+            ended = where(wait.rank, wait.lane, max(wait.end - 1, signal.time))
+            self.events += [
+                {"ph": "X", "name": to, "cat": "signal", "dur": 1 / TICKS, **sent, "args": {}},
+                {"ph": "s", **arrow, **sent},
+                {"ph": "f", "bp": "e", **arrow, **ended},
+            ]
 
-    def add(kind: str, rank: int, thread: int, **value: Any) -> None:
-        events.append({"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": value})
+    def names(self) -> list[Event]:
+        """What processes and threads are called, and their order."""
+        events: list[Event] = []
 
-    for rank in sorted({rank for rank, _ in threads}):
-        add("process_name", rank, 0, name=f"rank {rank}")
-        add("process_sort_index", rank, 0, sort_index=rank)
-    for (rank, lane), thread in sorted(threads.items()):
-        add("thread_name", rank, thread, name=lane)
-        add("thread_sort_index", rank, thread, sort_index=thread)
-    return events
+        def name(kind: str, rank: int, thread: int, text: str, index: int) -> None:
+            where = {"ph": "M", "pid": rank, "tid": thread}
+            events.append({**where, "name": f"{kind}_name", "args": {"name": text}})
+            events.append({**where, "name": f"{kind}_sort_index", "args": {"sort_index": index}})
+
+        for rank in sorted({rank for rank, _ in self.threads}):
+            name("process", rank, 0, f"rank {rank}", rank)
+        for (rank, lane), thread in sorted(self.threads.items()):
+            name("thread", rank, thread, lane, thread)
+        return events
 
 
 def _title(span: Span) -> str:

@@ -1,8 +1,4 @@
-"""``interlace demo``: the fused ops on real input, compared with float64, and what happened when.
-
-Every case of ``cases.py`` is a run of its own with its own recording: run_case() runs and measures it,
-report() prints it, and the end of demo() writes the files.
-"""
+"""``interlace demo``: the fused ops on real input, compared with float64, and what happened when."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from interlace.cli.demo.cases import CASES, Case
 from interlace.cli.demo.options import DemoOptions
 from interlace.cli.demo.workload import Workload
 from interlace.cli.output.consoles import write
+from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.plots import require_matplotlib
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
@@ -85,8 +82,8 @@ def _load(options: DemoOptions) -> Workload:
             raise ValueError(
                 f"--{name} needs --place sim or shm: compiled kernels are not recorded"
             )
-        if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: the folder does not exist")
+        if path is not None:
+            refuse_unwritable(f"--{name}", path)
     if options.plot is not None:
         require_matplotlib()
     dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)
@@ -125,9 +122,6 @@ def run_case(case: Case, work: Workload, options: DemoOptions) -> CaseResult:
     return CaseResult(case, errors, merge(recorded) if recorded else None)
 
 
-# -- on the ranks ----------------------------------------------------------------------------------
-
-
 def _on_rank(case: int, work: Workload) -> tuple[torch.Tensor, Recording | None]:
     """This rank's part of the result, and what it recorded where every rank does so for itself."""
     interpreted = groups.default_group().place.interpreted
@@ -136,9 +130,6 @@ def _on_rank(case: int, work: Workload) -> tuple[torch.Tensor, Recording | None]
     with trace.recording() if own_recorder else nullcontext() as recorder:
         output = CASES[case].on_rank(work)
     return output.cpu(), None if recorder is None else recorder.recording()
-
-
-# -- printing --------------------------------------------------------------------------------------
 
 
 def _headline(console: Console, options: DemoOptions, work: Workload) -> None:

@@ -176,9 +176,6 @@ def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -
     return cells
 
 
-# -- PNG ---------------------------------------------------------------------------------------------
-
-
 def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world_size: int) -> None:
     """One panel per (title, recording): arrivals and the programs of every rank."""
     figure = require_matplotlib()(figsize=(12, 1.6 + len(parts) * (0.7 + 0.62 * world_size)))

@@ -135,8 +135,6 @@ def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.Row:
     )
 
 
-# -- what is printed -------------------------------------------------------------------------------
-
 MEANING = {
     "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
     "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",

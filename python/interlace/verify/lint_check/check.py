@@ -218,9 +218,6 @@ def _arch(arch: int | str) -> int:
     return int(number)
 
 
-# -- launches that were seen ---------------------------------------------------------------------------
-
-
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
     """Lint what ``launch`` runs, for ``arch``, with its types, alignments and constants.
 

@@ -179,8 +179,6 @@ class ProtocolMachine:
         content = self._contents.index(step.content)
         return _Code(kind, self._reduced, value=content, cells=cells, mask=mask)
 
-    # -- running -------------------------------------------------------------------------------
-
     def step(self, state: bytearray, process: int) -> str | None:
         """Take the next step of ``process`` in place.
 

@@ -242,9 +242,6 @@ def two_shot(ranks: int, rounds: int) -> Protocol:
     return _protocol("two-shot", ranks, rounds, steps_of)
 
 
-# -- other -------------------------------------------------------------------------------------
-
-
 def flag_barrier(ranks: int, rounds: int) -> Protocol:
     """The barrier of torch's handle of symmetric memory, ``handle_barrier_kernel``: flags of 0 and 1.
 

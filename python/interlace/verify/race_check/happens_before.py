@@ -67,8 +67,6 @@ class Detector(Observer):
         self._sites: dict[Access, int] = {}
         self.found: dict[tuple[Any, ...], Finding] = {}  # one per kind and pair of source lines
 
-    # -- agents ------------------------------------------------------------------------------------
-
     def _agent(self, task: Task) -> Agent:
         agent = self._tasks.get(task)
         if agent is None:
@@ -339,8 +337,6 @@ class Detector(Observer):
         level = SCOPES[scope] if self.rules.scopes else SYS
         agent.fenced[level] = self._released(agent, each_thread=False)
         self._after_release(agent)
-
-    # -- reports -------------------------------------------------------------------------------------
 
     def _site(self, agent: Agent, what: str, lines: tuple[str, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""

@@ -131,8 +131,6 @@ class ShadowSegment:
             return int(index.start + position)
         return int(index[position])
 
-    # -- notes -----------------------------------------------------------------------------------
-
     def note_store(self, index: Index, component: int, time: int, site: int) -> None:
         self.writer[index] = component
         self.written.set(index, time, site)

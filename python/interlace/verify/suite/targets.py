@@ -118,9 +118,6 @@ def _over_nodes(start: Start, algorithm: str = "auto") -> dict[str, Callable[[],
     return {f"{put} puts": variant(put) for put in ("stores", "late")}
 
 
-# -- ops -----------------------------------------------------------------------------------------------
-
-
 def _itself(result: Any) -> torch.Tensor:
     assert isinstance(result, torch.Tensor)
     return result
