@@ -53,19 +53,6 @@ class Work(TorchWork):
         self._number = 0 if outcome is None else place.calls
         self._succeeded = False  # was seen to have completed before the group failed
 
-    def _finished(self, seconds: float | None) -> Outcome | None:
-        """The outcome of the host part, for which this waits; raises what the op failed with."""
-        if self._outcome is None:
-            return None
-        try:
-            return self._outcome.result(seconds)
-        except (TimeoutError, FutureTimeoutError) as error:
-            if self._outcome.done():
-                raise
-            raise CollectiveTimeoutError(
-                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
-            ) from error
-
     def wait(self, timeout: timedelta | float | None = _ZERO) -> Any:
         """Order the caller's later work after the op.
 
@@ -83,8 +70,14 @@ class Work(TorchWork):
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             if seconds is not None and seconds <= 0:
                 seconds = None  # torch: zero means the group's timeout
-        outcome = self._finished(seconds)
-        assert outcome is not None
+        try:
+            outcome = self._outcome.result(seconds)
+        except (TimeoutError, FutureTimeoutError) as error:
+            if self._outcome.done():
+                raise
+            raise CollectiveTimeoutError(
+                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
+            ) from error
         if outcome.event is not None:
             self._place.hold_current(outcome.event, f"the end of {self._op}")
         self._place.check()

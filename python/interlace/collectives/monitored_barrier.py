@@ -48,29 +48,22 @@ def _monitored_barrier(
         token += 1 + rank
     if rank == 0:
         _collect(communicator, token, tag, seconds, wait_all_ranks)
-        _check_accepted(token, refused)
-        return
-    said = point_to_point._isend(communicator, token, 0, tag)
-    if refused is not None:
-        said.wait()
-        raise refused
-    try:
-        point_to_point._irecv(communicator, token, 0, tag).wait(seconds if seconds > 0 else 1e-3)
-    except InterlaceError as error:
-        raise CollectiveTimeoutError(
-            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
-            f"for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n{error}",
-            (0,),
-        ) from error
-    _check_accepted(token, None)
-
-
-def _check_accepted(token: torch.Tensor, refused: Exception | None) -> None:
-    """Raise if a rank refused its arguments: ``token`` is one more than its number, or 0."""
+    else:
+        said = point_to_point._isend(communicator, token, 0, tag)
+        if refused is not None:
+            said.wait()
+            raise refused
+        try:
+            point_to_point._irecv(communicator, token, 0, tag).wait(max(seconds, 1e-3))
+        except InterlaceError as error:
+            raise CollectiveTimeoutError(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+                f"for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n{error}",
+                (0,),
+            ) from error
     if refused is not None:
         raise refused
-    number = int(token.item())
-    if number:
+    if number := int(token.item()):  # one more than that of a rank that refused its arguments
         raise ValueError(
             f"monitored_barrier: rank {number - 1} cannot take part: timeout is not a number of seconds"
         )

@@ -71,17 +71,10 @@ class _Returning(_TorchDispatchMode):  # type: ignore[misc]
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
     def _is_ours(self, func: Any, args: Any) -> bool:
-        unbox = dist.ProcessGroup.unbox
-        return func.namespace == "c10d" and any(
-            isinstance(each, torch.ScriptObject) and _same_group(unbox, each, self._group)
-            for each in args[1:3]
-        )
-
-
-def _same_group(unbox: Callable[[Any], Any], boxed: Any, group: Any) -> bool:
-    try:
-        return unbox(boxed) is group
-    except RuntimeError:  # another kind of object: the ReduceOp of an all_reduce
+        for each in args[1:3] if func.namespace == "c10d" else ():
+            if isinstance(each, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError):  # it is the ReduceOp of an all_reduce
+                    return dist.ProcessGroup.unbox(each) is self._group
         return False
 
 
