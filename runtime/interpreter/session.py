@@ -236,17 +236,20 @@ def active(values: Any, pointers: Any, mask: Any) -> Any:
     return values.ravel() if chosen.all() else values[np.broadcast_to(chosen, shape)]
 
 
-def source_frames(frame: Any) -> list[Any]:
-    """The frames of kernel code under a suspended program, innermost first.
-
-    Neither Triton's nor the runtime's own frames are of use to the author of a kernel.
-    """
-    frames = []
+def outwards(frame: Any) -> Iterator[Any]:
+    """``frame``, which may be None, and those that called it, innermost first."""
     while frame is not None:
-        if _of_kernels(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
-            frames.append(frame)
+        yield frame
         frame = frame.f_back
-    return frames
+
+
+def source_frames(frame: Any) -> list[Any]:
+    """Those of kernel code: neither Triton's nor the runtime's own are of use to the author of a kernel."""
+    return [
+        each
+        for each in outwards(frame)
+        if _of_kernels(each.f_code.co_filename, each.f_globals.get("__name__", ""))
+    ]
 
 
 @functools.cache  # asked for every frame at every access of a run that is observed

@@ -231,7 +231,8 @@ class ProgramHooks:
             return any(ctypes.string_at(a, size) != value for a, size, value in cells)
 
         task.polls = True
-        self.block(changed, polling(task, seen, cells[0][0] if cells else None, self.memory))
+        first = cells[0][0] if cells else None
+        self.block(changed, lambda: polling(task, seen, first, self.memory))
         task.polls = False
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import functools
 import hashlib
 import threading
 import time
@@ -354,7 +355,7 @@ class Scheduler(ProgramHooks):
         self.stalled = 0
         for task in self._tasks:
             if task.program is not None and task.waiting is None:
-                task.waiting = polling(task, None, None, self.memory)
+                task.waiting = functools.partial(polling, task, None, None, self.memory)
         self._nothing_ready()
 
     def changed(self) -> None:

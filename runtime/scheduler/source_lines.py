@@ -6,11 +6,10 @@ import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from interlace.runtime.core.errors import BlockedWait
-from interlace.runtime.interpreter.session import source_frames
+from interlace.runtime.interpreter.session import outwards, source_frames
 
 if TYPE_CHECKING:
     from interlace.runtime.scheduler.task import Task
@@ -20,33 +19,29 @@ _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by th
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
 
 
-def polling(
-    task: Task, seen: int | None, address: int | None, memory: MemoryNames
-) -> Callable[[], BlockedWait]:
+def polling(task: Task, seen: int | None, address: int | None, memory: MemoryNames) -> BlockedWait:
     """Describe a program that polls ``address``, from the frames it is suspended in."""
-
-    def describe() -> BlockedWait:
-        suspended = task.greenlet.gr_frame
-        frames = source_frames(suspended)
-        expected = source = None
-        what = "a slot" if address is None else memory.name(address)
-        where = ""
-        for frame in frames:
-            if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
-                values = frame.f_locals
-                expected = _scalar(values["epoch"])
-                source = _scalar(values.get("source"))
-                what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
-            elif not where or where.startswith(_SIGNALS):
-                where = f"{line_of(frame)} in {frame.f_code.co_name}"
-        if frames and expected is None:
-            expected = _expected(frames[0])
-        instruction = _instruction(suspended)
-        if instruction:
-            where += f", inline PTX: {instruction}"
-        return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
-
-    return describe
+    suspended = task.greenlet.gr_frame
+    frames = source_frames(suspended)
+    expected = source = None
+    what = "a slot" if address is None else memory.name(address)
+    where = ""
+    for frame in frames:
+        if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
+            values = frame.f_locals
+            expected = _scalar(values["epoch"])
+            source = _scalar(values.get("source"))
+            what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
+        elif not where or where.startswith(_SIGNALS):
+            where = f"{line_of(frame)} in {frame.f_code.co_name}"
+    if frames and expected is None:
+        expected = _expected(frames[0])
+    for frame in outwards(suspended):
+        inside = frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads")
+        if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
+            where += f", inline PTX: {text}"
+            break
+    return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
 
 
 class MemoryNames:
@@ -89,16 +84,6 @@ def _expected(frame: Any) -> int | None:
     return _scalar(frame.f_locals.get(found[-1]))
 
 
-def _instruction(frame: Any) -> str:
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads"):
-            text = getattr(frame.f_locals.get("step"), "text", "")
-            if text:
-                return str(text)
-        frame = frame.f_back
-    return ""
-
-
 def program_line(task: Task) -> str:
     frames = source_frames(task.greenlet.gr_frame)
     return f"{line_of(frames[0])} in {frames[0].f_code.co_name}" if frames else "its beginning"
@@ -106,12 +91,9 @@ def program_line(task: Task) -> str:
 
 def user_frame(frame: Any) -> Any:
     """The innermost frame of the user's code at or above ``frame``; None if there is none."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("interlace", "torch", "contextlib", "concurrent", "triton")):
-            return frame
-        frame = frame.f_back
-    return None
+    ours = ("interlace", "torch", "contextlib", "concurrent", "triton")
+    around = outwards(frame)
+    return next((f for f in around if not f.f_globals.get("__name__", "").startswith(ours)), None)
 
 
 def user_line(task: Task) -> str:

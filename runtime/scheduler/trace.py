@@ -70,27 +70,12 @@ class _Lane:
     copied_to: int | None = None
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, int, int]] = []  # begin, end, rank, number on the rank
-        self._counts: Counter[int] = Counter()
-
-    def add(self, rank: int, base: int, nbytes: int) -> None:
-        self._ranges.append((base, base + nbytes, rank, self._counts[rank]))
-        self._counts[rank] += 1
-
-    def find(self, address: int) -> Slot | None:
-        for base, end, rank, number in reversed(self._ranges):
-            if base <= address < end:
-                return Slot(rank, number, address - base)
-        return None
-
-
 class Recorder(Observer):
     def __init__(self) -> None:
         self._spans: list[Span] = []
         self._signals: list[Signal] = []
-        self._memory = _Memory()
+        self._memory: list[tuple[int, int, Slot]] = []  # begin, end, the slot at the beginning
+        self._buffers: Counter[int] = Counter()
         self._steps: Callable[[], int] | None = None
         self._lanes: dict[Task, _Lane] = {}
         self._last = 0
@@ -114,7 +99,15 @@ class Recorder(Observer):
         self._steps = steps
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str = "") -> None:
-        self._memory.add(rank, memory.data_ptr(), memory.nbytes)
+        begin = memory.data_ptr()
+        self._memory.append((begin, begin + memory.nbytes, Slot(rank, self._buffers[rank], 0)))
+        self._buffers[rank] += 1
+
+    def _slot(self, address: int) -> Slot | None:
+        for begin, end, first in reversed(self._memory):
+            if begin <= address < end:
+                return first._replace(byte=address - begin)
+        return None
 
     # -- hooks of streams ------------------------------------------------------------------------
 
@@ -124,14 +117,14 @@ class Recorder(Observer):
         rank = task.rank
         span = Span("item", rank, f"stream {stream}", "", start, self.now(), label=label)
         if copied_to is not None:
-            to = self._memory.find(copied_to.data_ptr())
+            to = self._slot(copied_to.data_ptr())
             peer = None if to is None else to.rank
             away = copied_to.nbytes if peer not in (None, rank) else 0
             span = span._replace(kind="copy", peer=peer, nbytes=away)
         self._spans.append(span)
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
-        self._publish(task.rank, task.who, op, self._memory.find(slot.data_ptr()), self.now())
+        self._publish(task.rank, task.who, op, self._slot(slot.data_ptr()), self.now())
 
     # -- hooks of programs -----------------------------------------------------------------------
 
@@ -145,7 +138,7 @@ class Recorder(Observer):
         addresses = active_addresses(pointers, mask)
         if task is None or task.program is None or not addresses.size:
             return
-        place = self._memory.find(int(addresses[0]))
+        place = self._slot(int(addresses[0]))
         if place is not None and place.byte < _HEADER_BYTES:
             return
         inside, elsewhere = _STORES.get(task.program.kernel, ("copy", "store"))
@@ -164,12 +157,16 @@ class Recorder(Observer):
     def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
         """A poll, or a publish."""
         addresses = active_addresses(atomic.pointers, atomic.mask)
-        slot = self._memory.find(int(addresses[0])) if addresses.size else None
+        slot = self._slot(int(addresses[0])) if addresses.size else None
         if task is None or task.program is None or slot is None:
             return
         lane = self._lane(task)
         if atomic.reads_only:
-            self._polled(task, lane, slot)
+            if slot.byte >= _CREDIT_BYTE:  # else it looks for an abort
+                if lane.polled != slot:  # polls of one slot in a row are one wait
+                    self._close_wait(task, lane)
+                    lane.polled = slot
+                lane.last_poll = self.now()
             return
         self._close_wait(task, lane)
         if lane.copied_to is not None:
@@ -185,15 +182,6 @@ class Recorder(Observer):
         if lane is None:
             lane = self._lanes[task] = _Lane(self.now())
         return lane
-
-    def _polled(self, task: Task, lane: _Lane, slot: Slot) -> None:
-        """Polls of one slot in a row are one wait. Looking for an abort is not one."""
-        if slot.byte < _CREDIT_BYTE:
-            return
-        if lane.polled != slot:
-            self._close_wait(task, lane)
-            lane.polled = slot
-        lane.last_poll = self.now()
 
     def _close_wait(self, task: Task, lane: _Lane) -> None:
         slot = lane.polled
