@@ -36,9 +36,6 @@ def tiles_of(rows: Sequence[int], block_m: int, tiles_n: int) -> int:
     return sum(ceil_div(count, block_m) for count in rows) * tiles_n
 
 
-# -- gathering ---------------------------------------------------------------------------------
-
-
 def chunk_rows(rows: Sequence[int], block_m: int, chunks: int) -> int:
     """Rows per chunk: whole tiles, and the longest shard in about ``chunks`` chunks."""
     return ceil_div(ceil_div(max(rows), block_m), chunks) * block_m
@@ -105,9 +102,6 @@ def chunk_lines(
     return lines
 
 
-# -- reducing ----------------------------------------------------------------------------------
-
-
 def reduce_slots(world_size: int, rows: Sequence[int], block_m: int, tiles_n: int) -> int:
     """A slot per source and tile of the part that an owner collects; of the longest, on all ranks."""
     return world_size * ceil_div(max(rows), block_m) * tiles_n
@@ -134,9 +128,6 @@ def segment_lines(
         lines.append([owner, first, count, start])
         start += ceil_div(count, block_m) * tiles_n
     return lines
-
-
-# -- by the switch -----------------------------------------------------------------------------
 
 
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:

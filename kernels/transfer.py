@@ -12,7 +12,7 @@ same slot on every rank: its number among all chunks in rank order.
 import triton
 import triton.language as tl
 
-from interlace.kernels.arguments import Rows
+from interlace.kernels.arguments import Copies, Rows
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 
 TRANSFER_COLUMNS = 5
@@ -80,17 +80,16 @@ def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
 
 
 @triton.jit
-def push_chunks(workspace, input, sends, columns, epoch, program, programs,
-                BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
                 row_scale_ptr=None, scale_offset=0, SCALED: tl.constexpr = False):  # fmt: skip
-    """Do every ``programs``-th send of the table: wait for the peer's credit, copy, publish.
+    """Do every ``COPIERS``-th send of the table: wait for the peer's credit, copy, publish.
 
     Where the wait is given up nothing is stored: the peer may still be reading what is there.
-    ``BLOCK_ROWS`` 0: a flat tensor, copied ``BLOCK_COLUMNS`` elements at a time. ``SCALED``: a number per
+    ``COPY_ROWS`` 0: a flat tensor, copied ``COPY_COLUMNS`` elements at a time. ``SCALED``: a number per
     row, ``row_scale_ptr[row]``, goes with its chunk, to ``scale_offset`` of the peer's workspace.
     """
     # Every n-th, not a run of its own: early chunks leave first, whoever sends them.
-    for send in range(program, sends.count, programs):
+    for send in range(tl.program_id(0), sends.count, COPIES.COPIERS):
         line = sends.ptr + send * _COLUMNS
         peer = tl.load(line)
         first_row = tl.load(line + 1)
@@ -101,11 +100,11 @@ def push_chunks(workspace, input, sends, columns, epoch, program, programs,
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row * columns
             from_ptr = input.ptr + first_row * input.stride
-            if BLOCK_ROWS == 0:
-                copy_elements(to_ptr, from_ptr, rows, BLOCK_COLUMNS)
+            if COPIES.COPY_ROWS == 0:
+                copy_elements(to_ptr, from_ptr, rows, COPIES.COPY_COLUMNS)
             else:
                 copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
-                          BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
+                          COPIES.COPY_ROWS, COPIES.COPY_COLUMNS)  # fmt: skip
             if SCALED:
                 # Before the signal, which tells of both: a consumer waits once per chunk.
                 scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
@@ -136,7 +135,7 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
     # have begun: with collectors in front, a small GPU could be full of programs that wait.
     if program < COPIERS:
         flat = Rows(input_ptr, 1)
-        push_chunks(workspace, flat, sends, 1, epoch, program, COPIERS, 0, BLOCK)
+        push_chunks(workspace, flat, sends, 1, epoch, Copies(COPIERS, 0, BLOCK))
     else:
         gathered_ptr = data_pointer(workspace, workspace.rank, input_ptr)
         # Collectors count from 0: copiers are not among those that share the arrivals out.

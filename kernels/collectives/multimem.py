@@ -117,20 +117,19 @@ def wait_all_credits(peers, epoch):
 
 
 @triton.jit
-def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program, programs,
-                     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, row_scale_ptr,
-                     scale_offset, SCALED: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
-    """As ``transfer.push_chunks``, every ``programs``-th chunk once for all ranks.
+def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES: tl.constexpr,
+                     row_scale_ptr, scale_offset, SCALED: tl.constexpr):  # fmt: skip
+    """As ``transfer.push_chunks``, every ``COPIERS``-th chunk once for all ranks.
 
     Rows begin at multiples of 16 bytes and are whole vectors. A chunk's sends are neighbours in the
     table, one per peer, which differ in the peer only.
     """
     ITEM: tl.constexpr = input.ptr.dtype.element_ty.primitive_bitwidth // 8
-    VECTORS: tl.constexpr = BLOCK_COLUMNS * ITEM // 16
+    VECTORS: tl.constexpr = COPIES.COPY_COLUMNS * ITEM // 16
     # A chunk has a send per peer, of which the first is read. With one rank there is none: divide by 1.
     others = max(workspace.world_size - 1, 1)
     if wait_all_credits(workspace, epoch):
-        for chunk in range(program, sends.count // others, programs):
+        for chunk in range(tl.program_id(0), sends.count // others, COPIES.COPIERS):
             line = sends.ptr + chunk * others * _SEND
             first_row = tl.load(line + 1)
             rows = tl.load(line + 2)
@@ -138,8 +137,8 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program
             slot = tl.load(line + 4)
             from_address = (input.ptr + first_row * input.stride).to(tl.int64)
             to_byte = workspace.data_offset + gathered_row * columns * ITEM
-            for row in range(0, rows, BLOCK_ROWS):
-                offs_m = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+            for row in range(0, rows, COPIES.COPY_ROWS):
+                offs_m = row + tl.arange(0, COPIES.COPY_ROWS).to(tl.int64)
                 for vector in range(0, columns * ITEM // 16, VECTORS):
                     offs_v = vector + tl.arange(0, VECTORS)
                     valid = (offs_m < rows)[:, None] & (offs_v < columns * ITEM // 16)[None, :]
@@ -149,7 +148,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, program
                         to_byte + offs_m[:, None] * columns * ITEM + offs_v[None, :] * 16,
                         from_address + offs_m[:, None] * input.stride * ITEM + offs_v[None, :] * 16,
                         valid,
-                        MULTIMEM,
+                        COPIES.MULTICAST == "multimem",
                     )
             # Scales are few and need not be 16-byte aligned: to each peer by itself.
             for step in range(1, workspace.world_size):

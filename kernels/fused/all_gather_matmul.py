@@ -165,38 +165,15 @@ def all_gather_matmul_kernel(
     if COPIES.COPIERS > 0:
         consumes = program >= COPIES.COPIERS
         if program < COPIES.COPIERS:
+            SCALED: tl.constexpr = TILES.SCALES == "row"
+            scale_ptr = epilogue.row_scale_ptr
             if COPIES.MULTICAST == "":
                 push_chunks(
-                    workspace,
-                    input,
-                    sends,
-                    K,
-                    epoch,
-                    program,
-                    COPIES.COPIERS,
-                    COPIES.COPY_ROWS,
-                    COPIES.COPY_COLUMNS,
-                    epilogue.row_scale_ptr,
-                    scale_offset,
-                    TILES.SCALES == "row",
+                    workspace, input, sends, K, epoch, COPIES, scale_ptr, scale_offset, SCALED
                 )
             else:
-                broadcast_chunks(
-                    workspace,
-                    multicast,
-                    input,
-                    sends,
-                    K,
-                    epoch,
-                    program,
-                    COPIES.COPIERS,
-                    COPIES.COPY_ROWS,
-                    COPIES.COPY_COLUMNS,
-                    epilogue.row_scale_ptr,
-                    scale_offset,
-                    TILES.SCALES == "row",
-                    COPIES.MULTICAST == "multimem",
-                )
+                broadcast_chunks(workspace, multicast, input, sends, K, epoch, COPIES,
+                                 scale_ptr, scale_offset, SCALED)  # fmt: skip
     if consumes:
         _consume(
             workspace,

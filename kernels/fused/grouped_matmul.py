@@ -160,17 +160,7 @@ def grouped_matmul_kernel(
     if COPIES.COPIERS > 0:
         consumes = program >= COPIES.COPIERS
         if program < COPIES.COPIERS:
-            push_chunks(
-                workspace,
-                input,
-                sends,
-                K,
-                epoch,
-                program,
-                COPIES.COPIERS,
-                COPIES.COPY_ROWS,
-                COPIES.COPY_COLUMNS,
-            )
+            push_chunks(workspace, input, sends, K, epoch, COPIES)
     if consumes:
         _consume(
             workspace,

@@ -1,6 +1,7 @@
 """interlace: collectives that run inside the matmuls they feed, on Triton and symmetric memory.
 
->>> import interlace
+Examples in docstrings begin after ``import interlace, torch`` and ``from interlace import functional, nn``.
+
 >>> interlace.run(lambda: interlace.get_rank(), 2)
 [0, 1]
 """

@@ -47,7 +47,6 @@ def run(
         too, and ends the other ranks.
     DeadlockError : ranks wait for each other (``"sim"``).
 
-    >>> import interlace
     >>> interlace.run(lambda: interlace.get_rank() * 10, 3)
     [0, 10, 20]
     """

@@ -62,7 +62,6 @@ def all_gather_matmul(
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
-    >>> import interlace, torch
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
@@ -142,7 +141,6 @@ def matmul_reduce_scatter(
 
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
-    >>> import interlace, torch
     >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
     [tensor([[16.],
             [16.]]), tensor([[16.],
@@ -176,7 +174,6 @@ def matmul_all_reduce(
     Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
     ``torch.matmul``, then ``torch.distributed.all_reduce``.
 
-    >>> import interlace, torch
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
@@ -281,7 +278,6 @@ def all_gather_grouped_matmul(
 
     Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
 
-    >>> import interlace, torch
     >>> def layer():
     ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
     ...     rows = torch.full((3, 4), float(1 + rank))
@@ -290,15 +286,8 @@ def all_gather_grouped_matmul(
     >>> interlace.run(layer, 2)[0]
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
-    options = grouped.Options(
-        grouped.GATHER,
-        input_splits,
-        output_splits,
-        return_received,
-        algorithm,
-        out_dtype,
-        activation,
-    )
+    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
+    options = grouped.Options(grouped.GATHER, *given)
     return _grouped_matmul(input, weight, bias, options, group, async_op)
 
 
@@ -330,7 +319,6 @@ def all_to_all_grouped_matmul(
     The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
     ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
 
-    >>> import interlace, torch
     >>> def layer():
     ...     rank = interlace.get_rank()
     ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
@@ -340,15 +328,8 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(layer, 2)
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
-    options = grouped.Options(
-        grouped.EXCHANGE,
-        input_splits,
-        output_splits,
-        return_received,
-        algorithm,
-        out_dtype,
-        activation,
-    )
+    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
+    options = grouped.Options(grouped.EXCHANGE, *given)
     return _grouped_matmul(input, weight, bias, options, group, async_op)
 
 

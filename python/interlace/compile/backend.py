@@ -29,7 +29,6 @@ class FusionPass(CustomGraphPass):
 
     Raises ValueError for another policy. It is a pass of ``torch.fx`` graphs:
 
-    >>> import interlace, torch
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
     ...     return interlace.functional.all_gather(x, group=interlace.GroupSpec("tp", 4)) @ weight

@@ -54,7 +54,6 @@ def explain(
 
     Raises ValueError for another policy, and what tracing ``function`` raises.
 
-    >>> import interlace, torch
     >>> group = interlace.GroupSpec("tp", 4)
     >>> found = explain(interlace.functional.all_gather, torch.ones(4, 8), group=group)
     >>> [(each.collective, each.shape, each.fused) for each in found.candidates]  # there is no matmul

@@ -51,7 +51,6 @@ def fuse(
 
     ``rewrite=False`` only says it. Raises ValueError for another policy.
 
-    >>> import interlace, torch
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
     ...     return interlace.functional.all_gather(x, group=interlace.GroupSpec("tp", 4)) @ weight
@@ -142,9 +141,6 @@ def _shown(collective: Collective, products: list[Product]) -> str:
     if products:
         text += " @ " + " + ".join(f"{p.inner}x{p.columns}" for p in products)
     return text
-
-
-# -- what can be fused ---------------------------------------------------------------------------------
 
 
 def _gather_products(

@@ -32,7 +32,7 @@ ALGORITHM = "auto"
 def fuse_gather(collective: Collective, products: list[Product]) -> None:
     result = collective.result
     matmuls = {product.node for product in products}
-    kept = _read_beside(result, matmuls)
+    kept = not _only_for(result, matmuls)
     with result.graph.inserting_before(products[0].node):
         if products[0].batch:
             outputs = _in_batch(collective, products, kept)
@@ -92,15 +92,12 @@ def _in_batch(collective: Collective, products: list[Product], kept: bool) -> li
     return [_stacked(list(column), like) for like, *column in columns]
 
 
-def _read_beside(result: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Whether anything but ``matmuls`` reads a gathered tensor, itself or reshaped."""
-    return not all(user in matmuls or _only_for(user, matmuls) for user in result.users)
-
-
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    if not is_call(node, *RESHAPES) or not node.users:
-        return False
-    return all(user in matmuls or _only_for(user, matmuls) for user in node.users)
+    """Whether nothing but ``matmuls`` reads ``node``, itself or reshaped."""
+    return all(
+        user in matmuls or (is_call(user, *RESHAPES) and user.users and _only_for(user, matmuls))
+        for user in node.users
+    )
 
 
 def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:

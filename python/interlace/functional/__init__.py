@@ -11,8 +11,6 @@ needs no process group until the op runs; ``tag`` tells groups over the same lis
 (``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError, on every rank of the
 group, before any data moves.
 
->>> import interlace, torch
->>> from interlace import functional
 >>> def doubled():
 ...     y = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()]), group="0")
 ...     return y * 2  # waits here

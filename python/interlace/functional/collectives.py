@@ -13,9 +13,6 @@ from interlace.ops.async_tensor import wait
 allow_in_graph(wait)
 
 
-# -- reductions ----------------------------------------------------------------------------------------
-
-
 def all_reduce(
     input: torch.Tensor,
     reduce_op: Any = "sum",
@@ -34,8 +31,6 @@ def all_reduce(
     gradient is wanted, and in backward for a ``reduce_op`` on bits. Semantics: ``all_reduce`` of
     ``torch.distributed._functional_collectives``; the gradient is that of the sum of all ranks' losses.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.all_reduce(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
@@ -61,8 +56,6 @@ def reduce_scatter(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed._functional_collectives.reduce_scatter_tensor``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.reduce_scatter(torch.arange(4)).tolist(), 2)
     [[0, 2], [4, 6]]
     """
@@ -82,17 +75,12 @@ def reduce(
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward for
     another ``reduce_op``. Semantics: ``torch.distributed.reduce``, without a side effect.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.reduce(torch.ones(2), "sum", 1).tolist(), 2)
     [[0.0, 0.0], [2.0, 2.0]]
     """
     check("reduce", group, tag, {"dst": dst}, input=input)
     reduce_op, input = reduction("reduce", group, tag, reduce_op, input)
     return run("reduce", group, tag, input, reduce_op, dst)
-
-
-# -- moving --------------------------------------------------------------------------------------------
 
 
 def all_gather(
@@ -111,8 +99,6 @@ def all_gather(
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
     gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_gather_tensor``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.all_gather(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """
@@ -137,8 +123,6 @@ def all_to_all(
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
     gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_to_all_single``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def exchanged():
     ...     return functional.all_to_all(10 * interlace.get_rank() + torch.arange(2)).tolist()
     >>> interlace.run(exchanged, 2)
@@ -169,8 +153,6 @@ def broadcast(
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
     gradient is wanted. Semantics: ``torch.distributed._functional_collectives.broadcast``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.broadcast(torch.tensor(interlace.get_rank()), 1).item(), 2)
     [1, 1]
     """
@@ -188,8 +170,6 @@ def permute(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed._functional_collectives.permute_tensor``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.permute(torch.tensor(interlace.get_rank()), [1, 2, 0]).item(), 3)
     [2, 0, 1]
     """
@@ -206,8 +186,6 @@ def gather(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.gather``, into one tensor.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.gather(torch.ones(1), 0).tolist(), 2)
     [[1.0, 1.0], [0.0, 0.0]]
     """
@@ -226,8 +204,6 @@ def scatter(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.scatter``, of one tensor.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.scatter(torch.arange(2) + interlace.get_rank(), 1).tolist(), 2)
     [[1], [2]]
     """

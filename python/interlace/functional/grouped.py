@@ -36,8 +36,6 @@ def all_gather_grouped_matmul(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
     then a matmul for each expert, as ``torch._grouped_mm``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def gathered():  # one expert, of which each rank has a slice
     ...     row, weight = torch.ones(1, 4), torch.ones(1, 4, 2)
     ...     return functional.all_gather_grouped_matmul(row, weight, [1], [1, 1]).tolist()
@@ -70,8 +68,6 @@ def all_to_all_grouped_matmul(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def exchanged():  # a row for the expert of each rank
     ...     rows, weight = torch.ones(2, 4), torch.full((1, 4, 2), 1.0 + interlace.get_rank())
     ...     return functional.all_to_all_grouped_matmul(rows, weight, [1, 1], [1, 1]).tolist()

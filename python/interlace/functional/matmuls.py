@@ -39,8 +39,6 @@ def all_gather_matmul(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def gathered():
     ...     return functional.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 3)).shape
     >>> interlace.run(gathered, 2)
@@ -96,8 +94,6 @@ def matmul_reduce_scatter(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def reduced():
     ...     return functional.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 3))[0].tolist()
     >>> interlace.run(reduced, 2)
@@ -128,8 +124,6 @@ def matmul_all_reduce(
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch.matmul``, then
     ``torch.distributed.all_reduce``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def summed():
     ...     return functional.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 2)).tolist()
     >>> interlace.run(summed, 2)

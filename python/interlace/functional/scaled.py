@@ -41,8 +41,6 @@ def all_gather_scaled_matmul(
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
     no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def gathered():
     ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
     ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()  # contiguous along k
@@ -100,8 +98,6 @@ def scaled_matmul_reduce_scatter(
     no gradients. Semantics: ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``, which adds the bias
     on every rank.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def reduced():
     ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
     ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()

@@ -131,9 +131,6 @@ def _started(
     return run(communicator, op, input, linear, routes, received, chosen)
 
 
-# -- validation ----------------------------------------------------------------------------------------
-
-
 def checked(
     communicator: Communicator,
     input: torch.Tensor,

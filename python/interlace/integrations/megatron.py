@@ -93,7 +93,6 @@ def unpatch(model: torch.nn.Module) -> list[str]:
 
     All of Megatron-core's layers in ``model`` are as they were; other modules were never touched.
 
-    >>> import torch
     >>> from interlace.integrations import megatron
     >>> megatron.unpatch(torch.nn.Linear(2, 2))
     []

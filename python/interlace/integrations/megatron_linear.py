@@ -73,7 +73,6 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    >>> import interlace, torch
     >>> from interlace.integrations import megatron
     >>> def step():
     ...     x, w = torch.ones(2, 1, 4, requires_grad=True), torch.ones(3, 4)

@@ -50,8 +50,6 @@ class AsyncTensor(torch.Tensor):
     Made by the functions of :mod:`interlace.functional`; semantics: the ``AsyncCollectiveTensor`` of
     ``torch.distributed._functional_collectives``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> def summed():
     ...     y = functional.all_reduce(torch.ones(2))
     ...     return type(y).__name__, type(y.wait()).__name__, y.completed
@@ -316,8 +314,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     Raises what its op failed with: :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on.
     Semantics: ``torch.distributed._functional_collectives.wait_tensor``.
 
-    >>> import interlace, torch
-    >>> from interlace import functional
     >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
     [tensor([2.]), tensor([2.])]
     """

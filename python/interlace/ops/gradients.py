@@ -37,9 +37,6 @@ def wait(tensor: Tensor) -> Tensor:
     return waited
 
 
-# -- reductions ----------------------------------------------------------------------------------------
-
-
 def setup_reduction(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     input, reduce_op, *rest = inputs
     *ctx.dims, ctx.size, ctx.name = rest
@@ -86,9 +83,6 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tenso
     raise RuntimeError(f"interlace.{op} with reduce_op {ctx.reduce_op!r} has no gradient")
 
 
-# -- collectives that move -----------------------------------------------------------------------------
-
-
 def setup_moved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.input_dim = inputs[0].dim()
     *ctx.arguments, ctx.size, ctx.name = inputs[1:]
@@ -132,9 +126,6 @@ def gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     src, dim = ctx.arguments
     return wait(_ops.gather(grad, src, dim, ctx.size, ctx.name)), None, None, None, None
-
-
-# -- fused ops -----------------------------------------------------------------------------------------
 
 
 def rows(tensor: Tensor, dim: int) -> Tensor:

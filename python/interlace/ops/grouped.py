@@ -68,9 +68,6 @@ def start(
     return Started(made, work)
 
 
-# -- gradients -----------------------------------------------------------------------------------------
-
-
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     input, weight, bias, sent, received, kept, _, _, ctx.size, ctx.name = inputs
     ctx.sent, ctx.received, ctx.kept = list(sent), list(received), kept

@@ -69,9 +69,6 @@ def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
     _defined[name] = [list(row) for row in ranks]
 
 
-# -- rules ---------------------------------------------------------------------------------------------
-
-
 def _rule(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", _Mode, rule, lib=_library)
 
@@ -117,7 +114,8 @@ def _simulation(compute: Callable[..., simulated.Outputs], written: str = "") ->
                 return None if written == "out" else target
             columns = zip(*made.values(), strict=True)
             outputs = [_LocalTensor(dict(zip(made, each, strict=True))) for each in columns]
-        return outputs if _is_list(func) else outputs[0]
+        several = isinstance(func._schema.returns[0].type, torch.ListType)
+        return outputs if several else outputs[0]
 
     return rule
 
@@ -135,10 +133,6 @@ def _write(name: str, place: torch.Tensor, made: torch.Tensor, rank: int) -> Non
             f"{place.dtype}, on rank {rank}"
         )
     place.copy_(made)
-
-
-def _is_list(func: Any) -> bool:
-    return isinstance(func._schema.returns[0].type, torch.ListType)
 
 
 def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
@@ -187,9 +181,6 @@ def _on_rank(value: Any, rank: int) -> Any:
     value = simulation._map_to_rank_local_val(value, rank)
     # LocalTensor({r: torch.ones(2) ...}) written inside the mode holds LocalTensors
     return _on_rank(value, rank) if isinstance(value, _LocalTensor) else value
-
-
-# -- groups --------------------------------------------------------------------------------------------
 
 
 def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> Rows:

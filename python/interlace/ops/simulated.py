@@ -34,9 +34,6 @@ Tensors = list[torch.Tensor]
 Outputs = list[Tensors]
 
 
-# -- what ranks agree on -------------------------------------------------------------------------------
-
-
 def alike(op: str, name: str, tensors: Sequence[torch.Tensor], but: int | None = None) -> None:
     """ValueError or TypeError unless dtypes are equal, and shapes, apart from dimension ``but``."""
     for what, kind, values in (
@@ -62,9 +59,6 @@ def _copies(tensor: torch.Tensor, size: int) -> Outputs:
 
 def _has_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-# -- reductions ----------------------------------------------------------------------------------------
 
 
 def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
@@ -95,9 +89,6 @@ def reduce_scatter(inputs: Tensors, reduce_op: str, scatter_dim: int, size: int)
 def _slices(tensor: torch.Tensor, dim: int, size: int) -> Outputs:
     parts = tensor.chunk(size, dim) if tensor.shape[dim] else [tensor] * size
     return [[shapes.like(part).copy_(part)] for part in parts]
-
-
-# -- moving --------------------------------------------------------------------------------------------
 
 
 def _gathered(op: str, inputs: Tensors, dim: int, size: int) -> torch.Tensor:
@@ -182,9 +173,6 @@ def _sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int) -> list
 
 def rank(inputs: Tensors, size: int) -> Outputs:
     return [[torch.tensor(rank, device=inputs[0].device)] for rank in range(size)]
-
-
-# -- fused ---------------------------------------------------------------------------------------------
 
 
 def _floats(inputs: Tensors, options: GatherOptions | ReduceOptions) -> None:
@@ -288,9 +276,6 @@ def _matmul_reduced(
         if _has_values(linear.output):
             sum_with_bias(parts, linear, average=average)
     return [[product.view] for product in products]
-
-
-# -- fused, scaled -------------------------------------------------------------------------------------
 
 
 def all_gather_scaled_matmul(

@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,16 +34,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
 Result = TypeVar("Result")
-
-
-class _Outcome(NamedTuple):
-    result: Any
-    error: BaseException | None
-
-    def get(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
+_Outcome = Future[Any]
 
 
 class _Channel:
@@ -102,12 +94,14 @@ def install() -> None:
 
 
 def _outcome(call: Callable[[], Any]) -> _Outcome:
+    outcome: _Outcome = Future()
     try:
-        return _Outcome(call(), None)
+        outcome.set_result(call())
     except (
         BaseException
     ) as error:  # the end of a coroutine too: it goes on where the call came from
-        return _Outcome(None, error)
+        outcome.set_exception(error)
+    return outcome
 
 
 def _channel() -> _Channel | None:
@@ -130,10 +124,10 @@ def _run(*args: Any, **kwargs: Any) -> Any:
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
     thread.start()
-    while not isinstance(asked := channel.asked.get(), _Outcome):
+    while not isinstance(asked := channel.asked.get(), Future):
         channel.answers.put(_outcome(asked))
     thread.join()
-    return asked.get()
+    return asked.result()
 
 
 def _in_rank(name: str) -> Callable[..., Any]:
@@ -185,4 +179,4 @@ def _asked_alike(channel: _Channel, call: Callable[[], Any]) -> Any:
 
 def _asked(channel: _Channel, call: Callable[[], Any]) -> Any:
     channel.asked.put(call)
-    return channel.answers.get().get()
+    return channel.answers.get().result()

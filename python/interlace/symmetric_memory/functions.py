@@ -33,7 +33,6 @@ def empty(
     Raises TypeError or ValueError for a wrong size or device, PlaceUnavailableError in place ``cuda``,
     InterlaceError if memory is short.
 
-    >>> import interlace
     >>> interlace.run(lambda: tuple(interlace.symmetric_memory.empty(2, 3).shape), 2)
     [(2, 3), (2, 3)]
     """
@@ -65,7 +64,6 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     Raises ValueError on every rank if shapes, dtypes or sizes of memory differ, naming both, or if a
     rank's tensor is not from :func:`empty`.
 
-    >>> import interlace
     >>> def neighbour():
     ...     tensor = interlace.symmetric_memory.empty(4)
     ...     handle = interlace.symmetric_memory.rendezvous(tensor)
@@ -97,7 +95,6 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     Raises AttributeError for what is no tensor. Semantics: the function of that name of
     ``torch.distributed._symmetric_memory``.
 
-    >>> import interlace, torch
     >>> symm_mem = interlace.symmetric_memory
     >>> def known():
     ...     tensors = symm_mem.empty(4)[:2], torch.ones(2)
@@ -111,7 +108,6 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
 def get_signal_pad_size() -> int:
     """Bytes of the signal pad of a tensor that this rank makes now; by default torch's figure.
 
-    >>> import interlace
     >>> interlace.run(interlace.symmetric_memory.get_signal_pad_size, 1)
     [9216]
     """
@@ -124,7 +120,6 @@ def set_signal_pad_size(size: int) -> None:
     Raises TypeError for what is no int, ValueError for what is no positive multiple of 4. Semantics: the
     function of that name of ``torch.distributed._symmetric_memory``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     interlace.symmetric_memory.set_signal_pad_size(1024)
     ...     return interlace.symmetric_memory.get_signal_pad_size()
@@ -144,7 +139,6 @@ def get_backend(device: torch.device | str) -> str | None:
     Raises :class:`interlace.InterlaceError` outside of a group, RuntimeError for a device that torch does
     not know.
 
-    >>> import interlace
     >>> interlace.run(lambda: interlace.symmetric_memory.get_backend("cpu"), 1)
     ['SIM']
     """
@@ -155,7 +149,6 @@ def get_backend(device: torch.device | str) -> str | None:
 def is_nvshmem_available() -> bool:
     """False: no place of interlace's on a CPU has it. torch's function of that name asks its build.
 
-    >>> import interlace
     >>> interlace.symmetric_memory.is_nvshmem_available()
     False
     """

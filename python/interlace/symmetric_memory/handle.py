@@ -56,7 +56,6 @@ class SymmetricMemory:
     Raises CollectiveTimeoutError or PeerDiedError in what waits, naming whom it waited for. Semantics:
     ``torch.distributed._symmetric_memory``'s handle of that name.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = interlace.symmetric_memory.empty(4)
     ...     handle = interlace.symmetric_memory.rendezvous(tensor)
@@ -116,8 +115,6 @@ class SymmetricMemory:
             f"{self.buffer_size} bytes>"
         )
 
-    # -- tensors over memory of any rank ---------------------------------------------------------
-
     def get_buffer(
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
@@ -163,8 +160,6 @@ class SymmetricMemory:
                 f"{storage_offset} on ends at byte {end}, on rank {self.rank}"
             )
         return tensor_over(part[start:end], shape, dtype)
-
-    # -- signals ---------------------------------------------------------------------------------
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """All that precedes it on the current stream of any rank is before all that follows it.
@@ -234,8 +229,6 @@ class SymmetricMemory:
             raise ValueError(
                 f"{name} must be within 0..{self.world_size - 1}, got {rank} on rank {self.rank}"
             )
-
-    # -- words of any uint32 tensor --------------------------------------------------------------
 
     @staticmethod
     def memset32(tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:

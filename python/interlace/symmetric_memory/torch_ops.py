@@ -53,9 +53,6 @@ def _in_flight(started: Started) -> Tensor:
     return started.outputs[0].data
 
 
-# -- fused ---------------------------------------------------------------------------------------------
-
-
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -69,8 +66,7 @@ def fused_all_gather_matmul(
             _multiplied(whole, B, 0 if last else gather_dim) for B in Bs
         ]
     started = fused.all_gather_matmul(communicator, A, Bs, [], gather_dim, return_A, "auto", None)
-    finish(started)
-    products = list(started.outputs)
+    products = list(finish(started))
     whole_or_none = products.pop() if return_A else None
     if whole_or_none is not None and last:
         whole_or_none = whole_or_none.contiguous()
@@ -106,9 +102,6 @@ def fused_matmul_reduce_scatter(
 
 def _scattered(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:
     return _now(plain.reduce_scatter(communicator, tensor.contiguous(), reduce_op, dim))
-
-
-# -- fused, scaled -------------------------------------------------------------------------------------
 
 
 def fused_all_gather_scaled_matmul(
@@ -204,9 +197,6 @@ def fused_scaled_matmul_reduce_scatter(
     return _scattered(communicator, whole, reduce_op, orig_scatter_dim)
 
 
-# -- collectives ---------------------------------------------------------------------------------------
-
-
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
     return _in_flight(plain.all_gather(resolve(group_name), tensor, 0))
 
@@ -215,40 +205,25 @@ def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: s
     return _in_flight(plain.reduce_scatter(resolve(group_name), tensor, reduce_op, 0))
 
 
-def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _now(plain.all_reduce(resolve(group_name), input, reduce_op))
-
-
-def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out: Tensor) -> Tensor:
+def one_shot_all_reduce(
+    input: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None
+) -> Tensor:
     return _now(plain.all_reduce(resolve(group_name), input, reduce_op, out))
 
 
-def one_shot_all_reduce_copy(
-    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str
-) -> Tensor:
+def one_shot_all_reduce_copy(symm_buffer: Tensor, *arguments: Any) -> Tensor:
     """The buffer is where a GPU's kernel stages the input."""
-    return one_shot_all_reduce(local_input, reduce_op, group_name)
-
-
-def one_shot_all_reduce_copy_out(
-    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
-) -> Tensor:
-    return one_shot_all_reduce_out(local_input, reduce_op, group_name, out)
+    return one_shot_all_reduce(*arguments)
 
 
 def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return one_shot_all_reduce_out(input, reduce_op, group_name, input)
+    return one_shot_all_reduce(input, reduce_op, group_name, input)
 
 
-def two_shot_all_reduce_out(
-    input: Tensor, reduce_op: str, group_name: str, output: Tensor
-) -> Tensor:
-    return one_shot_all_reduce_out(input, reduce_op, group_name, output)
-
-
+one_shot_all_reduce_out = two_shot_all_reduce_out = one_shot_all_reduce
+one_shot_all_reduce_copy_out = one_shot_all_reduce_copy
 multimem_all_reduce_ = two_shot_all_reduce_
-multimem_one_shot_all_reduce = one_shot_all_reduce
-multimem_one_shot_all_reduce_out = one_shot_all_reduce_out
+multimem_one_shot_all_reduce = multimem_one_shot_all_reduce_out = one_shot_all_reduce
 
 
 def multimem_one_shot_reduce_out(

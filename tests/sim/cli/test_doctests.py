@@ -9,9 +9,17 @@ import pathlib
 import pkgutil
 
 import pytest
+import torch
 
 import interlace
 
+# What every example may use; the package's docstring says so.
+KNOWN = {
+    "interlace": interlace,
+    "torch": torch,
+    "functional": interlace.functional,
+    "nn": interlace.nn,
+}
 # It compiles kernels: tests/build/test_lint.py runs its example.
 ELSEWHERE = {"interlace.verify.lint_check.check"}
 
@@ -34,7 +42,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(name))
+    failed, tried = doctest.testmod(importlib.import_module(name), extraglobs=KNOWN)
     assert tried and not failed
 
 

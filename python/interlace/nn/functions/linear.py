@@ -72,11 +72,9 @@ def column_parallel_linear(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks.
     Semantics: Megatron-core's ``ColumnParallelLinear``.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import column_parallel_linear
     >>> def step():
     ...     x, w = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
-    ...     (y,) = column_parallel_linear(x, [w], group=None)
+    ...     (y,) = nn.column_parallel_linear(x, [w], group=None)
     ...     y.sum().backward()
     ...     return tuple(y.shape), x.grad[0, 0].item()
     >>> interlace.run(step, 2)
@@ -128,11 +126,9 @@ def row_parallel_linear(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
     Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import row_parallel_linear
     >>> def step():
     ...     x, w = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
-    ...     y = row_parallel_linear(x, w, group=None)
+    ...     y = nn.row_parallel_linear(x, w, group=None)
     ...     y.sum().backward()
     ...     return y.tolist(), x.grad[0, 0].item()
     >>> interlace.run(step, 2)

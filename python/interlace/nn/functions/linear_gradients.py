@@ -98,9 +98,6 @@ def _of_weights(
     return [weight_gradients.placeholder(w) if layer.fused else None for w in weights]
 
 
-# -- column ------------------------------------------------------------------------------------------
-
-
 class Column(torch.autograd.Function):
     """Arguments: the layer, the number of weights, the input, the weights, the biases."""
 
@@ -183,9 +180,6 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     if not layer.sharded:
         return fused.matmul_all_reduce(over, grad, weight, None, "sum", "auto", None)
     return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, "auto", None)
-
-
-# -- row ---------------------------------------------------------------------------------------------
 
 
 class Row(torch.autograd.Function):

@@ -138,11 +138,9 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     Raises TypeError on this rank for what is neither a tensor nor None. Semantics: Megatron-core's
     ``copy_to_tensor_model_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import copy_to_group
     >>> def grad():
     ...     scale = torch.ones(1, requires_grad=True)
-    ...     (shared,) = copy_to_group(scale)
+    ...     (shared,) = nn.copy_to_group(scale)
     ...     (shared * (1 + interlace.get_rank())).sum().backward()
     ...     return scale.grad.item()
     >>> interlace.run(grad, 2)
@@ -170,8 +168,6 @@ def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
     ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
     moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
@@ -184,8 +180,6 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Ten
     The group's size divides the length of ``dim``. Raises ValueError or TypeError on every rank, before any
     data moves. Semantics: Megatron-core's ``scatter_to_tensor_model_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> interlace.run(lambda: nn.scatter_to_group(torch.arange(4)).tolist(), 2)
     [[0, 1], [2, 3]]
     """
@@ -198,8 +192,6 @@ def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Te
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
     rank, before any data moves. Semantics: Megatron-core's ``gather_from_tensor_model_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> interlace.run(lambda: nn.gather_from_group(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """
@@ -213,8 +205,6 @@ def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = Non
     TypeError on every rank, before any data moves. Semantics: Megatron-core's
     ``reduce_scatter_to_sequence_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> interlace.run(lambda: nn.reduce_scatter_to_sequence(torch.arange(4)).tolist(), 2)
     [[0, 2], [4, 6]]
     """
@@ -228,8 +218,6 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
     rank, before any data moves. Semantics: Megatron-core's ``gather_from_sequence_parallel_region``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> interlace.run(lambda: nn.gather_from_sequence(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """

@@ -132,12 +132,9 @@ class DeferredWeightGradients:
     gradients do not run. The semantics are those of Megatron-core's ``wgrad_deferral_limit`` and of
     TransformerEngine's ``delay_wgrad_compute``.
 
-    >>> import torch
-    >>> from interlace.nn import DeferredWeightGradients, column_parallel_linear
-    >>> import interlace
     >>> def step():
-    ...     weight, deferred = torch.ones(2, 4, requires_grad=True), DeferredWeightGradients()
-    ...     (y,) = column_parallel_linear(torch.ones(3, 4), [weight], group=None, deferred=deferred)
+    ...     weight, deferred = torch.ones(2, 4, requires_grad=True), nn.DeferredWeightGradients()
+    ...     (y,) = nn.column_parallel_linear(torch.ones(3, 4), [weight], group=None, deferred=deferred)
     ...     y.sum().backward()
     ...     waiting, before = len(deferred), weight.grad
     ...     deferred.run()
@@ -195,12 +192,7 @@ class DeferredWeightGradients:
                 if pending.fused:
                     accumulate(weight, grad, input)
                 else:
-                    _add_to_grad(weight, grad.t() @ input)
+                    own = grad.t() @ input
+                    before = weight.grad
+                    weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
         return count
-
-
-def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad += gradient

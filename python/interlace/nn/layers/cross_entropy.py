@@ -53,11 +53,9 @@ def vocab_parallel_cross_entropy(
     Raises ValueError or TypeError naming the argument, the values and the rank, on all ranks; targets out
     of range are found on the CPU only. Class probabilities and weights are not supported.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import vocab_parallel_cross_entropy
     >>> def loss():
     ...     logits = torch.zeros(3, 4)  # of 8 classes
-    ...     return round(vocab_parallel_cross_entropy(logits, torch.tensor([1, 7, 2])).item(), 4)
+    ...     return round(nn.vocab_parallel_cross_entropy(logits, torch.tensor([1, 7, 2])).item(), 4)
     >>> interlace.run(loss, 2)  # log(8)
     [2.0794, 2.0794]
     """
@@ -186,10 +184,8 @@ class VocabParallelCrossEntropy(torch.nn.Module):
     Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as there. Raises what that does,
     when it is called.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import VocabParallelCrossEntropy
     >>> def loss():
-    ...     return VocabParallelCrossEntropy(reduction="sum")(torch.zeros(1, 2), torch.tensor([0]))
+    ...     return nn.VocabParallelCrossEntropy(reduction="sum")(torch.zeros(1, 2), torch.tensor([0]))
     >>> interlace.run(loss, 1)
     [tensor(0.6931)]
     """

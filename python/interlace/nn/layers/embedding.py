@@ -34,11 +34,9 @@ class VocabParallelEmbedding(ShardedModule):
     TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
     for, and give zeros.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import VocabParallelEmbedding
     >>> def forward():
     ...     torch.manual_seed(0)
-    ...     layer = VocabParallelEmbedding(5, 2, sequence_parallel=False)
+    ...     layer = nn.VocabParallelEmbedding(5, 2, sequence_parallel=False)
     ...     whole = layer.weight.sharding.full(layer.weight)
     ...     return torch.equal(layer(torch.tensor([4, 0])), whole[[4, 0]])
     >>> with torch.no_grad():

@@ -123,10 +123,8 @@ class ColumnParallelLinear(LinearParameters):
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import ColumnParallelLinear
     >>> def forward():
-    ...     layer = ColumnParallelLinear(4, 6)
+    ...     layer = nn.ColumnParallelLinear(4, 6)
     ...     with torch.no_grad():
     ...         return tuple(layer(torch.ones(3, 2, 4)).shape)
     >>> interlace.run(forward, 2)
@@ -190,11 +188,9 @@ class RowParallelLinear(LinearParameters):
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import RowParallelLinear
     >>> def forward():
     ...     torch.manual_seed(0)  # the same on all ranks
-    ...     layer = RowParallelLinear(4, 6)
+    ...     layer = nn.RowParallelLinear(4, 6)
     ...     with torch.no_grad():
     ...         return tuple(layer(torch.ones(6, 2, 2)).shape)
     >>> interlace.run(forward, 2)

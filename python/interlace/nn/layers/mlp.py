@@ -35,12 +35,10 @@ class SequenceParallelMLP(torch.nn.Module):
     Raises ValueError or TypeError naming the argument, the values and the rank. Semantics:
     ``torch.nn.Linear`` twice; Megatron-core's ``MLP``.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import SequenceParallelMLP
     >>> def forward():
     ...     torch.manual_seed(0)  # the same on all ranks
     ...     with torch.no_grad():
-    ...         return tuple(SequenceParallelMLP(4, 8)(torch.ones(3, 1, 4)).shape)
+    ...         return tuple(nn.SequenceParallelMLP(4, 8)(torch.ones(3, 1, 4)).shape)
     >>> interlace.run(forward, 2)
     [(3, 1, 4), (3, 1, 4)]
     """

@@ -68,9 +68,7 @@ class LayerNorm(_Norm):
     Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises RuntimeError, torch's,
     for another shape; ValueError or TypeError for what is no group.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import LayerNorm
-    >>> interlace.run(lambda: LayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist(), 1)
+    >>> interlace.run(lambda: nn.LayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist(), 1)
     [[[-0.9999949932098389, 0.9999949932098389]]]
     """
 
@@ -104,9 +102,7 @@ class RMSNorm(_Norm):
     Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises what :class:`LayerNorm`
     does.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import RMSNorm
-    >>> interlace.run(lambda: RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).tolist(), 1)
+    >>> interlace.run(lambda: nn.RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).tolist(), 1)
     [[[1.0, 1.0]]]
     """
 

@@ -37,11 +37,9 @@ class QKVParallelLinear(torch.nn.Module):
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import QKVParallelLinear
     >>> def forward():
     ...     with torch.no_grad():
-    ...         return [tuple(y.shape) for y in QKVParallelLinear(8, 4, 2)(torch.ones(3, 1, 8))]
+    ...         return [tuple(y.shape) for y in nn.QKVParallelLinear(8, 4, 2)(torch.ones(3, 1, 8))]
     >>> interlace.run(forward, 2)[0]
     [(6, 1, 4), (6, 1, 2), (6, 1, 2)]
     """
@@ -96,7 +94,12 @@ class QKVParallelLinear(torch.nn.Module):
         shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
-                self._check_replicas()
+                for name in ("gradient_accumulation_fusion", "deferred"):
+                    if getattr(self, name) not in (None, False):
+                        raise ValueError(
+                            f"{name} needs a key-value head per rank or more: num_kv_heads is "
+                            f"{self.num_kv_heads}, the group's size {self.group.world_size}"
+                        )
             replicas = self._held.of_replicas(self.copies)
             for part in (k, v):
                 part._check_alike(replicas, "weight", "bias")
@@ -105,14 +108,6 @@ class QKVParallelLinear(torch.nn.Module):
         weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]
         outputs = gathering_linear(self, input, weights, biases)
         return outputs[0], outputs[1], outputs[2]
-
-    def _check_replicas(self) -> None:
-        for name in ("gradient_accumulation_fusion", "deferred"):
-            if getattr(self, name) not in (None, False):
-                raise ValueError(
-                    f"{name} needs a key-value head per rank or more: num_kv_heads is {self.num_kv_heads}, "
-                    f"the group's size {self.group.world_size}"
-                )
 
     def extra_repr(self) -> str:
         return (

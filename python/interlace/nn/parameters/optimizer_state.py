@@ -29,8 +29,6 @@ def sharded_optimizer_state_dict(
     Raises ValueError for a parameter that ``module`` has not, and before the first step for momentum with
     dampening, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> def keys():
     ...     layer = nn.RMSNorm(2)
     ...     return list(nn.sharded_optimizer_state_dict(layer, torch.optim.AdamW(layer.parameters())))
@@ -61,8 +59,6 @@ def load_optimizer_state_dict(
     Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
     has not, and TypeError for an entry that is no tensor, on all ranks.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> def copied():
     ...     layer = nn.RMSNorm(2)
     ...     optimizer = torch.optim.AdamW(layer.parameters())

@@ -28,8 +28,6 @@ class ShardedModule(torch.nn.Module):
     Raises ValueError or TypeError for a ``group`` that is none; ``load_state_dict`` RuntimeError, as
     torch's, for other shapes. The keys are those of the unsharded ``torch.nn`` layers.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> def loaded():
     ...     layer = nn.ColumnParallelLinear(2, 4)  # a ShardedModule, as all layers of interlace.nn
     ...     layer.load_state_dict(torch.nn.Linear(2, 4).state_dict())

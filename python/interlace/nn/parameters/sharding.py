@@ -54,17 +54,15 @@ class Sharding:
 
     Parts are those of ``torch.chunk``; a DTensor would have ``Shard(dim)``.
 
-    >>> import interlace, torch
-    >>> from interlace.nn import ColumnParallelLinear
     >>> def shapes():
-    ...     weight = ColumnParallelLinear(4, 6).weight
+    ...     weight = nn.ColumnParallelLinear(4, 6).weight
     ...     whole = weight.sharding.full(weight.detach())
     ...     assert torch.equal(weight.sharding.local(whole), weight)
     ...     return tuple(weight.shape), tuple(whole.shape), weight.sharding.part()
     >>> interlace.run(shapes, 2)
     [((3, 4), (6, 4), (0, 3)), ((3, 4), (6, 4), (3, 3))]
     >>> def told():
-    ...     sharding = ColumnParallelLinear(4, 6).weight.sharding
+    ...     sharding = nn.ColumnParallelLinear(4, 6).weight.sharding
     ...     return sharding.local_shape((6, 4)), sharding.full_shape((3, 4))
     >>> interlace.run(told, 2)[0]
     ((3, 4), (6, 4))

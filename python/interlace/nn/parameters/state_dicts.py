@@ -20,8 +20,6 @@ def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
     ``module`` is any tree of ``torch.nn`` modules; parameters that are not of ``interlace.nn`` have none.
     No communication.
 
-    >>> import interlace
-    >>> from interlace import nn
     >>> def dims():
     ...     return {key: each.dim for key, each in nn.shardings(nn.RowParallelLinear(4, 2)).items()}
     >>> interlace.run(dims, 2)[0]
@@ -49,8 +47,6 @@ def full_state_dict(
     all ranks, or on rank ``group_dst`` of each layer's group alone, and empty elsewhere. Tensors that need
     no gathering are those of the model, not copies, as in ``state_dict()``.
 
-    >>> import interlace, torch
-    >>> from interlace import nn
     >>> def same():
     ...     torch.manual_seed(0)
     ...     layer = nn.ColumnParallelLinear(2, 4)
@@ -86,8 +82,6 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Raises ValueError if a group has several ranks and torch.distributed, on which checkpoints are built, is
     not initialized, or has other ranks.
 
-    >>> import interlace
-    >>> from interlace import nn
     >>> def keys():  # of a group of one rank: plain tensors
     ...     return list(nn.sharded_state_dict(nn.ColumnParallelLinear(4, 6)))
     >>> interlace.run(keys, 1)

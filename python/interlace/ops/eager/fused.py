@@ -70,8 +70,8 @@ def reduce_product(
             f"{tuple(weight.shape)}"
         )
     dtype = input.dtype if options.out_dtype is None else options.out_dtype
-    if options.scatter_dim is None:
-        return shapes.product(input, weight.shape[1], dtype)
+    if options.scatter_dim is None:  # all rows, as where the last dimension is gathered
+        return shapes.gathered_rows(input, input.dim() - 1, size, weight.shape[1], dtype)
     dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())
     return shapes.scattered_product(input, weight.shape[1], dim, size, dtype)
 

@@ -151,9 +151,6 @@ def _agreed(
     return can, [answer[1] for answer in answers]
 
 
-# -- all_gather_scaled_matmul --------------------------------------------------------------------------
-
-
 def operands(
     input: Tensor,
     weights: Sequence[Tensor],
@@ -266,9 +263,6 @@ def _gather(communicator: Communicator, part: torch.Tensor, whole: torch.Tensor)
     if whole.numel():
         parts = whole.view(-1).chunk(communicator.world_size)
         collective_algorithms.all_gather_copy(communicator, part.reshape(-1), list(parts))
-
-
-# -- scaled_matmul_reduce_scatter ----------------------------------------------------------------------
 
 
 OP = "scaled_matmul_reduce_scatter"

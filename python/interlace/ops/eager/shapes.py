@@ -116,13 +116,6 @@ def scattered_product(
     return Product(matrix, matrix.view(part, *others, columns).movedim(0, dim))
 
 
-def product(input: torch.Tensor, columns: Any, dtype: Any) -> Product:
-    """``[.., columns]``, dense."""
-    lengths = list(input.shape[:-1])
-    matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
-    return Product(matrix, matrix.view(*lengths, columns))
-
-
 def permutation(src_dst: Sequence[int], size: int) -> None:
     """Raise unless ``src_dst`` has every rank of the group once."""
     if sorted(src_dst) != list(range(size)):
