@@ -22,7 +22,8 @@ class Stopping(Detector):
 
     def _report(self, *what: Any) -> None:
         super()._report(*what)
-        raise FoundError(self.findings[0])
+        for finding in self.found.values():
+            raise FoundError(finding)
 
 
 def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) -> str:
@@ -31,8 +32,8 @@ def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) ->
     for seed in seeds:
         detector = Stopping(seed)
         error = _observed(on_rank, world_size, seed, detector, False, timeout=300.0)
-        if detector.findings:
-            return str(detector.findings[0])
+        for finding in detector.found.values():
+            return str(finding)
         if error is not None:
             return error
     return ""
