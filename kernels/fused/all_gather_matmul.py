@@ -36,91 +36,6 @@ CHUNK_COLUMNS = 6
 _CHUNK = tl.constexpr(CHUNK_COLUMNS)
 
 
-@triton.jit
-def _consume(
-    workspace,
-    input,
-    weight,
-    epilogue,
-    output_ptr,
-    chunks,
-    N,
-    K,
-    scale_offset,
-    epoch,
-    consumer,
-    consumers,
-    TILES: tl.constexpr,
-):
-    """The tiles of one consumer, chunk by chunk: wait for the chunk, then multiply."""
-    gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
-    # The own shard and what was gathered become one pointer below: as integers, so that what the compiler
-    # knows of the alignment of one is not taken for that of both.
-    input_address = input.ptr.to(tl.int64)
-    element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
-    COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
-    VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: to make a descriptor costs a write and a fence.
-    b = columns_operand(weight.ptr, weight, N, K, TILES)
-    for chunk in range(chunks.count):
-        line = chunks.ptr + chunk * _CHUNK
-        source = tl.load(line)
-        first_row = tl.load(line + 1)
-        rows = tl.load(line + 2).to(tl.int32)
-        output_row = tl.load(line + 3)
-        slot = tl.load(line + 4)
-        # Tiles are numbered through all chunks, so programs that one chunk leaves over begin with the
-        # next.
-        start = tl.load(line + 5).to(tl.int32)
-        tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
-        end = start + tiles_m * tiles_n
-        first = first_tile(start, consumer, consumers)
-        # A program without a tile of this chunk does not wait for it: others of this grid do.
-        if first < end:
-            address = input_address + first_row * input.stride * element_bytes
-            # int64 in both branches: a variable that a branch assigns keeps its type, and the stride may
-            # have been compiled in as a plain 1.
-            stride = input.stride + tl.zeros((), tl.int64)
-            row_scale_ptr = epilogue.row_scale_ptr
-            if TILES.SCALES == "row":
-                row_scale_ptr += first_row
-            if source != workspace.rank:
-                # Once per chunk, outside the tile loop. What it returns is not looked at: tiles go into
-                # this rank's own output, of an op that failed.
-                slot_byte = workspace.slot_offset + slot * 8
-                wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
-                if TILES.DESCRIPTORS != "":
-                    # The wait orders generic loads; TMA reads through another proxy.
-                    fence_descriptor_loads(TILES.COMPILED)
-                address = gathered_address + output_row * K * element_bytes
-                stride = K + tl.zeros((), tl.int64)
-                if TILES.SCALES == "row":
-                    row_scale_ptr = region_pointer(
-                        workspace, workspace.rank, scale_offset, epilogue.row_scale_ptr
-                    )
-                    row_scale_ptr += output_row
-            a_ptr = address.to(input.ptr.dtype)
-            # The launch has checked both places that `address` may point to; the compiler sees a number.
-            if TILES.ALIGNED:
-                a_ptr = tl.multiple_of(a_ptr, 16)
-                stride = tl.multiple_of(stride, VECTOR)
-            a = rows_operand(a_ptr, stride, rows, K, TILES)
-            c = output_operand(output_ptr + output_row * N, rows, N, TILES)
-            of_chunk = Epilogue(epilogue.bias_ptr, row_scale_ptr, epilogue.column_scale_ptr)
-            # No wait in this loop, so the compiler may flatten it and pipeline across tiles (law 4).
-            for tile in tl.range(
-                first,
-                end,
-                consumers,
-                flatten=TILES.FLATTEN,
-                warp_specialize=TILES.WARP_SPECIALIZE,
-            ):
-                tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
-                acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
-                emit_tile(c, acc, of_chunk, tile_m, tile_n, rows, N, TILES)
-
-
 @triton.jit(do_not_specialize=["workspace", "multicast", "sends", "chunks"])
 def all_gather_matmul_kernel(
     workspace,
@@ -175,19 +90,72 @@ def all_gather_matmul_kernel(
                 broadcast_chunks(workspace, multicast, input, sends, K, epoch, COPIES,
                                  scale_ptr, scale_offset, SCALED)  # fmt: skip
     if consumes:
-        _consume(
-            workspace,
-            input,
-            weight,
-            epilogue,
-            output_ptr,
-            chunks,
-            N,
-            K,
-            scale_offset,
-            epoch,
-            # Consumers count from 0: copiers take no tile, and a tile number must not fall on one.
-            program - COPIES.COPIERS,
-            tl.num_programs(0) - COPIES.COPIERS,
-            TILES,
-        )
+        # Consumers count from 0: copiers take no tile, and a tile number must not fall on one.
+        consumer = program - COPIES.COPIERS
+        consumers = tl.num_programs(0) - COPIES.COPIERS
+        gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
+        # The own shard and what was gathered become one pointer below: as integers, so that what the
+        # compiler knows of the alignment of one is not taken for that of both.
+        input_address = input.ptr.to(tl.int64)
+        element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
+        COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
+        VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
+        tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+        # Once per program: to make a descriptor costs a write and a fence.
+        b = columns_operand(weight.ptr, weight, N, K, TILES)
+        for chunk in range(chunks.count):
+            line = chunks.ptr + chunk * _CHUNK
+            source = tl.load(line)
+            first_row = tl.load(line + 1)
+            rows = tl.load(line + 2).to(tl.int32)
+            output_row = tl.load(line + 3)
+            slot = tl.load(line + 4)
+            # Tiles are numbered through all chunks, so programs that one chunk leaves over begin with the
+            # next.
+            start = tl.load(line + 5).to(tl.int32)
+            tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
+            end = start + tiles_m * tiles_n
+            first = first_tile(start, consumer, consumers)
+            # A program without a tile of this chunk does not wait for it: others of this grid do.
+            if first < end:
+                address = input_address + first_row * input.stride * element_bytes
+                # int64 in both branches: a variable that a branch assigns keeps its type, and the stride
+                # may have been compiled in as a plain 1.
+                stride = input.stride + tl.zeros((), tl.int64)
+                row_scale_ptr = epilogue.row_scale_ptr
+                if TILES.SCALES == "row":
+                    row_scale_ptr += first_row
+                if source != workspace.rank:
+                    # Once per chunk, outside the tile loop. What it returns is not looked at: tiles go into
+                    # this rank's own output, of an op that failed.
+                    slot_byte = workspace.slot_offset + slot * 8
+                    wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
+                    if TILES.DESCRIPTORS != "":
+                        # The wait orders generic loads; TMA reads through another proxy.
+                        fence_descriptor_loads(TILES.COMPILED)
+                    address = gathered_address + output_row * K * element_bytes
+                    stride = K + tl.zeros((), tl.int64)
+                    if TILES.SCALES == "row":
+                        row_scale_ptr = region_pointer(
+                            workspace, workspace.rank, scale_offset, epilogue.row_scale_ptr
+                        )
+                        row_scale_ptr += output_row
+                a_ptr = address.to(input.ptr.dtype)
+                # The launch has checked both places that `address` may be; the compiler sees a number.
+                if TILES.ALIGNED:
+                    a_ptr = tl.multiple_of(a_ptr, 16)
+                    stride = tl.multiple_of(stride, VECTOR)
+                a = rows_operand(a_ptr, stride, rows, K, TILES)
+                c = output_operand(output_ptr + output_row * N, rows, N, TILES)
+                of_chunk = Epilogue(epilogue.bias_ptr, row_scale_ptr, epilogue.column_scale_ptr)
+                # No wait in this loop, so the compiler may flatten it and pipeline across tiles (law 4).
+                for tile in tl.range(
+                    first,
+                    end,
+                    consumers,
+                    flatten=TILES.FLATTEN,
+                    warp_specialize=TILES.WARP_SPECIALIZE,
+                ):
+                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
+                    acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
+                    emit_tile(c, acc, of_chunk, tile_m, tile_n, rows, N, TILES)

@@ -31,90 +31,6 @@ from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import push_chunks
 
 
-@triton.jit
-def _consume(
-    workspace,
-    input,
-    weight,
-    bias_ptr,
-    output_ptr,
-    offsets_ptr,
-    num_experts,
-    chunk_rows,
-    N,
-    K,
-    epoch,
-    consumer,
-    consumers,
-    TILES: tl.constexpr,
-):
-    """The tiles of one consumer, segment by segment and chunk by chunk: wait, then multiply."""
-    gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
-    # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
-    input_address = input.ptr.to(tl.int64)
-    element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
-    COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
-    VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    world_size = workspace.world_size
-    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    own_row = tl.load(offsets_ptr)
-    start = tl.zeros((), tl.int32)
-    # Source by source, the own rows first, then as the peers' send order makes them arrive.
-    for index in range(world_size * num_experts):
-        expert = index % num_experts
-        # `+ world_size`, as a remainder on a GPU has the sign of the dividend.
-        source = (workspace.rank + world_size - index // num_experts) % world_size
-        segment = expert * world_size + source
-        segment_row = tl.load(offsets_ptr + 1 + segment)
-        segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
-        # Computed, not looked up: the module says why no two chunks get the same slot.
-        first_slot = segment + segment_row // chunk_rows
-        b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
-        of_expert = Epilogue(bias_ptr + expert * N, None, None)
-        for first_row in range(0, segment_rows, chunk_rows):
-            rows = min(chunk_rows, segment_rows - first_row)
-            tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
-            end = start + tiles_m * tiles_n
-            first = first_tile(start, consumer, consumers)
-            if first < end:
-                output_row = segment_row + first_row
-                address = input_address + (own_row + first_row) * input.stride * element_bytes
-                stride = input.stride + tl.zeros((), tl.int64)
-                if source != workspace.rank:
-                    # One wait per chunk. What it returns is not looked at: tiles go into this rank's own
-                    # output.
-                    slot = first_slot + first_row // chunk_rows
-                    slot_byte = workspace.slot_offset + slot * 8
-                    wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
-                    if TILES.DESCRIPTORS != "":
-                        fence_descriptor_loads(TILES.COMPILED)
-                    address = gathered_address + output_row * K * element_bytes
-                    stride = K + tl.zeros((), tl.int64)
-                a_ptr = address.to(input.ptr.dtype)
-                if TILES.ALIGNED:
-                    a_ptr = tl.multiple_of(a_ptr, 16)
-                    stride = tl.multiple_of(stride, VECTOR)
-                a = rows_operand(a_ptr, stride, rows, K, TILES)
-                # Here and not per expert: most programs have no tile of most experts.
-                b = columns_operand(b_ptr, weight, N, K, TILES)
-                c = output_operand(output_ptr + output_row * N, rows, N, TILES)
-                for tile in tl.range(
-                    first,
-                    end,
-                    consumers,
-                    flatten=TILES.FLATTEN,
-                    warp_specialize=TILES.WARP_SPECIALIZE,
-                ):
-                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
-                    acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
-                    emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES)
-            # Also by a program without a tile of this chunk: all must count the same tiles.
-            start = end
-        # The own rows lie in the input by expert, with nothing in between.
-        if source == workspace.rank:
-            own_row += segment_rows
-
-
 @triton.jit(do_not_specialize=["workspace", "sends", "num_experts", "chunk_rows"])
 def grouped_matmul_kernel(
     workspace,
@@ -162,19 +78,70 @@ def grouped_matmul_kernel(
         if program < COPIES.COPIERS:
             push_chunks(workspace, input, sends, K, epoch, COPIES)
     if consumes:
-        _consume(
-            workspace,
-            input,
-            weight,
-            bias_ptr,
-            output_ptr,
-            offsets_ptr,
-            num_experts,
-            chunk_rows,
-            N,
-            K,
-            epoch,
-            program - COPIES.COPIERS,
-            tl.num_programs(0) - COPIES.COPIERS,
-            TILES,
-        )
+        # Consumers count from 0: copiers take no tile, and a tile number must not fall on one.
+        consumer = program - COPIES.COPIERS
+        consumers = tl.num_programs(0) - COPIES.COPIERS
+        gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
+        # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
+        input_address = input.ptr.to(tl.int64)
+        element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
+        COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
+        VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
+        world_size = workspace.world_size
+        tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+        own_row = tl.load(offsets_ptr)
+        start = tl.zeros((), tl.int32)
+        # Source by source, the own rows first, then as the peers' send order makes them arrive.
+        for index in range(world_size * num_experts):
+            expert = index % num_experts
+            # `+ world_size`, as a remainder on a GPU has the sign of the dividend.
+            source = (workspace.rank + world_size - index // num_experts) % world_size
+            segment = expert * world_size + source
+            segment_row = tl.load(offsets_ptr + 1 + segment)
+            segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
+            # Computed, not looked up: the module says why no two chunks get the same slot.
+            first_slot = segment + segment_row // chunk_rows
+            b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
+            of_expert = Epilogue(bias_ptr + expert * N, None, None)
+            for first_row in range(0, segment_rows, chunk_rows):
+                rows = min(chunk_rows, segment_rows - first_row)
+                tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
+                end = start + tiles_m * tiles_n
+                first = first_tile(start, consumer, consumers)
+                if first < end:
+                    output_row = segment_row + first_row
+                    address = input_address + (own_row + first_row) * input.stride * element_bytes
+                    stride = input.stride + tl.zeros((), tl.int64)
+                    if source != workspace.rank:
+                        # One wait per chunk. What it returns is not looked at: tiles go into this rank's
+                        # own output.
+                        slot = first_slot + first_row // chunk_rows
+                        slot_byte = workspace.slot_offset + slot * 8
+                        wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
+                        if TILES.DESCRIPTORS != "":
+                            fence_descriptor_loads(TILES.COMPILED)
+                        address = gathered_address + output_row * K * element_bytes
+                        stride = K + tl.zeros((), tl.int64)
+                    a_ptr = address.to(input.ptr.dtype)
+                    if TILES.ALIGNED:
+                        a_ptr = tl.multiple_of(a_ptr, 16)
+                        stride = tl.multiple_of(stride, VECTOR)
+                    a = rows_operand(a_ptr, stride, rows, K, TILES)
+                    # Here and not per expert: most programs have no tile of most experts.
+                    b = columns_operand(b_ptr, weight, N, K, TILES)
+                    c = output_operand(output_ptr + output_row * N, rows, N, TILES)
+                    for tile in tl.range(
+                        first,
+                        end,
+                        consumers,
+                        flatten=TILES.FLATTEN,
+                        warp_specialize=TILES.WARP_SPECIALIZE,
+                    ):
+                        tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
+                        acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
+                        emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES)
+                # Also by a program without a tile of this chunk: all must count the same tiles.
+                start = end
+            # The own rows lie in the input by expert, with nothing in between.
+            if source == workspace.rank:
+                own_row += segment_rows

@@ -21,7 +21,7 @@ from torch import fx
 from interlace.compile import graph_nodes as nodes
 from interlace.compile.collectives import Collective, find, others
 from interlace.compile.matmuls import Product, Unfit, readers, terms
-from interlace.compile.prediction import Amounts, Machine, machine_for, predict
+from interlace.compile.prediction import Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
 from interlace.compile.rewrite import fuse_gather, fuse_reduction
 from interlace.runtime.tuning.auto import FUSED_DTYPES
@@ -247,11 +247,11 @@ def _times(
     passes = 2 if collective.kind == "all_reduce" else 1
     several = len(products) > 1 and not gathers
     biased = any(product.bias is not None for product in products)
-    amounts = Amounts(
+    return predict(
+        machine or machine_for(nodes.value(whole).device),
         flops=2 * rows * sum(product.inner * product.columns for product in products),
         nbytes=passes * total * (size - 1) // size,
         extra_nbytes=rows * sum(product.inner for product in products) * itemsize if several else 0,
         extra_collectives=int(biased and not gathers),
         calls=max(1, products[0].batch),
     )
-    return predict(machine or machine_for(nodes.value(whole).device), amounts)

@@ -42,20 +42,6 @@ class Machine:
     overlap: float
 
 
-@dataclass(frozen=True)
-class Amounts:
-    """What one candidate multiplies and moves on a rank: ``flops`` of its matmuls, ``nbytes`` received.
-
-    Fusing takes ``calls`` of the op, and beyond it copies ``extra_nbytes`` and runs ``extra_collectives``.
-    """
-
-    flops: int
-    nbytes: int
-    extra_nbytes: int = 0
-    extra_collectives: int = 0
-    calls: int = 1
-
-
 # fmt: off
 #             name   latency  bandwidth  flops   fused_host  fused_bandwidth  overlap
 CPU = Machine("cpu", 100e-6,  1.7e9,     3.7e10, 250e-6,     1.8e9,           0.0)
@@ -95,12 +81,21 @@ def calibrated(size: int, device_type: str = "cpu") -> Machine:
     )
 
 
-def predict(machine: Machine, amounts: Amounts) -> tuple[float, float]:
-    """(unfused, fused), in seconds."""
-    multiplying = amounts.flops / machine.flops
-    unfused = machine.latency + amounts.nbytes / machine.bandwidth + multiplying
-    moving = amounts.nbytes / machine.fused_bandwidth
+def predict(
+    machine: Machine,
+    flops: int,
+    nbytes: int,
+    *,
+    extra_nbytes: int = 0,
+    extra_collectives: int = 0,
+    calls: int = 1,
+) -> tuple[float, float]:
+    """(unfused, fused), in seconds: of matmuls of ``flops``, and ``nbytes`` that a rank receives.
+
+    Fusing takes ``calls`` of the op, and beyond it copies ``extra_nbytes`` and runs ``extra_collectives``.
+    """
+    multiplying, moving = flops / machine.flops, nbytes / machine.fused_bandwidth
+    unfused = machine.latency + nbytes / machine.bandwidth + multiplying
     hidden = machine.overlap * min(moving, multiplying)
-    fused = machine.fused_host * amounts.calls + moving + multiplying - hidden
-    fused += amounts.extra_nbytes / machine.bandwidth + amounts.extra_collectives * machine.latency
-    return unfused, fused
+    fused = machine.fused_host * calls + moving + multiplying - hidden
+    return unfused, fused + extra_nbytes / machine.bandwidth + extra_collectives * machine.latency

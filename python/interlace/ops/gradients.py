@@ -183,26 +183,20 @@ def _of_shards(
     algorithm: str,
     size: int,
     name: str,
-) -> Tensor | None:
+) -> Any:
     """Of the input, in flight: the products' gradients times their weights, reduced and scattered."""
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
     if not pairs:
         if of_gathered is None:
             return None
-        return _scattered(of_gathered, dim, size, name)
+        return _ops.reduce_scatter(of_gathered, "sum", dim, size, name)
     product = pairs[0][0] if len(pairs) == 1 else torch.cat([p for p, _ in pairs], -1)
     weight = pairs[0][1] if len(pairs) == 1 else torch.cat([w for _, w in pairs], 1)
     if of_gathered is not None:
-        return _scattered(of_gathered + product @ weight.t(), dim, size, name)
-    reduced: Tensor = _ops.matmul_reduce_scatter(
-        product, weight.t(), None, "sum", dim, algorithm, None, size, name
-    )
-    return reduced
-
-
-def _scattered(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
-    part: Tensor = _ops.reduce_scatter(tensor, "sum", dim, size, name)
-    return part
+        total = of_gathered + product @ weight.t()
+        return _ops.reduce_scatter(total, "sum", dim, size, name)
+    how = ("sum", dim, algorithm, None, size, name)
+    return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
 
 
 def setup_reduced(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

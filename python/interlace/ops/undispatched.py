@@ -17,6 +17,7 @@ seen by    compilers and modes                        nobody; under one of them 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,10 +86,7 @@ class Ops:
     """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def named(*args: Any) -> Any:
-            return call(name, *args)
-
-        return named
+        return functools.partial(call, name)
 
 
 def _simulated(own: Sequence[Any]) -> bool:

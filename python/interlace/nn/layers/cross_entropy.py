@@ -17,7 +17,7 @@ from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.nn.layers.linear import eager
-from interlace.nn.parameters.sharding import HeldGroup
+from interlace.nn.parameters.sharding import OnGroup
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -178,7 +178,7 @@ def _pieces(tokens: int, here: int) -> list[slice]:
     return [slice(first, first + step) for first in range(0, tokens if here else 0, step)]
 
 
-class VocabParallelCrossEntropy(torch.nn.Module):
+class VocabParallelCrossEntropy(OnGroup):
     """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
 
     Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as there. Raises what that does,
@@ -199,8 +199,7 @@ class VocabParallelCrossEntropy(torch.nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__()
-        self._held = HeldGroup(group)
+        super().__init__(group)
         self.vocab_size, self.label_smoothing = vocab_size, label_smoothing
         self.ignore_index, self.reduction = ignore_index, reduction
 
@@ -208,7 +207,7 @@ class VocabParallelCrossEntropy(torch.nn.Module):
         return vocab_parallel_cross_entropy(  # type: ignore[no-any-return]
             logits,
             target,
-            group=self._held.communicator,
+            group=self.group,
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,

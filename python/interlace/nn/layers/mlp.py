@@ -10,13 +10,13 @@ import torch
 from interlace.arguments import checks
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
-from interlace.nn.parameters.sharding import HeldGroup
+from interlace.nn.parameters.sharding import OnGroup
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
 
 
-class SequenceParallelMLP(torch.nn.Module):
+class SequenceParallelMLP(OnGroup):
     """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` with ``gated``.
 
     Parameters
@@ -62,17 +62,15 @@ class SequenceParallelMLP(torch.nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        held = HeldGroup(group)
-        self._held = held
+        super().__init__(group)
         if not callable(activation):
-            with held.communicator.accepting("SequenceParallelMLP"):
-                activation = checks.activation("activation", activation, held.communicator.rank)
+            with self.group.accepting("SequenceParallelMLP"):
+                activation = checks.activation("activation", activation, self.group.rank)
         self.activation = activation
         self.save_gathered = save_gathered
         options: dict[str, Any] = {
             "bias": bias,
-            "group": held,
+            "group": self._held,
             "sequence_parallel": sequence_parallel,
             "batch_first": batch_first,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
@@ -87,11 +85,6 @@ class SequenceParallelMLP(torch.nn.Module):
         self.up = linear.ColumnParallelLinear(hidden_size, intermediate_size, **first)
         options["init_method"] = init_method if output_init_method is None else output_init_method
         self.down = linear.RowParallelLinear(intermediate_size, hidden_size, **options)
-
-    @property
-    def group(self) -> Any:
-        """The group that the module communicates over."""
-        return self._held.communicator
 
     @linear.eager
     def forward(self, input: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ import torch
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers.linear import InitMethod, LinearParameters, eager, gathering_linear
-from interlace.nn.parameters.sharding import HeldGroup, divisible
+from interlace.nn.parameters.sharding import OnGroup, divisible
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
 
 
-class QKVParallelLinear(torch.nn.Module):
+class QKVParallelLinear(OnGroup):
     """Queries, keys and values of this rank's heads, from one gather of the input.
 
     Parameters
@@ -63,30 +63,24 @@ class QKVParallelLinear(torch.nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        held = HeldGroup(group)
-        communicator = held.communicator
+        super().__init__(group)
+        communicator = self.group
         with communicator.accepting("QKVParallelLinear"):
             kv = _checked_heads(hidden_size, num_heads, num_kv_heads, head_dim, communicator)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, kv
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self._held, self.copies = held, max(1, communicator.world_size // kv)
+        self.copies = max(1, communicator.world_size // kv)
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
 
         def projection(heads: int, copies: int) -> LinearParameters:
             features, made = heads * self.head_dim, (init_method, device, dtype, copies)
-            return LinearParameters(hidden_size, features, 0, bias, held, *made)
+            return LinearParameters(hidden_size, features, 0, bias, self._held, *made)
 
         self.q = projection(num_heads, 1)
         self.k = projection(kv, self.copies)
         self.v = projection(kv, self.copies)
-
-    @property
-    def group(self) -> Any:
-        """The group that the module communicates over."""
-        return self._held.communicator
 
     @eager
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:

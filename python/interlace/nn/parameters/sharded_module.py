@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from interlace.nn.parameters.dtensor_layout import layout
-from interlace.nn.parameters.sharding import HeldGroup, Sharding
+from interlace.nn.parameters.sharding import OnGroup, Sharding
 from interlace.runtime.core.communicator import Communicator
 
 
-class ShardedModule(torch.nn.Module):
+class ShardedModule(OnGroup):
     """A module whose own parameters carry a :class:`Sharding`.
 
     ``state_dict()`` gives this rank's parts. ``load_state_dict`` takes for each of them this rank's part,
@@ -37,15 +37,9 @@ class ShardedModule(torch.nn.Module):
     """
 
     def __init__(self, group: Any) -> None:
-        super().__init__()
-        self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
+        super().__init__(group)
         self._shardings: dict[str, Sharding] = {}
         self._found_alike = False
-
-    @property
-    def group(self) -> Communicator:
-        """The group that the module communicates over."""
-        return self._held.communicator
 
     def _add_parameter(
         self, name: str, shape: tuple[int, ...], dim: int | None, copies: int = 1, **made: Any

@@ -42,6 +42,19 @@ class HeldGroup:
         )
 
 
+class OnGroup(torch.nn.Module):
+    """A module that communicates over ``group``, which may be one that another module holds."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
+
+    @property
+    def group(self) -> Communicator:
+        """The group that the module communicates over."""
+        return self._held.communicator
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How a parameter lies over a group: ``parameter.sharding`` of the layers of ``interlace.nn``.
