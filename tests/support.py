@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import WORD, Layout, Workspace
 from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.strategies import Random
 from interlace.runtime.scheduler.task import Task
 
 # As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
@@ -123,21 +122,17 @@ def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[N
 
     The delay that a race hides behind: what is only published just in time is late here.
     """
-    draw = Scheduler._draw
-    generators: dict[Scheduler, random.Random] = {}
+    choose = Random.choose
 
-    def unfair(self: Scheduler) -> Task | None:
-        generator = generators.setdefault(self, random.Random(self.seed))
-        fast = [task for task in self._tasks if not slow(task)]
-        if fast and generator.random() >= chance:
-            everything, self._tasks = self._tasks, fast
-            task = draw(self)
-            self._tasks = everything
+    def unfair(self: Random, tasks: Sequence[Task]) -> Task | None:
+        fast = [task for task in tasks if not slow(task)]
+        if fast and self._random.random() >= chance:
+            task = choose(self, fast)
             if task is not None:
                 return task
-        return draw(self)
+        return choose(self, tasks)
 
-    with mock.patch.object(Scheduler, "_draw", unfair):
+    with mock.patch.object(Random, "choose", unfair):
         yield
 
 
