@@ -18,8 +18,8 @@ stream memory ops      write words of memory, with the values they were given
 multiprocessors        if their number is given, a kernel begins when all its programs have one, and keeps
                        them to its end; each rank has a GPU of its own
 connections            if their number is given, streams share so many hardware queues (``fake_queues.py``),
-                       torch's streams come from its pool, and a first use waits for all that was
-                       enqueued before: a kernel that is loaded, memory that is made
+                       torch's streams come from its pool, copy engines are busy at times, and a first
+                       use waits for all that was enqueued before: a kernel that is loaded
 =====================  ==============================================================================
 
 ``do(function)`` is torch code of the user on the current stream: what a test fills or reads.
@@ -450,13 +450,15 @@ class FakeGpu:
         """In place of ``cuda_stream.run_on``."""
         handle = self.current if stream is None else stream.cuda_stream
         code = getattr(function, "__code__", None)
-        if code is not None and code not in self._used and "copy_" not in code.co_names:
+        copies = code is not None and "copy_" in code.co_names
+        if code is not None and code not in self._used and not copies:
             self._used.add(code)  # a kernel of torch's, which is loaded now; a copy needs none
             self.first_use()
 
         def steps() -> Iterator[Callable[[], bool]]:
+            busy = self._random.randrange(5) if copies and self._hardware is not None else 0
+            yield from [lambda: True] * busy  # turns in which the copy engine does something else
             function()
-            return iter(())
 
         self.enqueue(handle, "torch", steps)
 
@@ -489,7 +491,7 @@ class FakeGpu:
         def steps() -> Iterator[Callable[[], bool]]:
             yield from model(fake_kernels.Arguments(arguments, tensor))
             if not captured:
-                lease.held = []
+                lease.held, lease.over = [], True
 
         self.enqueue(handle, name, steps, programs=programs)
 

@@ -52,9 +52,11 @@ class Lease:
     owner: int
     references: list[StorageWeakRef]
     held: list[Any] = field(default_factory=list)
+    over: bool = False  # the item has ended, and does not run again
 
     def secure(self) -> None:
-        self.held = [storage_of(each) for each in self.references if not each.expired()]
+        if not self.over:
+            self.held = [storage_of(each) for each in self.references if not each.expired()]
 
 
 @dataclass(eq=False)

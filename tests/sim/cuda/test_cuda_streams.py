@@ -354,8 +354,11 @@ def _poisoned(make: Any) -> Any:
     return made
 
 
-def test_memory_is_given_up_when_the_op_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
+@pytest.mark.parametrize("eager", [0.0, 0.3, 1.0])
+def test_memory_is_given_up_when_the_op_was_waited_for(
+    eager: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeGpu(eager=eager))
 
     def ops() -> tuple[bool, bool, bool]:
         x = torch.ones(64, 16)
