@@ -61,7 +61,8 @@ class Fused(ABC):
 
     def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
         number, setting = 2 * call + what, self.setting
-        return payload.matrix(rows, columns, rank, number, setting.dtype, setting.device)
+        flat = payload.vector(0, rows * columns, rank, number, setting.dtype, setting.device)
+        return flat.view(rows, columns)
 
     def weight(self, rank: int, call: int) -> torch.Tensor:
         """``[k, n]``, a transposed view."""

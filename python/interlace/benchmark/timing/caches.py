@@ -17,8 +17,7 @@ _CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 def cache_bytes(device: torch.device) -> int:
     """Of a GPU its L2, of a CPU its last level; 32 MiB where the system does not say."""
     if device.type == "cuda":
-        found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-        return int(found) or FALLBACK_BYTES
+        return torch.cuda.get_device_properties(device).L2_cache_size or FALLBACK_BYTES
     return last_level(_CPU) or FALLBACK_BYTES
 
 

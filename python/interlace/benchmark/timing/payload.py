@@ -37,17 +37,10 @@ def vector(
     return output
 
 
-def matrix(
-    rows: int, columns: int, rank: int, call: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The elements of a vector, row by row."""
-    return vector(0, rows * columns, rank, call, dtype, device).view(rows, columns)
-
-
 def some_rows(
     rows: torch.Tensor, columns: int, rank: int, call: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """These rows of :func:`matrix`."""
+    """These rows of a matrix that has the elements of a vector, row by row."""
     index = rows[:, None] * columns + torch.arange(columns, device=rows.device)
     return values(index, rank, call, dtype)
 

@@ -108,16 +108,12 @@ def run_case(case: Case, work: Workload, options: DemoOptions) -> CaseResult:
     if recorder is not None:
         recorded.append(recorder.recording())
     value, bound = case.expected(work, options.ranks)
+    expected = reference.split(value, options.ranks, case.part_dim)
+    bounds = reference.split(bound, options.ranks, case.part_dim)
     errors = []
-    parts = zip(
-        (output for output, _ in answers),
-        reference.split(value, options.ranks, case.part_dim),
-        reference.split(bound, options.ranks, case.part_dim),
-        strict=True,
-    )
-    for output, expected, allowed in parts:
-        ratio = reference.worst_ratio(output, expected, allowed)
-        error = (output.double() - expected).abs()
+    for (output, _), right, allowed in zip(answers, expected, bounds, strict=True):
+        ratio = reference.worst_ratio(output, right, allowed)
+        error = (output.double() - right).abs()
         errors.append((float(error.max()) if error.numel() else 0.0, ratio))
     return CaseResult(case, errors, merge(recorded) if recorded else None)
 

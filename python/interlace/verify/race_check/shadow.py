@@ -18,6 +18,8 @@ PAGE = 1 << 16
 LARGEST_CELL = 8
 
 Index = Any  # a slice, or an int array, of cells
+# Of a cell: who did something last, when (never: 0), and where in its source.
+MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", "i8")])
 
 
 class Conflict(NamedTuple):
@@ -30,27 +32,6 @@ class Conflict(NamedTuple):
     extra: int = 0
 
 
-class _Marks:
-    """Per cell, when one component did something last, and where in its source."""
-
-    __slots__ = ("extra", "site", "time")
-
-    def __init__(self, cells: int) -> None:
-        self.time: Any = np.zeros(cells, np.int64)
-        self.site: Any = np.zeros(cells, np.int32)
-        self.extra: Any = np.zeros(cells, np.int8)
-
-    def set(self, index: Index, time: int, site: int, extra: int = 0) -> None:
-        self.time[index] = time
-        self.site[index] = site
-        self.extra[index] = extra
-
-    def refine(self, factor: int) -> None:
-        self.time, self.site, self.extra = (
-            np.repeat(array, factor) for array in (self.time, self.site, self.extra)
-        )
-
-
 class ShadowSegment:
     """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address, size."""
 
@@ -59,17 +40,16 @@ class ShadowSegment:
         self.messages: dict[tuple[int, int], Any] = {}
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
-        self.writer = np.full(cells, -1, np.int32)
-        self.written = _Marks(cells)
-        self.loads: dict[int, _Marks] = {}
-        self.atomics: dict[int, _Marks] = {}
+        self.written = np.zeros(cells, MARK)
+        self.loads: dict[int, Any] = {}  # marks by component
+        self.atomics: dict[int, Any] = {}
 
     def _refine(self, size: int) -> None:
         factor = self.cell // size
         self.cell = size
-        self.writer = np.repeat(self.writer, factor)
-        for marks in (self.written, *self.loads.values(), *self.atomics.values()):
-            marks.refine(factor)
+        self.written = np.repeat(self.written, factor)
+        for marks in (self.loads, self.atomics):
+            marks.update({each: np.repeat(mark, factor) for each, mark in marks.items()})
 
     def range(self, low: int, high: int) -> slice:
         """The cells of the bytes ``[low, high)``, which are inside."""
@@ -101,11 +81,11 @@ class ShadowSegment:
 
     def unordered_store(self, index: Index, known: Any, me: int) -> list[Conflict]:
         """Stores of others that the present access does not come after."""
-        writer = self.writer[index]
-        bad = (writer >= 0) & (self.written.time[index] > known[writer]) & (writer >> 1 != me)
+        written = self.written[index]
+        writer, sites = written["component"], written["site"]
+        bad = (written["time"] > known[writer]) & (writer >> 1 != me)
         if not bad.any():
             return []
-        sites = self.written.site[index]
         found = []
         for site in np.unique(sites[bad]):
             where = np.flatnonzero(bad & (sites == site))
@@ -114,16 +94,15 @@ class ShadowSegment:
         return found
 
     def unordered(
-        self, marks: dict[int, _Marks], index: Index, known: Any, me: int
+        self, marks: dict[int, Any], index: Index, known: Any, me: int
     ) -> Iterator[Conflict]:
         """Loads or atomics of others that the present access does not come after."""
         for component, mark in marks.items():
             if component >> 1 == me:
                 continue
-            bad = mark.time[index] > known[component]
-            if bad.any():
-                where = np.flatnonzero(bad)
-                site, extra = (int(each[index][where[0]]) for each in (mark.site, mark.extra))
+            where = np.flatnonzero(mark["time"][index] > known[component])
+            if len(where):
+                _, _, site, extra = mark[index][where[0]].tolist()
                 yield Conflict(component, site, self._number(index, where[0]), len(where), extra)
 
     def _number(self, index: Index, position: Any) -> int:
@@ -132,8 +111,7 @@ class ShadowSegment:
         return int(index[position])
 
     def note_store(self, index: Index, component: int, time: int, site: int) -> None:
-        self.writer[index] = component
-        self.written.set(index, time, site)
+        self.written[index] = time, component, site, 0
         if self.messages:  # a plain store over a signal replaces what was released there
             cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
             touched = set((cells * self.cell + self.base).tolist())
@@ -142,17 +120,16 @@ class ShadowSegment:
 
     def note(
         self,
-        marks: dict[int, _Marks],
+        marks: dict[int, Any],
         index: Index,
         component: int,
         time: int,
         site: int,
         extra: int = 0,
     ) -> None:
-        mark = marks.get(component)
-        if mark is None:
-            mark = marks[component] = _Marks(len(self.writer))
-        mark.set(index, time, site, extra)
+        if component not in marks:
+            marks[component] = np.zeros(len(self.written), MARK)
+        marks[component][index] = time, component, site, extra
 
 
 class ShadowMemory:

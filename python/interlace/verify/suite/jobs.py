@@ -142,16 +142,13 @@ def _protocol(name: str, ranks: int, rounds: int) -> tuple[str, Sequence[str]]:
     ]
 
 
-def run_jobs(
-    jobs: Sequence[Job], *, workers: int | None = None, on_done: Callable[[], None] = lambda: None
-) -> list[Result]:
+def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[Result]:
     """All results, in the order of the jobs. Runs in parallel processes."""
     # torch imports this, for seconds, when it first dispatches to a mode: here, and not in every worker
     importlib.import_module("torch._dynamo")
     results = parallel.map_seeds(
         lambda index: jobs[index].result(),
         range(len(jobs)),
-        workers=workers,
         chunk=1,
         on_progress=lambda done: on_done(),
     )
