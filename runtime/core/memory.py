@@ -83,6 +83,13 @@ class SymmetricBuffer:
     multicast: int = 0
     owner: object = None
 
+    @classmethod
+    def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> SymmetricBuffer:
+        """Every rank's memory is mapped: ``parts``, by rank."""
+        table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
+        own = parts[rank]
+        return cls(rank, own.nbytes, table.to(own.device), parts, **more)
+
     @functools.cached_property
     def addresses(self) -> list[int]:
         """``peers``, for the host."""

@@ -7,6 +7,7 @@ ranks, and knows which of them live.
 from __future__ import annotations
 
 import os
+import pickle
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem, own_gpu
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.place import HostsPlace
+from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -53,12 +55,14 @@ def connect_place(
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
-    cards, nonce = host_map.meet(store, rank, world_size, card, prefix=prefix, timeout=timeout)
+    own, key = pickle.dumps(card), f"{prefix}/hosts"
+    found, nonce = rendezvous.meet(store, rank, world_size, own, prefix, key, timeout)
+    cards = [pickle.loads(each) for each in found]
     if all(other.host == card.host for other in cards):
         place = on_one_host()
     else:
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
-    host_map.forget(store, rank, prefix=prefix, nonce=nonce)  # joining has waited for everybody
+    rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
     return place
 
 

@@ -57,9 +57,8 @@ class VirtualRankPlace(DevicePlace):
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream().synchronize()  # peers may write as soon as they know the address
-        peer_bytes = self._meet(mine, "an allocation of symmetric memory")
-        addresses = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
-        return SymmetricBuffer(self.rank, nbytes, addresses.to(self.device), peer_bytes)
+        parts = self._meet(mine, "an allocation of symmetric memory")
+        return SymmetricBuffer.over(self.rank, parts)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         members = tuple(self._members[rank] for rank in ranks)

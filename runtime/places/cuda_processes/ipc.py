@@ -70,14 +70,12 @@ def sweep() -> None:
 
 
 class IpcMemory:
-    """Symmetric memory of one group by CUDA IPC. Making it is collective; ``host`` is the group's place."""
+    """Symmetric memory of one group by CUDA IPC; ``host`` is its place there. Making it is collective."""
 
     kind = "CUDA IPC"
 
-    def __init__(
-        self, rank: int, world_size: int, device: torch.device, exchange: Exchange, host: Place
-    ) -> None:
-        self._rank, self._world_size, self._exchange = rank, world_size, exchange
+    def __init__(self, host: Place, device: torch.device, exchange: Exchange) -> None:
+        self._rank, self._world_size, self._exchange = host.rank, host.world_size, exchange
         self._device, self._index = device, device.index or 0
         self._exported: list[_Exported] = []
         self._opened: list[int] = []
@@ -105,8 +103,7 @@ class IpcMemory:
                         addresses[rank] = runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS)
                         self._opened.append(addresses[rank])
         parts = [tensor_over(address, nbytes, self._device) for address in addresses]
-        table = torch.tensor(addresses, dtype=torch.int64).to(self._device)
-        return SymmetricBuffer(self._rank, nbytes, table, parts)
+        return SymmetricBuffer.over(self._rank, parts)
 
     def close(self) -> None:
         """Close what is open, and give up the own memory. Waits for the GPU. Idempotent."""

@@ -51,9 +51,9 @@ class MemoryRefused(Exception):
 class ExchangeStore(c10d.Store):
     """What torch's rendezvous asks of a store, by rounds of ``exchange``; see the module."""
 
-    def __init__(self, rank: int, world_size: int, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__()
-        self._rank, self._world_size, self._exchange = rank, world_size, exchange
+        self._exchange = exchange
         self._mine: bytes | None = None
         self._values: list[bytes] = []
 
@@ -137,32 +137,31 @@ class TorchMemory:
         self._seconds = min(seconds, RENDEZVOUS_SECONDS)
         self._name = f"interlace symmetric memory {next(_numbers)}"
         # kept, for torch's registry does not, and the group does not keep a store written in Python
-        self._store = ExchangeStore(rank, world_size, exchange)
+        self._store = ExchangeStore(exchange)
         self._group = _c10d.ProcessGroup(self._store, rank, world_size)
         _c10d._register_process_group(self._name, self._group)
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
         """``overlapping``: whether two ranks are on one GPU. MemoryRefused, on all ranks, if it fails."""
-        symmetric = _c10d._SymmetricMemory
         with _lock, together(self._exchange):
             with _environment(OVERLAPPING, "1" if overlapping else None):
-                memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
-                memory.zero_()
-                torch.cuda.current_stream().synchronize()  # peers may write once they have met
+                memory = self._own(nbytes)
                 handle = self._met(memory)
             parts = [
                 handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._world_size)
             ]
             parts[self._rank] = memory
-            table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
-            return SymmetricBuffer(
-                self._rank,
-                nbytes,
-                table.to(self._device),
-                parts,
-                multicast=int(handle.multicast_ptr or 0),
-                owner=handle,  # a tensor over a peer's memory does not keep it mapped
-            )
+            # a tensor over a peer's memory does not keep it mapped, its handle does
+            multicast = int(handle.multicast_ptr or 0)
+            return SymmetricBuffer.over(self._rank, parts, multicast=multicast, owner=handle)
+
+    def _own(self, nbytes: int) -> torch.Tensor:
+        """Zeroed memory of this rank, which peers may write once they have met."""
+        empty = _c10d._SymmetricMemory.empty_strided_p2p
+        memory: torch.Tensor = empty((nbytes,), (1,), torch.uint8, self._device)
+        memory.zero_()
+        torch.cuda.current_stream().synchronize()
+        return memory
 
     def _met(self, memory: torch.Tensor) -> Any:
         """torch's handle of ``memory``, once all ranks are here."""

@@ -36,8 +36,7 @@ class CudaPlace(DeviceProcessPlace):
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.world_size == 1:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            table = torch.tensor([memory.data_ptr()], dtype=torch.int64)
-            return SymmetricBuffer(0, nbytes, table.to(self.device), [memory])
+            return SymmetricBuffer.over(0, [memory])
         if self._memory is not None:
             return self._memory.allocate(nbytes, overlapping=self._overlapping)
         return self._first(nbytes)
@@ -48,10 +47,10 @@ class CudaPlace(DeviceProcessPlace):
         name = str(getattr(properties, "uuid", self.device))
         names = self.exchange(name.encode(), "an allocation of symmetric memory")
         self._overlapping = len(set(names)) < self.world_size
-        reasons = []
-        for make in (self._by_torch, self._by_ipc):
-            if make == self._by_ipc and not self.processes.direct_access:
-                break  # of several hosts
+        kinds, reasons = [self._by_torch], []
+        if self.processes.direct_access:  # of one host
+            kinds.append(lambda: IpcMemory(self.processes, self.device, self.exchange))
+        for make in kinds:
             memory = make()
             try:
                 buffer = memory.allocate(nbytes, overlapping=self._overlapping)
@@ -65,13 +64,10 @@ class CudaPlace(DeviceProcessPlace):
             f"rank {self.rank}: the group's GPUs cannot share memory; {'; '.join(reasons)}"
         )
 
-    def _by_torch(self) -> TorchMemory:
+    def _by_torch(self) -> TorchMemory | IpcMemory:
         return TorchMemory(
             self.rank, self.world_size, self.device, self.exchange, seconds=self.timeout
         )
-
-    def _by_ipc(self) -> IpcMemory:
-        return IpcMemory(self.rank, self.world_size, self.device, self.exchange, self.processes)
 
     def close(self) -> None:
         memory, self._memory = self._memory, None

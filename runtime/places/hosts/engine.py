@@ -111,6 +111,12 @@ class HostsEngine(Engine):
         """Of the ranks of another host, those whose twin on this host is this rank."""
         return ranks[self._index :: len(self._mine)]
 
+    @property
+    def _local(self) -> Engine:
+        """The engine of this host's ranks."""
+        engine: Engine = self._place.local_engine()
+        return engine
+
     def _wait(self, event: Event | None) -> None:
         if event is not None:
             event.synchronize()
@@ -138,19 +144,15 @@ class HostsEngine(Engine):
             for sources in self._rounds(ranks):
                 parts = [nothing if source is None else outputs[source] for source in sources]
                 own = input if ranks is self._mine else parts[self._index]
-                self._wait(self._place.local_engine().all_gather(self._within(op), parts, own))
+                self._wait(self._local.all_gather(self._within(op), parts, own))
 
     def all_to_all(
         self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Event | None:
         with self._agreed(call):
             self._links.swap(self._far(inputs), self._far(outputs), call.op)
-            near_outputs, near_inputs = self._near(outputs), self._near(inputs)
-            self._wait(
-                self._place.local_engine().all_to_all(
-                    self._within(call.op), near_outputs, near_inputs
-                )
-            )
+            near = self._near(outputs), self._near(inputs)
+            self._wait(self._local.all_to_all(self._within(call.op), *near))
         return None
 
     def _far(self, tensors: Sequence[torch.Tensor]) -> list[RankTensor]:
@@ -175,7 +177,7 @@ class HostsEngine(Engine):
             self._links.swap([], [(root, tensor)], op)
         if len(self._mine) > 1:
             local_root = self._mine.index(source)
-            self._wait(self._place.local_engine().broadcast(self._within(op), tensor, local_root))
+            self._wait(self._local.broadcast(self._within(op), tensor, local_root))
 
     def gather(
         self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
@@ -189,9 +191,7 @@ class HostsEngine(Engine):
                 self._links.swap([], self._far(outputs), call.op)
                 near = self._near(outputs)
             local_root = self._mine.index(root)
-            self._wait(
-                self._place.local_engine().gather(self._within(call.op), near, input, local_root)
-            )
+            self._wait(self._local.gather(self._within(call.op), near, input, local_root))
         return None
 
     def scatter(
@@ -206,9 +206,7 @@ class HostsEngine(Engine):
                 self._links.swap(self._far(inputs), [], call.op)
                 near = self._near(inputs)
             local_root = self._mine.index(root)
-            self._wait(
-                self._place.local_engine().scatter(self._within(call.op), output, near, local_root)
-            )
+            self._wait(self._local.scatter(self._within(call.op), output, near, local_root))
         return None
 
     # -- reducing ------------------------------------------------------------------------------
@@ -245,9 +243,7 @@ class HostsEngine(Engine):
             part = flat.clone()
         if len(self._mine) > 1:
             call = self._within("reduce", part.dtype, part.numel())
-            self._wait(
-                self._place.local_engine().reduce(call, part, self._mine.index(own), partial.step)
-            )
+            self._wait(self._local.reduce(call, part, self._mine.index(own), partial.step))
         if self.rank == own:
             others = [rank for rank in collectors if rank != own]
             receivers = others if everywhere else [root] if own != root else []
@@ -259,7 +255,7 @@ class HostsEngine(Engine):
                 partial.finish([parts[rank] for rank in collectors], flat, self.world_size)
         if everywhere and len(self._mine) > 1:
             call = self._within("broadcast")
-            self._wait(self._place.local_engine().broadcast(call, flat, self._mine.index(own)))
+            self._wait(self._local.broadcast(call, flat, self._mine.index(own)))
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
@@ -275,7 +271,6 @@ class HostsEngine(Engine):
     ) -> None:
         """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
         sends: list[RankTensor] = []
-        receives: list[RankTensor] = []
         own = wide[self.rank]
         for ranks in self._hosts:
             for owners in self._rounds(ranks):
@@ -286,9 +281,11 @@ class HostsEngine(Engine):
                 elif owner is not None:
                     sends.append((owner, reduced))
         parts = [own if ranks is self._mine else torch.empty_like(own) for ranks in self._hosts]
-        for ranks, part in zip(self._hosts, parts, strict=True):
-            if ranks is not self._mine:
-                receives.append((self._twin(self._index, ranks), part))
+        receives: list[RankTensor] = [
+            (self._twin(self._index, ranks), part)
+            for ranks, part in zip(self._hosts, parts, strict=True)
+            if ranks is not self._mine
+        ]
         self._links.swap(sends, receives, op)
         partial.finish(parts, output, self.world_size)
 
@@ -302,7 +299,7 @@ class HostsEngine(Engine):
         reduced = torch.empty_like(parts[self._index])
         lengths = tuple(part.numel() for part in parts)
         call = self._within("reduce_scatter", partial.dtype, lengths)
-        self._wait(self._place.local_engine().reduce_scatter(call, reduced, parts, partial.step))
+        self._wait(self._local.reduce_scatter(call, reduced, parts, partial.step))
         return reduced
 
     # -- between two ranks ---------------------------------------------------------------------

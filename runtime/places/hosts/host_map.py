@@ -21,16 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from interlace.runtime.places.one_host import rendezvous
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from typing import Any
 
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
@@ -126,18 +120,3 @@ def own_address(cards: Sequence[Card], rank: int) -> str | None:
         if card.host != own.host and card.address and not is_loopback(card.address):
             return address_towards(card.address)
     return own.address
-
-
-def meet(
-    store: Store, rank: int, world_size: int, card: Card, *, prefix: str, timeout: float
-) -> tuple[list[Card], str]:
-    """Every rank's card, by rank, and a nonce that only this group has; as ``rendezvous.meet``."""
-    found, nonce = rendezvous.meet(
-        store, rank, world_size, pickle.dumps(card), prefix, f"{prefix}/hosts", timeout
-    )
-    return [pickle.loads(each) for each in found], nonce
-
-
-def forget(store: Store, rank: int, *, prefix: str, nonce: str) -> None:
-    """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
-    rendezvous.forget(store, rank, f"{prefix}/hosts", nonce)

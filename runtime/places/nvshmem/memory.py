@@ -12,10 +12,7 @@ own module, which has to be filled in once per loaded module: :class:`Modules`.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +20,11 @@ import torch._C._distributed_c10d as c10d
 
 from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.places.cuda_processes.memory import Exchange, ExchangeStore, together
+from interlace.runtime.places.cuda_processes.memory import Exchange, TorchMemory, together
 
 BACKEND, EVERYONE = "NVSHMEM", "0"
 
 _c10d: Any = c10d
-_numbers = itertools.count()
 
 
 def problem() -> str:
@@ -53,35 +49,19 @@ def problem() -> str:
     return ""
 
 
-@dataclass
-class NodeMemory:
-    """This rank's part of an allocation, and where it reaches those of the others.
-
-    ``addresses`` are 0 of ranks over the network. ``owner`` keeps it all alive.
-    """
-
-    memory: torch.Tensor
-    addresses: list[int]
-    multicast: int
-    owner: Any
-
-
-class NvshmemMemory:
+class NvshmemMemory(TorchMemory):
     """Symmetric memory of a group of all processes. Everything is collective."""
+
+    kind = "NVSHMEM"
 
     def __init__(
         self, rank: int, world_size: int, device: torch.device, exchange: Exchange
     ) -> None:
-        self._device, self._exchange = device, exchange
-        self._store = ExchangeStore(rank, world_size, exchange)
-        self._group = _c10d.ProcessGroup(self._store, rank, world_size)
-        self._names = [f"interlace nvshmem memory {next(_numbers)}"]
+        super().__init__(rank, world_size, device, exchange)
         everyone = registered(EVERYONE)
-        if everyone is None:
-            self._names.append(EVERYONE)
+        if everyone is None:  # NVSHMEM is begun with it, and is as long as the process
             everyone = self._group
-        for name in self._names:
-            _c10d._register_process_group(name, self._group)
+            _c10d._register_process_group(EVERYONE, everyone)
         number = everyone.rank()
         self.numbers = [int(each) for each in exchange(b"%d" % number, "joining NVSHMEM")]
         if everyone.size() != world_size:
@@ -90,22 +70,14 @@ class NvshmemMemory:
                 f"and this group has {world_size}"
             )
 
-    def allocate(self, nbytes: int) -> NodeMemory:
-        """Zeroed memory of every rank. MemoryRefused, on all ranks, if one fails."""
-        symmetric = _c10d._SymmetricMemory
-        with together(self._exchange):
-            memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
-            memory.zero_()
-            torch.cuda.current_stream().synchronize()  # peers may write once they have met
-            handle = symmetric.rendezvous(memory, self._names[0])
-        addresses = [int(address or 0) for address in handle.buffer_ptrs]
-        return NodeMemory(memory, addresses, int(handle.multicast_ptr or 0), handle)
+    def made(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Zeroed memory of this rank, and torch's handle of every rank's, which keeps it all alive.
 
-    def close(self) -> None:
-        """Forget the group. Memory stays until its last tensor has gone."""
-        for name in self._names[:1]:  # NVSHMEM was begun with "0", and is as long as the process
-            with contextlib.suppress(RuntimeError):
-                _c10d._unregister_process_group(name)
+        Its ``buffer_ptrs`` are 0 of ranks over the network. MemoryRefused, on all ranks, if one fails.
+        """
+        with together(self._exchange):
+            memory = self._own(nbytes)
+            return memory, _c10d._SymmetricMemory.rendezvous(memory, self._name)
 
 
 def registered(name: str) -> Any:

@@ -20,8 +20,7 @@ from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda_processes.memory import MemoryRefused
 from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
-from interlace.runtime.places.nvshmem import memory
-from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory
+from interlace.runtime.places.nvshmem import memory as nvshmem
 
 PROBE_BYTES = 16
 
@@ -36,22 +35,22 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
         super().__init__(host, device, timeout=timeout)
-        self._modules = Modules()
+        self._modules = nvshmem.Modules()
         library = self._agree_that_all_can()
-        self._memory = NvshmemMemory(self.rank, self.world_size, device, self.exchange)
+        self._memory = nvshmem.NvshmemMemory(self.rank, self.world_size, device, self.exchange)
         try:
-            probe = self._memory.allocate(PROBE_BYTES)
+            _, probe = self._memory.made(PROBE_BYTES)
         except MemoryRefused as error:
             raise PlaceUnavailableError(f"rank {self.rank}: NVSHMEM: {error}") from error
-        mine = bytes(bool(address) for address in probe.addresses)
+        mine = bytes(bool(address) for address in probe.buffer_ptrs)
         mapped = self.exchange(mine, "joining NVSHMEM")
-        nodes = memory.nodes_of([[bool(there) for there in row] for row in mapped])
+        nodes = nvshmem.nodes_of([[bool(there) for there in row] for row in mapped])
         if len(set(nodes)) > 1:
             self.nodes = Nodes(tuple(nodes), "nvshmem", {"extern_libs": ((LIBRARY, library),)})
 
     def _agree_that_all_can(self) -> str:
         """The path of the device library, once every rank has all that it needs."""
-        library, problem = "", memory.problem()
+        library, problem = "", nvshmem.problem()
         if not problem:
             major, minor = torch.cuda.get_device_capability(self.device)
             try:
@@ -71,27 +70,26 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         try:
-            part = self._memory.allocate(nbytes)
+            memory, handle = self._memory.made(nbytes)
         except MemoryRefused as error:
             raise PlaceUnavailableError(
                 f"rank {self.rank}: {nbytes} bytes of NVSHMEM's memory (its heap has "
                 f"NVSHMEM_SYMMETRIC_SIZE bytes): {error}"
             ) from error
-        nothing = part.memory[:0]
         parts = [
-            part.owner.get_buffer(rank, (nbytes,), torch.uint8) if address else nothing
-            for rank, address in enumerate(part.addresses)
+            handle.get_buffer(rank, (nbytes,), torch.uint8) if address else memory[:0]
+            for rank, address in enumerate(handle.buffer_ptrs)
         ]
-        parts[self.rank] = part.memory
-        addresses = list(part.addresses)
-        addresses[self.rank] = part.memory.data_ptr()
+        parts[self.rank] = memory
+        addresses = [int(address or 0) for address in handle.buffer_ptrs]
+        addresses[self.rank] = memory.data_ptr()
         return SymmetricBuffer(
             self.rank,
             nbytes,
             table(addresses, self._memory.numbers).to(self.device),
             parts,
-            multicast=0 if self.nodes is not None else part.multicast,
-            owner=part.owner,
+            multicast=0 if self.nodes is not None else int(handle.multicast_ptr or 0),
+            owner=handle,
         )
 
     def _loaded(self, compiled: object) -> None:

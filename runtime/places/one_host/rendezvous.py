@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
-from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
+from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -65,25 +65,17 @@ class Rendezvous:
     def __init__(self, rank: int, world_size: int, nonce: bytes) -> None:
         self.nonce = nonce
         self._rank, self._world_size = rank, world_size
-        self._addresses: dict[int, bytes] = {}
+        self.addresses: dict[int, bytes] = {}  # of the peers
         self._sequence = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind("")  # the kernel chooses a free abstract name
             self._listener.listen(world_size)
             self._listener.setblocking(False)
+            self.address: bytes = self._listener.getsockname()
         except BaseException:
             self._listener.close()
             raise
-
-    @property
-    def address(self) -> bytes:
-        name = self._listener.getsockname()
-        assert isinstance(name, bytes)
-        return name
-
-    def set_addresses(self, addresses: dict[int, bytes]) -> None:
-        self._addresses = addresses
 
     def trade(
         self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
@@ -93,13 +85,13 @@ class Rendezvous:
         ``step(missing ranks)`` is called while a peer has not sent yet, and may raise.
         """
         self._sequence += 1
-        for peer in self._addresses:
+        for peer in self.addresses:
             self._send(peer, descriptors)
         received: dict[int, Delivery] = {}
         try:
-            while len(received) < len(self._addresses):
+            while len(received) < len(self.addresses):
                 if not self._accept(received):
-                    step([peer for peer in self._addresses if peer not in received])
+                    step([peer for peer in self.addresses if peer not in received])
         except BaseException:
             for delivery in received.values():
                 close_all(delivery.descriptors)
@@ -114,7 +106,7 @@ class Rendezvous:
         message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             try:
-                connection.connect(self._addresses[peer])
+                connection.connect(self.addresses[peer])
                 socket.send_fds(connection, [message], descriptors)
             except OSError as error:
                 raise InterlaceError(
@@ -164,11 +156,8 @@ class Rendezvous:
         late = found.sequence_number < self._sequence
         if late and found._replace(sequence_number=self._sequence) == expected:
             return None
-        for name, has, wants in zip(Label._fields, found, expected, strict=True):
-            if has != wants:
-                name = name.replace("_", " ")
-                raise InterlaceError(f"{what}: {name} is {_show(has)}, expected {_show(wants)}")
-        if found.sender not in self._addresses or found.sender in received:
+        compare(what, (name.replace("_", " ") for name in Label._fields), found, expected)
+        if found.sender not in self.addresses or found.sender in received:
             raise InterlaceError(f"{what}: sender rank {found.sender} is unexpected")
         return found.sender
 
@@ -197,7 +186,7 @@ def connect(
         rendezvous.close()
         raise
     rendezvous.nonce = bytes.fromhex(nonce)
-    rendezvous.set_addresses({peer: each for peer, each in enumerate(addresses) if peer != rank})
+    rendezvous.addresses = {peer: each for peer, each in enumerate(addresses) if peer != rank}
     return rendezvous
 
 
@@ -264,7 +253,3 @@ def forget(store: Store, rank: int, key: str, nonce: str) -> None:
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _show(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)

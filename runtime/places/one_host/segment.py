@@ -25,6 +25,7 @@ import fcntl
 import os
 import struct
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,18 @@ class Identity:
             raise InterlaceError(
                 f"{what}: not memory of interlace (magic {header[: len(MAGIC)]!r}, not {MAGIC!r})"
             )
-        _, version, nonce, rank, world_size, nbytes = _HEADER.unpack(header[: _HEADER.size])
-        fields: list[tuple[str, Any, Any]] = [
-            ("layout version", version, LAYOUT_VERSION),
-            ("nonce", nonce.hex(), self.nonce.hex()),
-            ("rank", rank, self.rank),
-            ("world size", world_size, self.world_size),
-            ("size in bytes", nbytes, self.nbytes),
-        ]
-        for field, found, expected in fields:
-            if found != expected:
-                raise InterlaceError(f"{what}: {field} is {found}, expected {expected}")
+        names = ("magic", "layout version", "nonce", "rank", "world size", "size in bytes")
+        compare(what, names, _HEADER.unpack(header[: _HEADER.size]), _HEADER.unpack(self.pack()))
+
+
+def compare(
+    what: str, names: Iterable[str], found: Iterable[object], expected: Iterable[object]
+) -> None:
+    """Raise InterlaceError that names the first field in which they differ."""
+    for name, has, wants in zip(names, found, expected, strict=True):
+        if has != wants:
+            has, wants = (v.hex() if isinstance(v, bytes) else v for v in (has, wants))
+            raise InterlaceError(f"{what}: {name} is {has}, expected {wants}")
 
 
 class Mapping:

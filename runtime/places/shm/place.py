@@ -111,12 +111,11 @@ class ShmPlace(CpuPlace):
         self.worker.drain()
         mappings = self.group.allocate(nbytes, f"an allocation of {nbytes} bytes")
         tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
-        peers = torch.tensor([m.data_address for m in mappings], dtype=torch.int64)
         recorder = trace.current()
         if recorder is not None:
             for rank, memory in enumerate(tensors):
                 recorder.on_allocate(rank, memory)
-        buffer = SymmetricBuffer(self.rank, nbytes, peers, tensors)
+        buffer = SymmetricBuffer.over(self.rank, tensors)
         self._buffers = [ref for ref in self._buffers if ref() is not None]
         self._buffers.append(weakref.ref(buffer))
         return buffer

@@ -294,55 +294,40 @@ class Rounds:
             late = [peer for peer in self._peers if control.where(peer, steps.sequence)[0]]
         if key is not None:
             key = "rounds", *key, past, None if late is None else tuple(late)
+
+        def rounds(doing: Doing) -> None:
+            """Staging runs ahead of reducing and collecting, so that peers rarely wait.
+
+            If the ranks have met when the first round was staged, ``late`` are those that had not.
+            """
+            peers, write = self._peers, functools.partial(doing.stream, past=past)
+            lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
+            if late is not None:
+                doing.post(STAGED, 1)
+            for step in range(count + lag):
+                if stage is not None and (late is None or step) and step < count:
+                    if step >= SLOTS:
+                        doing.wait_for(DONE, peers, step - SLOTS + 1)
+                    stage(write, step)
+                    doing.post(STAGED, step + 1)
+                c = step - 1
+                if reduce is not None and 0 <= c < count:
+                    doing.wait_for(STAGED, peers if c or late is None else late, c + 1)
+                    reduce(doing, write, c)
+                    doing.post(REDUCED, c + 1)
+                c = step - lag
+                if c >= 0:
+                    if collect is not None:
+                        doing.wait_for(wanted, sources, c + 1)
+                        collect(doing, c)
+                    doing.post(DONE, c + 1)
+
         started = time.perf_counter()
         with whole(op):
-            steps.do(
-                key,
-                addresses,
-                lambda doing: self._rounds(
-                    doing, count, stage, reduce, collect, sources, late, past
-                ),
-            )
+            steps.do(key, addresses, rounds)
         steps.rounds += count  # not before: ranks may not agree on an op
         if steps.machine_code:
             self.ways.took(how, count, past, time.perf_counter() - started)
-
-    def _rounds(
-        self,
-        steps: Doing,
-        count: int,
-        stage: Stage | None,
-        reduce: Reduce | None,
-        collect: Collect | None,
-        sources: Sequence[int],
-        late: Sequence[int] | None,
-        past: bool,
-    ) -> None:
-        """Staging runs ahead of reducing and collecting, so that peers rarely wait.
-
-        If the ranks have met when the first round was staged, ``late`` are those that had not staged it.
-        """
-        peers, write = self._peers, functools.partial(steps.stream, past=past)
-        lag, wanted = (1, STAGED) if reduce is None else (2, REDUCED)
-        if late is not None:
-            steps.post(STAGED, 1)
-        for step in range(count + lag):
-            if stage is not None and (late is None or step) and step < count:
-                if step >= SLOTS:
-                    steps.wait_for(DONE, peers, step - SLOTS + 1)
-                stage(write, step)
-                steps.post(STAGED, step + 1)
-            c = step - 1
-            if reduce is not None and 0 <= c < count:
-                steps.wait_for(STAGED, peers if c or late is None else late, c + 1)
-                reduce(steps, write, c)
-                steps.post(REDUCED, c + 1)
-            c = step - lag
-            if c >= 0:
-                if collect is not None:
-                    steps.wait_for(wanted, sources, c + 1)
-                    collect(steps, c)
-                steps.post(DONE, c + 1)
 
 
 @contextlib.contextmanager

@@ -311,9 +311,7 @@ class SimPlace(Place):
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")
-        peer_bytes = [torch.from_numpy(part) for (part,) in parts]
-        peers = torch.tensor([part.data_ptr() for part in peer_bytes], dtype=torch.int64)
-        buffer = SymmetricBuffer(self.rank, nbytes, peers, peer_bytes)
+        buffer = SymmetricBuffer.over(self.rank, [torch.from_numpy(part) for (part,) in parts])
         buffer.multicast = multicast.address_for(buffer, nbytes, buffer.addresses)
         return buffer
 

@@ -71,7 +71,7 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
 
     def on_rank(host: ThreadHost) -> Any:
         rank, world_size = host.rank, host.world_size
-        own = ExchangeStore(rank, world_size, host.exchange)
+        own = ExchangeStore(host.exchange)
         store = c10d.PrefixStore("", own)
         seen = []
         for number in range(3):
@@ -276,7 +276,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
 
 
 def ipc_memory(host: ThreadHost) -> IpcMemory:
-    return IpcMemory(host.rank, host.world_size, CPU, host.exchange, host)  # type: ignore[arg-type]
+    return IpcMemory(host, CPU, host.exchange)  # type: ignore[arg-type]
 
 
 def test_ipc_memory_is_zeroed_and_shared(cupy: FakeCupy) -> None:

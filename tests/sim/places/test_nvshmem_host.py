@@ -19,6 +19,7 @@ from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda_processes import ipc
+from interlace.runtime.places.cuda_processes import memory as cuda_memory
 from interlace.runtime.places.cuda_processes.memory import agreed, value
 from interlace.runtime.places.nvshmem import memory as nvshmem_memory
 from interlace.runtime.places.nvshmem import place as place_nvshmem
@@ -123,7 +124,8 @@ class FakeTorch:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> FakeTorch:
     """Four ranks on two nodes, with all that is needed."""
     made = FakeTorch([0, 0, 1, 1])
-    monkeypatch.setattr(nvshmem_memory, "_c10d", made)
+    for module in (cuda_memory, nvshmem_memory):
+        monkeypatch.setattr(module, "_c10d", made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     stream = SimpleNamespace(synchronize=lambda: None)
