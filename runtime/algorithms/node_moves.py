@@ -155,9 +155,6 @@ def shared_programs(
     return moving, min(left, configuration.programs) if configuration.programs else left
 
 
-# -- all-gather --------------------------------------------------------------------------------
-
-
 def all_gather(
     communicator: Communicator,
     nodes: Nodes,
@@ -251,9 +248,6 @@ def gather_parts(
     return communicator.compute.record()
 
 
-# -- all-to-all --------------------------------------------------------------------------------
-
-
 def exchange(
     communicator: Communicator,
     nodes: Nodes,
@@ -289,9 +283,6 @@ def exchange(
 
 def _far(rank: int, nodes: Nodes) -> list[int]:
     return [source for source, node in enumerate(nodes.of) if node != nodes.of[rank]]
-
-
-# -- reduce-scatter ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

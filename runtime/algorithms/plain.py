@@ -35,9 +35,6 @@ from interlace.runtime.tuning.configuration import Configuration
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# -- staging and pulling -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Staged:
     """``tensor`` goes to byte ``offset`` of the own workspace, where ``readers`` take it from."""
@@ -103,9 +100,6 @@ def pull(
 
     layout = Layout(communicator.world_size, nbytes, pulled=True)
     return communicator.enqueue(op, layout, body)
-
-
-# -- all-gather --------------------------------------------------------------------------------
 
 
 def all_gather_copy(
@@ -223,9 +217,6 @@ def all_gather_kernel(
         )
 
     return communicator.enqueue("all_gather", layout, body)
-
-
-# -- reduce-scatter ----------------------------------------------------------------------------
 
 
 def reduce_scatter_copy(
@@ -346,9 +337,6 @@ def reduce_scatter_kernel(
         )
 
     return communicator.enqueue("reduce_scatter", layout, body)
-
-
-# -- all-reduce --------------------------------------------------------------------------------
 
 
 def all_reduce_copy(

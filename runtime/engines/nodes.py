@@ -43,8 +43,6 @@ class HierarchicalEngine(StreamEngine):
     def _configuration(self, dtype: torch.dtype, longest: int) -> configuration.Configuration:
         return configuration.choose(self._communicator.place, dtype, longest, 1, 1)
 
-    # -- moving --------------------------------------------------------------------------------
-
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
     ) -> Event | None:
@@ -120,8 +118,6 @@ class HierarchicalEngine(StreamEngine):
         parts = [data[:0] for _ in ranks] if inputs is None else [bytes_of(p) for p in inputs]
         targets = [data if source == root else data[:0] for source in ranks]
         return self._exchange(call, targets, parts, sizes)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def _scatter_sums(
         self, call: Call, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str

@@ -72,8 +72,6 @@ class StreamEngine(Engine):
         self.rank = communicator.rank
         self.world_size = communicator.world_size
 
-    # -- agreement -----------------------------------------------------------------------------
-
     def _messages(self, call: Call) -> list[bytes]:
         return self._communicator.messages(call)
 
@@ -259,8 +257,6 @@ class StreamEngine(Engine):
         return algorithms.reduce_scatter_copy(
             self._communicator, flat, output.view(-1), reduction=op
         )
-
-    # -- point to point ------------------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         return self._communicator.place.send(tensor, peer, tag)

@@ -104,10 +104,7 @@ def narrow(values: Array, dtype: Any) -> Array:
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
-    """x * y + z in fp64 rounded to odd, so that rounding it again gives the singly rounded result.
-
-    The product of two numbers of at most 24 bits is exact in fp64; only the sum can be cut off.
-    """
+    """x * y + z in fp64 rounded to odd, so that rounding it again is right; factors of at most 24 bits."""
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)
     total = product + addend
     part = total - product

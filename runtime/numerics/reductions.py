@@ -269,9 +269,6 @@ def _fill() -> None:
 _fill()
 
 
-# -- what others call --------------------------------------------------------------------------
-
-
 def defined(op: str, dtype: torch.dtype) -> bool:
     """Whether ``op``, one of ``REDUCE_OPS``, is defined for ``dtype``."""
     return (op, dtype) in _FOLDS

@@ -296,8 +296,6 @@ class DevicePlace(Place):
         """So many programs were enqueued, each of which counts one up in ``buffer`` when it has ended."""
         self._epochs[buffer.addresses[self.rank]] += programs
 
-    # -- limits --------------------------------------------------------------------------------
-
     @functools.cached_property
     def residency(self) -> Residency:
         """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
@@ -322,10 +320,7 @@ class DevicePlace(Place):
         return None if completed else self.failure
 
     def wake_kernels(self) -> None:
-        """Let every wait in every rank's kernels return. Never blocks, from any thread.
-
-        The copy engine does it: all multiprocessors may be busy waiting.
-        """
+        """Let every rank's waits in kernels end, from any thread: by the copy engine, which is free."""
         if self._one is None:
             return
         with torch.cuda.stream(self.alarm_stream()):

@@ -33,10 +33,7 @@ MOST_KERNELS = 4096
 
 
 class LaunchCache:
-    """The compiled kernels of one rank, by what they are called with.
-
-    ``loaded(compiled)`` is called once for every kernel that was loaded.
-    """
+    """The compiled kernels of one rank, by what they are called with; ``loaded`` is told of each."""
 
     def __init__(self, device: torch.device, loaded: Callable[[Any], None]) -> None:
         self._device = device

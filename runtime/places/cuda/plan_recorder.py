@@ -54,10 +54,7 @@ class Copied:
 
 @dataclass
 class Signalled:
-    """A publish, a wait, or a wait for credits by the stream itself: the name of the method, and for what.
-
-    It takes the epoch anew, and is done by a kernel in a graph capture, as the first time it would be.
-    """
+    """A signal by the stream itself: the method's name, and its arguments. The epoch is taken anew."""
 
     method: str
     arguments: tuple[int, ...]
@@ -91,10 +88,7 @@ class Plan:
 
 
 class PlanRecorder:
-    """What a call of a ``kind`` enqueues; ``arguments`` are its tensors.
-
-    ``apart``: how they lie to each other is part of the kind.
-    """
+    """What a call of a ``kind`` enqueues; ``apart``: how ``arguments`` lie to each other is part of it."""
 
     def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart

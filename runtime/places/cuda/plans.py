@@ -74,10 +74,7 @@ class Agreement(Protocol):
 
 
 class Plans:
-    """The plans of one communicator on a GPU.
-
-    ``agreement`` is that of its place, ``check_processes`` raises what the group has failed with.
-    """
+    """The plans of one communicator on a GPU; ``check_processes`` raises what its group has failed with."""
 
     def __init__(
         self,
@@ -123,10 +120,7 @@ class Plans:
     def _prepared(
         self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, into: bool
     ) -> _Again | None:
-        """The call, if its kind is known; else None, and it is watched if it may be planned.
-
-        ``into``: the op writes the first of ``tensors``.
-        """
+        """The call, if its kind is known; else None, and it is watched if it may be planned."""
         place = self._place
         place.recorder = self._answered = None  # of a call that failed
         if modes_active() or self._communicator.closed:

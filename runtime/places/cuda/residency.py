@@ -42,10 +42,7 @@ class Chain:
 
 
 class Residency:
-    """The kernels of one rank on one GPU of ``capacity`` multiprocessors.
-
-    ``alone`` is the only chain, if there is one: what it launches waits for nothing.
-    """
+    """The kernels of one rank on one GPU of ``capacity`` multiprocessors; ``alone``: the only chain."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -54,10 +51,7 @@ class Residency:
         self._lock = threading.RLock()  # a collection of garbage may close a group within
 
     def admit(self, group: int, programs: int, where: Any) -> list[Point]:
-        """``group`` is about to launch so many programs at ``where``; what they must wait for.
-
-        Kernels of one op, until :meth:`ended`, may run side by side and are added up.
-        """
+        """``group`` is about to launch so many programs of its op at ``where``; what they must wait for."""
         chains = self._chains
         with self._lock:
             own = chains.get(group)

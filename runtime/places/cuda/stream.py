@@ -121,10 +121,7 @@ def programs_of(launch: KernelLaunch) -> int:
 
 
 class DeviceStream(Stream):
-    """An ordered queue of one rank, on a CUDA stream of its own or, if it ``follows`` it, the caller's.
-
-    Items go through ``place.submit_item``, which may hold them back until all ranks are ready.
-    """
+    """An ordered queue of one rank, on a CUDA stream of its own or, if it ``follows`` it, the caller's."""
 
     def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
         self._place = place  # a DevicePlace

@@ -43,8 +43,6 @@ class VirtualRankPlace(DevicePlace):
         self._turns, self._members, self._key = turns, members, key
         self._meetings = 0
 
-    # -- meeting the other ranks ---------------------------------------------------------------
-
     def _meet(self, bring: Any, doing: str) -> list[Any]:
         number, self._meetings = self._meetings, self._meetings + 1
         answers = self._turns.meet((self._key, number), self.rank, self.world_size, bring, doing)
@@ -64,8 +62,6 @@ class VirtualRankPlace(DevicePlace):
         members = tuple(self._members[rank] for rank in ranks)
         key = (self._key, members, generation)
         return VirtualRankPlace(self._turns, members, ranks.index(self.rank), key)
-
-    # -- submission ----------------------------------------------------------------------------
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -92,8 +88,6 @@ class VirtualRankPlace(DevicePlace):
     def program_limit(self) -> int:  # type: ignore[override]
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         return max(2, sms // self._turns.world_size - 1)
-
-    # -- failing -------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()

@@ -75,10 +75,7 @@ def board_bytes(world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the ranks said the last time that this one said the same; ``row``: the digests, as noted.
-
-    ``settled``: no rank can say anything else without a misuse.
-    """
+    """What ranks said to this one's; ``row``: digests, as noted. ``settled``: else it would be a misuse."""
 
     digest: int
     row: bytes

@@ -53,10 +53,7 @@ class _Brought(Future[Outcome]):
 
 
 class HostMessages:
-    """Sends and receives of one rank. ``bring(to, source)`` copies on the GPU's side; its end.
-
-    ``engine`` is that of the host's place. Tensors on the GPU may be used again when a send returns.
-    """
+    """Sends and receives by ``engine``, the host's. ``bring(to, source)`` copies to the GPU; its end."""
 
     def __init__(self, engine: Engine, bring: Bring) -> None:
         self._engine, self._bring = engine, bring

@@ -49,8 +49,6 @@ class DeviceProcessPlace(DevicePlace):
         self._closed = False
         _places.add(self)
 
-    # -- meeting the other ranks ---------------------------------------------------------------
-
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         return self._agreement.exchange(payload, doing)
 
@@ -107,8 +105,6 @@ class DeviceProcessPlace(DevicePlace):
         self.side_stream().wait_stream(torch.cuda.current_stream())
         return self._messages.recv(tensor, peer, tag)
 
-    # -- the watchdog --------------------------------------------------------------------------
-
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
         self._watched().look_after()
@@ -121,8 +117,6 @@ class DeviceProcessPlace(DevicePlace):
         if self._watchdog is None:
             self._watchdog = Watchdog(self)
         return self._watchdog
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
         if self.failure is not None:

@@ -67,8 +67,6 @@ class HostsEngine(Engine):
         self._links, self._transfers = links, transfers
         self._calls: dict[Any, Call] = {}
 
-    # -- agreement -----------------------------------------------------------------------------
-
     @contextmanager
     def _agreed(self, call: Call) -> Iterator[None]:
         """Around what moves the bytes of ``call``, which is compared before."""
@@ -301,8 +299,6 @@ class HostsEngine(Engine):
         call = self._within("reduce_scatter", partial.dtype, lengths)
         self._wait(self._local.reduce_scatter(call, reduced, parts, partial.step))
         return reduced
-
-    # -- between two ranks ---------------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         return self._transfers.send(tensor, peer, tag)

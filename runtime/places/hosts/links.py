@@ -156,10 +156,7 @@ class HostLinks:
     # -- bytes -----------------------------------------------------------------------------------
 
     def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
-        """Send and receive contiguous tensors, pairs (rank, tensor), all at once; until all is done.
-
-        Empty tensors do not travel. Raises what the group has failed with.
-        """
+        """Send and receive contiguous tensors, (rank, tensor), to the end. Empty ones do not travel."""
         self.check()
         waited_for = tuple(peer for peer, _ in receives or sends)
         self._waiting = (time.monotonic() + self.timeout, doing, waited_for)

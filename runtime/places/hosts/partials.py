@@ -51,10 +51,7 @@ class Partial:
         return tensor.to(self.dtype)
 
     def finish(self, parts: Sequence[torch.Tensor], output: torch.Tensor, count: int) -> None:
-        """``output`` = the partial results ``parts`` of all hosts put together, for ``count`` ranks.
-
-        ``output`` may be one of the parts.
-        """
+        """``output``, which may be a part, = ``parts`` of all hosts put together, for ``count`` ranks."""
         total = output
         if output.dtype != self.dtype:
             total = torch.empty(output.shape, dtype=self.dtype)

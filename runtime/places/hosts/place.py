@@ -138,8 +138,6 @@ class HostsPlace(CpuPlace):
         self._timeout = self._links.timeout = seconds
         self.local.set_timeout(seconds)
 
-    # -- messages ------------------------------------------------------------------------------
-
     @contextmanager
     def guarded(self, doing: str) -> Iterator[None]:
         """Around what several ranks do together: whoever fails in it fails the group, on all ranks.
@@ -238,8 +236,6 @@ class HostsPlace(CpuPlace):
             received += self.group.exchange(mine, doing)[0]
         handed_out: list[bytes] = pickle.loads(received[_LENGTH.size :])
         return handed_out
-
-    # -- execution -----------------------------------------------------------------------------
 
     def new_engine(self, communicator: Any) -> Engine:
         assert self._transfers is not None

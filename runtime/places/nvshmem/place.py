@@ -66,8 +66,6 @@ class NvshmemPlace(DeviceProcessPlace):
                 )
         return library
 
-    # -- memory --------------------------------------------------------------------------------
-
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         try:
             memory, handle = self._memory.made(nbytes)
@@ -103,8 +101,6 @@ class NvshmemPlace(DeviceProcessPlace):
                 f"group of {len(ranks)} of them, {list(ranks)}, cannot have any"
             )
         return super().subgroup(ranks, generation)
-
-    # -- signals -------------------------------------------------------------------------------
 
     def _stream_words(self) -> driver.Driver | None:
         return None

@@ -26,10 +26,7 @@ _ACQUIRE = interpreter.MEM_SEMANTIC.ACQUIRE
 
 
 class Cells:
-    """A fixed list of int64 addresses that are read or written together.
-
-    The addresses must be 8-byte aligned and stay mapped as long as the object is used.
-    """
+    """int64 words, 8-byte aligned, that stay mapped, and are read or written together."""
 
     __slots__ = ("_addresses", "_mask", "_zeros")
 

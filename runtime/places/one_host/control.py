@@ -99,8 +99,6 @@ class Control:
         """The WAYS bytes of the last rank's segment."""
         return self._bytes[-1][_WAYS:_AREAS]
 
-    # -- messages ------------------------------------------------------------------------------
-
     def write(
         self,
         sequence: int,
@@ -164,8 +162,6 @@ class Control:
     def data(self, peer: int) -> int:
         """The address of the first place for small data of ``peer``."""
         return self.bases[peer] + _DATA
-
-    # -- abort and leave -----------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """Tell every rank. The first abort of the group keeps its reason."""

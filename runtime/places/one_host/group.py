@@ -170,10 +170,7 @@ class HostGroup:
                 own.close()
 
     def share(self, own: Segment, doing: str) -> list[Mapping]:
-        """Every rank's segment, mapped here; the own mapping is ``own``'s. Collective.
-
-        A segment may be shared in several groups, whichever made it. Errors as of :meth:`allocate`.
-        """
+        """As :meth:`allocate`, of a segment that is there; it may be shared in several groups."""
         return self._share(own, own.identity.nbytes, "", doing)
 
     def _share(self, own: Segment | None, nbytes: int, problem: str, doing: str) -> list[Mapping]:
@@ -219,10 +216,7 @@ class HostGroup:
         return step
 
     def _compare(self, nbytes: int, said: bytes, problem: str, doing: str) -> list[Identity]:
-        """What every rank says of its segment.
-
-        Raises the same on every rank if one has a problem or the sizes differ.
-        """
+        """What every rank says of its segment; all raise the same if one has a problem or sizes differ."""
         answers = self.exchange(_SIZE.pack(nbytes) + said + problem.encode(), doing)
         sizes = [_SIZE.unpack_from(answer)[0] for answer in answers]
         start = _SIZE.size + HEADER_BYTES
@@ -370,8 +364,6 @@ class HostGroup:
                 return PeerDiedError(rank, self._pids[rank], doing)
         return None
 
-    # -- failing and ending --------------------------------------------------------------------
-
     def failure(self) -> InterlaceError | None:
         """What this group, or one it is a part of, was aborted with."""
         if self.control is not None:
@@ -402,10 +394,7 @@ class HostGroup:
         return self.control is not None and self.control.has_left(rank)
 
     def abort(self, reason: str) -> None:
-        """Make every wait of every rank end with an AbortedError that says ``reason``.
-
-        Never blocks. Of several aborts the first one's reason is reported, as a rule.
-        """
+        """Make all waits of all ranks end with an AbortedError that says ``reason``, the first one's."""
         with self._abort_lock:
             if (control := self.control) is not None:
                 control.abort(reason)

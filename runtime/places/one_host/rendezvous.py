@@ -80,10 +80,7 @@ class Rendezvous:
     def trade(
         self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
     ) -> dict[int, Delivery]:
-        """Send ``descriptors`` to every peer and take theirs. Collective.
-
-        ``step(missing ranks)`` is called while a peer has not sent yet, and may raise.
-        """
+        """Send ``descriptors`` to all and take theirs. ``step(missing ranks)`` is called meanwhile."""
         self._sequence += 1
         for peer in self.addresses:
             self._send(peer, descriptors)

@@ -137,11 +137,7 @@ class Mapping:
 
 
 class Segment:
-    """A segment that this process has made: its mapping, and its descriptor to hand to peers.
-
-    The descriptor is closed by :meth:`close` or with this object; the mapping stays as long as an
-    array over it does.
-    """
+    """A segment that this process has made, and its descriptor, to hand to peers, until it is closed."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity

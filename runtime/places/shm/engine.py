@@ -42,14 +42,13 @@ from interlace.runtime.places.shm.message_steps import (
 )
 from interlace.runtime.places.shm.rounds import Part, Rounds, Target
 
+LaidOut = Callable[[], tuple[Sequence[Part], Sequence[Target]]]
+
 _memmove = ctypes.memmove
 
 
 class HostEngine(Engine):
-    """The engine of one rank of a :class:`HostGroup`. One op at a time; the group's lock sees to it.
-
-    An op that may come again with the same numbers of bytes has a key, which says all but its addresses.
-    """
+    """One rank's engine. An op that may come again has a key, which says all but its addresses."""
 
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
@@ -96,59 +95,85 @@ class HostEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _share(
+    def _move(
         self,
         call: Call,
         key: Key | None,
         addresses: tuple[int, int],
-        nbytes: int,
-        targets: Callable[[], Sequence[Target]],
+        extent: int,
+        laid_out: LaidOut,
+        where: tuple[int, int] | None = None,
         most: int = 0,
-        where: tuple[int, int] = (0, 0),
     ) -> None:
-        """Rank r's bytes at ``addresses[0]`` to its target, where there are both.
+        """Rank r's part for this rank to its target, where there are both.
 
-        ``most``: of any rank's bytes, if there is a key. ``where``: of the own ones in shared memory.
+        ``laid_out`` returns own parts, of at most ``extent`` bytes, and targets. There is a part for each
+        rank; or one for all, which is at ``where`` in shared memory, and whose length on any rank is at
+        ``most`` that, if there is a key.
         """
-        rank, steps, rounds = self.rank, self._steps, self._rounds
+        rank, steps, rounds, apart = self.rank, self._steps, self._rounds, where is None
         with self._group.collective_lock:
-            limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
-            control = steps.begin(call, nbytes, where)
+            if where is None:
+                where = 0, 0
+                if self._group.shared_ranges:
+                    where = self._where(*laid_out(), addresses)
+            control = steps.begin(call, extent, where)
             alike = None if where[0] else steps.again(key, addresses)
             if alike:
                 return
-            together = key is not None and most <= limit and not where[0]
+            parts, targets = laid_out()
+            own = parts[rank if apart else 0] if parts else None
+            limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
+
+            def beside_message(peer: int, number: int, longest: int) -> Operand | None:
+                """Where part ``number`` of ``peer`` is, if its parts need no ring."""
+                if apart:
+                    stride = self._stride(longest)
+                    return self._part(peer, number, stride) if stride else None
+                return self._data(peer, longest) if longest <= limit else None
 
             def stage(doing: Doing) -> None:
-                if nbytes <= limit:
-                    beside(doing, self._data(rank, nbytes), (0, INPUT), nbytes)
+                for number, (address, nbytes) in enumerate(parts):
+                    to = beside_message(rank, number, extent)
+                    if to is not None and not (apart and number == rank):
+                        beside(doing, to, address, nbytes)
 
-            def collect(doing: Doing) -> None:
-                for peer, target in enumerate(targets()):
-                    if target is not None and target[1] <= limit:
-                        source = (0, INPUT) if peer == rank else self._data(peer, target[1])
+            def collect(doing: Doing, extents: Sequence[int]) -> None:
+                for peer, target in enumerate(targets):
+                    source = beside_message(peer, rank, extents[peer])
+                    if target is not None and source is not None:
+                        if peer == rank and own is not None:
+                            source = own[0]
                         doing.copy(target[0], source, target[1])
 
+            longest = most or extent
+            together = key is not None and not where[0]
+            together = together and beside_message(rank, 0, longest) is not None
             if alike is None:
                 if together:
-                    alike = steps.meet(key, addresses, stage, collect)
+                    extents = [longest] * self.world_size
+                    alike = steps.meet(key, addresses, stage, lambda doing: collect(doing, extents))
                 else:
                     alike = steps.meet(None, addresses, stage)
             if alike and together:
                 return
             if where[0] and self._direct.everywhere(where[0]):
-                found = _spans(targets(), addresses)
-                if (own := found[rank]) is not None:
-                    _memmove(own[0], addresses[0], nbytes)
-                self._direct.share(found, 0)
+                found = _spans(targets, addresses)
+                if found[rank] is not None:
+                    ((start, nbytes),) = _spans([own], addresses)
+                    _memmove(found[rank][0], start, nbytes)
+                self._direct.share(found, rank if apart else 0)
                 return
-            if not alike or most <= limit:
-                collect(steps.at_once(addresses))
             extents = [control.extent(peer, steps.sequence) for peer in range(self.world_size)]
-            if max(extents) > limit:
-                large = [extent * (extent > limit) for extent in extents]
+            collect(steps.at_once(addresses), extents)
+            large = [each * (beside_message(rank, 0, each) is None) for each in extents]
+            if any(large):
                 rounds.open()
-                rounds.share(key if alike else None, addresses, nbytes, targets(), large)
+                key = key if alike else None
+                if apart:
+                    rounds.trade(key, addresses, parts, targets, large)
+                else:
+                    rounds.share(key, addresses, extent, targets, large)
 
     def all_gather(
         self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
@@ -164,15 +189,14 @@ class HostEngine(Engine):
             return None
         in_place = source == target + self.rank * nbytes
 
-        def targets() -> Sequence[Target]:
-            found: list[Target] = [*self._even(OUTPUT, nbytes)]
+        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
+            targets: list[Target] = [*self._even(OUTPUT, nbytes)]
             if in_place:
-                found[self.rank] = None
-            return found
+                targets[self.rank] = None
+            return [((0, INPUT), nbytes)], targets
 
         key = "all_gather", nbytes, in_place
-        where = self._direct.find(input)
-        self._share(call, key, (source, target), nbytes, targets, nbytes, where)
+        self._move(call, key, (source, target), nbytes, laid_out, self._direct.find(input))
         return None
 
     def gather(
@@ -192,8 +216,9 @@ class HostEngine(Engine):
             if targets[0] is not None:
                 _memmove(targets[0][0], source, nbytes)
             return None
+        parts = [(source, nbytes)]
         where = self._direct.find(input)
-        self._share(call, None, (source, 0), nbytes, lambda: targets, where=where)
+        self._move(call, None, (source, 0), nbytes, lambda: (parts, targets), where)
         return None
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
@@ -201,77 +226,17 @@ class HostEngine(Engine):
             return None
         nbytes = tensor.nbytes
 
-        def targets() -> Sequence[Target]:
-            found: list[Target] = [None] * self.world_size
+        own = nbytes * (root == self.rank)
+
+        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
+            targets: list[Target] = [None] * self.world_size
             if root != self.rank:
-                found[root] = (0, INPUT), nbytes
-            return found
+                targets[root] = (0, INPUT), nbytes
+            return [((0, INPUT), own)], targets
 
         key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(), 0)
-        own, where = nbytes * (root == self.rank), self._direct.find(tensor)
-        self._share(call, key, addresses, own, targets, nbytes, where)
+        self._move(call, key, addresses, own, laid_out, self._direct.find(tensor), nbytes)
         return None
-
-    def _trade(
-        self,
-        call: Call,
-        key: Key | None,
-        addresses: tuple[int, int],
-        extent: int,
-        laid_out: Callable[[], tuple[Sequence[Part], Sequence[Target]]],
-    ) -> None:
-        """Rank r's part for this rank to its target, where there are both.
-
-        ``laid_out`` returns own parts, of at most ``extent`` bytes, and targets.
-        """
-        rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
-        with self._group.collective_lock:
-            where = 0, 0
-            if self._group.shared_ranges:
-                where = self._where(*laid_out(), addresses)
-            control = steps.begin(call, extent, where)
-            alike = None if where[0] else steps.again(key, addresses)
-            if alike:
-                return
-            stride = self._stride(extent)
-            together = key is not None and stride > 0 and not where[0]
-            parts, targets = laid_out()
-
-            def stage(doing: Doing) -> None:
-                if stride:
-                    for peer, (address, nbytes) in enumerate(parts):
-                        if peer != rank:
-                            beside(doing, self._part(rank, peer, stride), address, nbytes)
-
-            def collect(doing: Doing, extents: Sequence[int]) -> None:
-                for peer, target in enumerate(targets):
-                    apart = self._stride(extents[peer])
-                    if target is not None and apart:
-                        own = peer == rank
-                        source = parts[rank][0] if own else self._part(peer, rank, apart)
-                        doing.copy(target[0], source, target[1])
-
-            if alike is None:
-                if together:
-                    extents = [extent] * world_size
-                    alike = steps.meet(key, addresses, stage, lambda doing: collect(doing, extents))
-                else:
-                    alike = steps.meet(None, addresses, stage)
-            if alike and together:
-                return
-            if where[0] and self._direct.everywhere(where[0]):
-                found = _spans(targets, addresses)
-                if (own := found[rank]) is not None:
-                    ((start, nbytes),) = _spans(parts[rank : rank + 1], addresses)
-                    _memmove(own[0], start, nbytes)
-                self._direct.share(found, rank)
-                return
-            extents = [control.extent(peer, steps.sequence) for peer in range(world_size)]
-            collect(steps.at_once(addresses), extents)
-            large = [each * (not self._stride(each)) for each in extents]
-            if any(large):
-                rounds.open()
-                rounds.trade(key if alike else None, addresses, parts, targets, large)
 
     def _where(
         self,
@@ -290,7 +255,7 @@ class HostEngine(Engine):
         parts, targets = _tensors(inputs), _tensors(outputs)
         if parts[self.rank] == targets[self.rank]:
             targets[self.rank] = None
-        self._trade(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
+        self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
         return None
 
     def all_to_all_single(
@@ -304,7 +269,7 @@ class HostEngine(Engine):
         def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
-        self._trade(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
+        self._move(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
         return None
 
     def scatter(
@@ -313,7 +278,7 @@ class HostEngine(Engine):
         targets: list[Target] = [None] * self.world_size
         targets[root] = output.data_ptr(), output.nbytes
         parts = _tensors(inputs or ())
-        self._trade(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
+        self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
         return None
 
     # -- reducing ------------------------------------------------------------------------------
@@ -439,8 +404,6 @@ class HostEngine(Engine):
                 steps.meet(key, addresses, stage, reduce)
             if by_sum and op == "avg":
                 divide(output, world_size)
-
-    # -- between two ranks ---------------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         return self._mail.send(call, tensor, peer, tag)

@@ -131,10 +131,7 @@ Write = Callable[[Doing], None]
 
 
 class HostSteps:
-    """The steps of one rank of a group: of one op at a time, under the group's ``collective_lock``.
-
-    ``rounds`` counts the rounds of all ops before, which go through rings.
-    """
+    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far."""
 
     call: Call
     control: Control
@@ -213,8 +210,6 @@ class HostSteps:
         steps.op = self.call.op
         self._set(steps.registers, addresses)
         return steps
-
-    # -- how -----------------------------------------------------------------------------------
 
     def _met(self) -> bool:
         """Send the message, wait for everyone's, and compare them."""

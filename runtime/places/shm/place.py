@@ -149,8 +149,6 @@ class ShmPlace(CpuPlace):
             self.worker.drain()  # messages go out in the order of the calls, on every rank
         return self.group.exchange(payload, doing)
 
-    # -- execution -----------------------------------------------------------------------------
-
     def new_engine(self, communicator: object) -> Engine:
         return HostEngine(self.group)
 

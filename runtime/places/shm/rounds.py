@@ -188,10 +188,7 @@ class Rounds:
         dtype: torch.dtype,
         op: str,
     ) -> None:
-        """What is at OUTPUT = the reduction of everyone's part for this rank.
-
-        If parts are ``even``, they depend on nothing but their size and INPUT.
-        """
+        """At OUTPUT: the reduction of parts for this rank; ``even`` ones depend on size and INPUT alone."""
         own, total = parts[self._rank]
         key = ("reduce_scatter", total, dtype) if even and op == "sum" and dtype in SUMS else None
 
@@ -261,8 +258,6 @@ class Rounds:
         sources: list[Operand] = [self._slot(peer, c) + first for peer in range(self._world_size)]
         sources[self._rank] = own
         steps.reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
-
-    # -- rounds --------------------------------------------------------------------------------
 
     def _run(
         self,

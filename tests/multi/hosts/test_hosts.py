@@ -27,6 +27,7 @@ from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
 from multi.hosts import hosts_scenarios as scenarios
@@ -209,7 +210,9 @@ def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
     found: list[Any] = [None] * len(cards)
 
     def join(rank: int) -> None:
-        found[rank] = host_map.meet(store, rank, len(cards), cards[rank], prefix=prefix, timeout=20)
+        own = pickle.dumps(cards[rank])
+        values, nonce = rendezvous.meet(store, rank, len(cards), own, prefix, f"{prefix}/hosts", 20)
+        found[rank] = [pickle.loads(each) for each in values], nonce
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
     for thread in threads:
@@ -227,7 +230,7 @@ def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
         for rank, (found, nonce) in enumerate(met(store, cards)):
             assert found == cards
             nonces.add(nonce)
-            host_map.forget(store, rank, prefix="p", nonce=nonce)
+            rendezvous.forget(store, rank, "p/hosts", nonce)
     assert len(nonces) == 20
     assert store.num_keys() == 1
 
@@ -242,9 +245,8 @@ def test_what_a_crashed_group_left_is_ignored() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    card = Card("a", 1, None)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
-        host_map.meet(HashStore(), 0, 3, card, prefix="p", timeout=0.1)
+        rendezvous.meet(HashStore(), 0, 3, b"mine", "p", "p/hosts", 0.1)
     assert caught.value.waited_for == (1, 2)
 
 

@@ -150,8 +150,8 @@ def test_message_of_another_generation_is_rejected() -> None:
         raise InterruptedError
 
     try:
-        new.set_addresses({1: old.address})
-        old.set_addresses({0: new.address})
+        new.addresses = {1: old.address}
+        old.addresses = {0: new.address}
         with pytest.raises(InterruptedError):
             old.trade((read_end,), stop)
         before = len(os.listdir("/proc/self/fd"))

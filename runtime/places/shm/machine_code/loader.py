@@ -63,10 +63,7 @@ def _jit() -> Any:
 
 
 def compiled(ir: str, name: str) -> int:
-    """The address of function ``name`` of LLVM IR, which may call the C library. It stays loaded.
-
-    Raises RuntimeError for IR that LLVM does not take, and for what is nowhere to be found.
-    """
+    """The address of function ``name`` of LLVM IR, which stays loaded; RuntimeError if LLVM refuses."""
     from llvmlite import binding
 
     module = binding.JITLibraryBuilder().add_ir(ir).export_symbol(name).add_current_process()

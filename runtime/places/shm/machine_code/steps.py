@@ -101,10 +101,7 @@ class Steps:
         self._add(RING, asleep, len(asleep))
 
     def wait(self, addresses: Sequence[int], value: Operand, note: Any = None) -> None:
-        """Until each of these words is at least ``value``; stop if that takes long.
-
-        ``note`` is in ``notes`` under the number of the step, for whoever goes on waiting.
-        """
+        """Until each of these words is at least ``value``; stop if that takes long, with ``note``."""
         self.notes[len(self.kinds)] = note
         self._add(WAIT, addresses, len(addresses), 0, value)
 
