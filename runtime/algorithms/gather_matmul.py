@@ -18,7 +18,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Table
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
-from interlace.runtime.algorithms import node_fused
+from interlace.runtime.algorithms import node_fused, plain
 from interlace.runtime.algorithms.node_fused import GatherMoves
 from interlace.runtime.algorithms.operands import (
     Linear,
@@ -27,14 +27,6 @@ from interlace.runtime.algorithms.operands import (
     epilogue,
     launch_options,
     product,
-)
-from interlace.runtime.algorithms.plain import (
-    agreed_call,
-    all_gather_copy,
-    others,
-    resident_programs,
-    send_by_copy_engine,
-    send_table,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
@@ -79,7 +71,7 @@ def _sizes(
     rank, world_size, place = communicator.rank, communicator.world_size, communicator.place
     block_m = configuration.block_m
     size = formulas.chunk_rows(rows, block_m, configuration.chunks)
-    slots, sends = formulas.chunk_slots(rows, size), send_table(communicator, rows, size)
+    slots, sends = formulas.chunk_slots(rows, size), plain.send_table(communicator, rows, size)
     copiers, moving, far = min(configuration.copiers, sends.count), 0, None
     if place.nodes is not None:
         far = GatherMoves(communicator, place.nodes, rows, size, configuration)
@@ -100,7 +92,9 @@ def _sizes(
 
         chunks = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
         mine = copiers if index == 0 else 0
-        resident = max(mine + 1, resident_programs(communicator, configuration, mine) - moving)
+        resident = max(
+            mine + 1, plain.resident_programs(communicator, configuration, mine) - moving
+        )
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
         launches.append((Table(chunks, slots), formulas.persistent_grid(mine, tiles, resident)))
     made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
@@ -148,7 +142,7 @@ def all_gather_matmul_fused(
         elif not sizes.copiers:
             lines = formulas.send_lines(rank, communicator.world_size, rows, size)
             sent = [(input, 0)] + ([] if sent_scale is None else [(sent_scale, scales_at)])
-            send_by_copy_engine(communicator, workspace, lines, sent)
+            plain.send_by_copy_engine(communicator, workspace, lines, sent)
         path = multicast_path(communicator, configuration, workspace)
         copiers = sizes.copiers
         for (chunks, grid), operand in zip(sizes.launches, operands, strict=True):
@@ -236,7 +230,7 @@ def all_gather_matmul_pipelined(
             if source == rank:
                 mine = workspace.data(rank, first * inner * itemsize, (count, inner), input.dtype)
                 copying.copy(mine, input[first : first + count], f"stage rows from {first} on")
-                for peer in others(communicator):
+                for peer in plain.others(communicator):
                     copying.publish(workspace, peer, slot)
         for source, first, count, row, slot in lines:
             operand, rows_here = input[first : first + count], slice(row, row + count)
@@ -274,10 +268,10 @@ def all_gather_matmul_unfused(
     flat = input.contiguous().view(-1)
     if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:
         key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
-        call = agreed_call(communicator, "all_gather_matmul", key)
+        call = plain.agreed_call(communicator, "all_gather_matmul", key)
         communicator.engine.all_gather(call, parts, flat)
     else:
-        all_gather_copy(communicator, flat, parts)
+        plain.all_gather_copy(communicator, flat, parts)
     for linear in linears:
         enqueue_product(communicator, gathered, linear, slice(None), "matmul")
     return communicator.compute.record()
@@ -295,7 +289,7 @@ def all_gather_inner_matmul(
     ``shard`` and ``gathered`` are transposed: ``[own K, rows]`` and ``[K, rows]``.
     """
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
-    all_gather_copy(communicator, shard.view(-1), parts)
+    plain.all_gather_copy(communicator, shard.view(-1), parts)
     for linear in linears:
         enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
     return communicator.compute.record()

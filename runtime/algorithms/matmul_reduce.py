@@ -19,7 +19,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.algorithms import node_fused, node_matmul_reduce
+from interlace.runtime.algorithms import node_fused, node_matmul_reduce, plain
 from interlace.runtime.algorithms.operands import (
     Linear,
     bias_or_none,
@@ -27,14 +27,6 @@ from interlace.runtime.algorithms.operands import (
     launch_options,
     multiply,
     product,
-)
-from interlace.runtime.algorithms.plain import (
-    agreed_call,
-    others,
-    pushed_layout,
-    resident_programs,
-    segment_table,
-    wait_for_all,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
@@ -81,11 +73,11 @@ def matmul_reduce_scatter_fused(
     rows = [count for _, count in segments]
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
-    layout = pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
+    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
     # before the streams wait for what the caller has issued
     operands = product(communicator, configuration, input, linear, published=True)
-    table = segment_table(communicator, segments, block_m, tiles_n)
-    resident = resident_programs(communicator, configuration)
+    table = plain.segment_table(communicator, segments, block_m, tiles_n)
+    resident = plain.resident_programs(communicator, configuration)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(
@@ -158,7 +150,7 @@ def matmul_reduce_scatter_pipelined(
             )
             if owner != rank:
                 stream.publish(workspace, owner, rank)
-        wait_for_all(communicator, workspace, 0)
+        plain.wait_for_all(communicator, workspace, 0)
         parts = [
             workspace.data(rank, source * region, linear.output.shape, dtype)
             for source in range(world_size)
@@ -209,11 +201,11 @@ def matmul_reduce_scatter_unfused(
         stream.wait_credits(workspace)
         product = workspace.data(rank, 0, (input.shape[0], columns), dtype)
         stream.call(lambda: multiply(product, input, linear.weight, None), "matmul")
-        for peer in others(communicator):
+        for peer in plain.others(communicator):
             stream.publish(workspace, peer, rank)
         first, count = segments[rank]
         begin = first * columns * dtype.itemsize
-        wait_for_all(communicator, workspace, 0)
+        plain.wait_for_all(communicator, workspace, 0)
         parts = [
             workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
         ]
@@ -237,7 +229,7 @@ def _small_reduce_scatter(
     parts = [product[first : first + count].view(-1) for first, count in segments]
     reduction = "avg" if average else "sum"
     key = ("parts of matmul_reduce_scatter", tuple(segments), product.shape, product.dtype, average)
-    call = agreed_call(communicator, "matmul_reduce_scatter", key)
+    call = plain.agreed_call(communicator, "matmul_reduce_scatter", key)
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     return communicator.compute.record()
 
@@ -266,11 +258,11 @@ def matmul_all_reduce_fused(
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     tiles = formulas.tiles_of([rows], block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
-    layout = pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
+    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
     operands = product(communicator, configuration, input, linear)
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
     operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)
-    resident = resident_programs(communicator, configuration)
+    resident = plain.resident_programs(communicator, configuration)
 
     def body(workspace: Workspace) -> None:
         communicator.compute.launch(

@@ -43,10 +43,10 @@ class GatherMoves:
         size: int,
         configuration: Configuration,
     ) -> None:
-        self._communicator, self._nodes, self._configuration = communicator, nodes, configuration
+        self._rank, self._nodes, self._configuration = communicator.rank, nodes, configuration
         self._rows, self._size = rows, size
         self._moves = algorithms.gather_moves(communicator, nodes, rows, size)
-        self._far = algorithms.partners(communicator, nodes)
+        self._far = algorithms.Partners(communicator, nodes)
         self.slots = self._moves.leased(communicator.world_size)
         most = max(1, min(self._moves.count, communicator.place.program_limit // 4))
         self.programs = min(max(1, configuration.copiers), most)
@@ -54,27 +54,19 @@ class GatherMoves:
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
         """As ``launch_formulas.chunk_lines``, in the order in which chunks come between nodes."""
         lines, start = [], 0
-        rank = self._communicator.rank
-        for line in algorithms.arrival_lines(rank, self._nodes, self._rows, self._size, own=True):
+        known = self._rank, self._nodes, self._rows, self._size
+        for line in algorithms.arrival_lines(*known, own=True):
             lines.append([*line, start])
             start += formulas.ceil_div(line[2], block_m) * tiles_n
         return lines
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
         """Begin to move rows of ``input`` on the copy stream."""
-        algorithms.launch_moves(
-            self._communicator,
-            self._far,
-            workspace,
-            input,
-            self._moves,
-            self.programs,
-            self._configuration,
-        )
+        self._far.move(workspace, input, self._moves, self.programs, self._configuration)
 
     def finish(self, workspace: Workspace) -> None:
         """Tell other nodes that the rows were taken; the last item of the op."""
-        algorithms.put_credits(self._communicator, self._far, workspace)
+        self._far.put_credits(workspace)
 
 
 def all_gather_matmul_pipelined(

@@ -92,7 +92,7 @@ def matmul_reduce_scatter(
     known = tables_of(rank, nodes, segments, block_m, tiles_n)
     key = (tuple(segments), block_m, tiles_n)
     table = communicator.table
-    far = algorithms.partners(communicator, nodes)
+    far = algorithms.Partners(communicator, nodes)
     shared = {
         "node": Node(
             table("node members", lambda: [members]),
@@ -156,7 +156,7 @@ def matmul_reduce_scatter(
                 **launch_options(configuration),
             )
         )
-        algorithms.quiet(communicator.copying, far, workspace, quiet_slot)
-        algorithms.put_credits(communicator, far, workspace)
+        far.quiet(communicator.copying, workspace, quiet_slot)
+        far.put_credits(workspace)
 
     return communicator.enqueue("matmul_reduce_scatter", layout, body)

@@ -25,7 +25,7 @@ from interlace.kernels.nodes import moves as hierarchical
 from interlace.kernels.nodes import order, reduction
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import Layout, Workspace, neighbours, overlap
+from interlace.runtime.core.memory import Layout, Workspace, bytes_of, neighbours, overlap
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.tuning.configuration import Configuration, choose
@@ -58,91 +58,68 @@ def gather_moves(communicator: Communicator, nodes: Nodes, rows: Sequence[int], 
     return Moves(table, len(lines), slots)
 
 
-@dataclass(frozen=True)
 class Partners:
-    """The ranks of other nodes that this one exchanges puts with: as a table, and how many."""
+    """The ranks of other nodes that this one exchanges puts with.
 
-    nodes: Nodes
-    table: torch.Tensor
-    count: int
+    To be made before the op begins on the streams, as everything that makes tables.
+    """
 
+    def __init__(self, communicator: Communicator, nodes: Nodes) -> None:
+        self._communicator, self._nodes = communicator, nodes
+        ranks = nodes.partners(communicator.rank)
+        self._table = Table(communicator.table("node partners", lambda: [ranks]), len(ranks))
 
-def partners(communicator: Communicator, nodes: Nodes) -> Partners:
-    """To be called before the op begins on the streams, as everything that makes tables."""
-    ranks = nodes.partners(communicator.rank)
-    return Partners(nodes, communicator.table("node partners", lambda: [ranks]), len(ranks))
-
-
-def launch_moves(
-    communicator: Communicator,
-    far: Partners,
-    workspace: Workspace,
-    input: torch.Tensor,
-    moves: Moves,
-    programs: int,
-    configuration: Configuration,
-) -> None:
-    """Start the moves of ``input``, a matrix or flat, on the copy stream."""
-    stream = communicator.copying
-    if not moves.count:
-        quiet(stream, far, workspace, moves.slots)
-        return
-    flat = input.dim() == 1
-    stream.launch(
-        KernelLaunch(
-            hierarchical.move_kernel,
-            max(1, min(programs, moves.count)),
-            {
-                **workspace.kernel_arguments(),
+    def move(
+        self,
+        workspace: Workspace,
+        input: torch.Tensor,
+        moves: Moves,
+        programs: int,
+        configuration: Configuration,
+    ) -> None:
+        """Start the moves of ``input``, a matrix or flat, on the copy stream."""
+        stream, flat = self._communicator.copying, input.dim() == 1
+        columns = configuration.block_elements if flat else configuration.copy_columns
+        if moves.count:
+            arguments = {
                 "input": Rows(input, input.stride(0)),
                 "moves": Table(moves.table, moves.count),
                 "columns": 1 if flat else input.shape[1],
-                "PUT": far.nodes.put,
                 "BLOCK_ROWS": 0 if flat else configuration.copy_rows,
-                "BLOCK_COLUMNS": configuration.block_elements
-                if flat
-                else configuration.copy_columns,
-            },
-            workspace.op,
-            num_warps=configuration.num_warps,
-            options=far.nodes.options,
+                "BLOCK_COLUMNS": columns,
+            }
+            grid, warps = max(1, min(programs, moves.count)), configuration.num_warps
+            self._launch(stream, hierarchical.move_kernel, workspace, arguments, grid, warps)
+        self.quiet(stream, workspace, moves.slots)
+
+    def quiet(self, stream: Stream, workspace: Workspace, slot: int) -> None:
+        """Hold ``stream`` until what was put is out; ``slot`` is the first of a slot per rank."""
+        if self._table.count:
+            arguments = {"slot": slot, "partners": self._table}
+            self._launch(stream, hierarchical.quiet_kernel, workspace, arguments)
+
+    def put_credits(self, workspace: Workspace) -> None:
+        """The last item of an op's body: ranks of other nodes may use this rank's workspace again."""
+        compute = self._communicator.compute
+        compute.wait_event(self._communicator.copying.record())
+        if self._table.count:
+            arguments = {"partners": self._table}
+            self._launch(compute, hierarchical.put_credits_kernel, workspace, arguments)
+
+    def _launch(
+        self,
+        stream: Stream,
+        kernel: Any,
+        workspace: Workspace,
+        arguments: dict[str, Any],
+        grid: int = 1,
+        num_warps: int = 1,
+    ) -> None:
+        known = {**workspace.kernel_arguments(), **arguments, "PUT": self._nodes.put}
+        options = self._nodes.options
+        stream.launch(
+            KernelLaunch(kernel, grid, known, workspace.op, num_warps=num_warps, options=options)
         )
-    )
-    quiet(stream, far, workspace, moves.slots)
-
-
-def quiet(stream: Stream, far: Partners, workspace: Workspace, slot: int) -> None:
-    """Hold ``stream`` until what was put is out; ``slot`` is the first of a slot per rank."""
-    if far.count:
-        _between(stream, hierarchical.quiet_kernel, far, workspace, slot=slot)
-
-
-def put_credits(communicator: Communicator, far: Partners, workspace: Workspace) -> None:
-    """The last item of an op's body: ranks of other nodes may use this rank's workspace again."""
-    communicator.compute.wait_event(communicator.copying.record())
-    if far.count:
-        _between(communicator.compute, hierarchical.put_credits_kernel, far, workspace)
-
-
-def _between(
-    stream: Stream, kernel: Any, far: Partners, workspace: Workspace, **arguments: int
-) -> None:
-    """Launch a kernel of one warp that deals with ``far``."""
-    stream.launch(
-        KernelLaunch(
-            kernel,
-            1,
-            {
-                **workspace.kernel_arguments(),
-                **arguments,
-                "partners": Table(far.table, far.count),
-                "PUT": far.nodes.put,
-            },
-            workspace.op,
-            num_warps=1,
-            options=far.nodes.options,
-        )
-    )
 
 
 def shared_programs(
@@ -179,12 +156,12 @@ def all_gather(
     table = communicator.table(("node arrivals", tuple(lengths), chunk, in_place), lambda: arrivals)
     layout = Layout(moves.leased(communicator.world_size), sum(lengths))
     moving, collecting = shared_programs(communicator, configuration, moves.count)
-    far = partners(communicator, nodes)
+    far = Partners(communicator, nodes)
 
     def body(workspace: Workspace) -> None:
         if after is not None:
             communicator.copying.wait_event(after)
-        launch_moves(communicator, far, workspace, input, moves, moving, configuration)
+        far.move(workspace, input, moves, moving, configuration)
         if arrivals:
             communicator.compute.launch(
                 KernelLaunch(
@@ -203,7 +180,7 @@ def all_gather(
                     num_warps=configuration.num_warps,
                 )
             )
-        put_credits(communicator, far, workspace)
+        far.put_credits(workspace)
 
     return communicator.enqueue("all_gather", layout, body)
 
@@ -220,6 +197,31 @@ def arrival_lines(
     ]
 
 
+def gather_into(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    input: torch.Tensor,
+    gather: Callable[[torch.Tensor, torch.Tensor], Event],
+) -> Event:
+    """``outputs[r]`` = rank r's ``input``, anywhere, by ``gather(input, target)`` into one flat tensor."""
+    whole, own = neighbours(outputs), outputs[communicator.rank]
+    in_place = own.data_ptr() == input.data_ptr()
+    lengths = [output.numel() for output in outputs]
+    target = whole
+    if target is None:
+        target = torch.empty(sum(lengths), dtype=input.dtype, device=input.device)
+    elif not in_place and overlap(input, target):
+        input = input.clone()  # it must not change before it has been sent
+    event = gather(input, target)
+    if whole is not None:
+        return event
+    for source, piece in enumerate(torch.split(target, lengths)):
+        if source != communicator.rank or not in_place:
+            # as bytes: torch copies no elements of less than one
+            communicator.compute.copy(bytes_of(outputs[source]), bytes_of(piece), "output")
+    return communicator.compute.record()
+
+
 def gather_parts(
     communicator: Communicator,
     nodes: Nodes,
@@ -228,24 +230,16 @@ def gather_parts(
     after: Event | None = None,
 ) -> Event | None:
     """``outputs[r]`` = rank r's ``input``, all flat uint8 and anywhere; None if there is nothing."""
-    rank, lengths = communicator.rank, [output.numel() for output in outputs]
+    lengths = [output.numel() for output in outputs]
     if not sum(lengths):
         return None
-    whole, own = neighbours(outputs), outputs[rank]
-    target = whole
-    if target is None:
-        target = torch.empty(sum(lengths), dtype=torch.uint8, device=input.device)
-    elif own.data_ptr() != input.data_ptr() and overlap(input, target):
-        assert after is None
-        input = input.clone()  # it must not change before it has been sent
     config = choose(communicator.place, torch.uint8, max(lengths), 1, 1)
-    event = all_gather(communicator, nodes, input, target, lengths, config, after)
-    if whole is not None:
-        return event
-    for source, piece in enumerate(torch.split(target, lengths)):
-        if source != rank or own.data_ptr() != input.data_ptr():
-            communicator.compute.copy(outputs[source], piece, "output")
-    return communicator.compute.record()
+
+    def gather(flat: torch.Tensor, target: torch.Tensor) -> Event:
+        assert after is None or flat is input
+        return all_gather(communicator, nodes, flat, target, lengths, config, after)
+
+    return gather_into(communicator, outputs, input, gather)
 
 
 def exchange(
@@ -267,16 +261,16 @@ def exchange(
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
     layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)
-    far = partners(communicator, nodes)
+    far = Partners(communicator, nodes)
 
     def body(workspace: Workspace) -> None:
-        launch_moves(communicator, far, workspace, input, moves, moving, configuration)
+        far.move(workspace, input, moves, moving, configuration)
         for source in (*order.node_peers(rank, nodes.of), *_far(rank, nodes)):
             if count := sizes[source][rank]:
                 communicator.compute.wait(workspace, source, source)
                 theirs = workspace.data(rank, firsts[source], (count,), torch.uint8)
                 communicator.compute.copy(outputs[source], theirs, f"part of rank {source}")
-        put_credits(communicator, far, workspace)
+        far.put_credits(workspace)
 
     return communicator.enqueue(op, layout, body)
 
@@ -374,7 +368,7 @@ def reduce_scatter(
     parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, sums.piece)
     limit = configuration.programs or communicator.place.program_limit
     members = nodes.members(rank)
-    far = partners(communicator, nodes)
+    far = Partners(communicator, nodes)
     constants = {
         "input_ptr": input,
         "output_ptr": output,
@@ -427,8 +421,8 @@ def reduce_scatter(
             compute.wait_event(copying.record())
         if finish is not None:
             compute.call(finish, "bias")
-        quiet(compute, far, workspace, quiet_slot)
-        put_credits(communicator, far, workspace)
+        far.quiet(compute, workspace, quiet_slot)
+        far.put_credits(workspace)
 
     return communicator.enqueue(op, layout, body)
 

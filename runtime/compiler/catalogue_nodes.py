@@ -42,11 +42,11 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
 
     def run(group: Any) -> None:
         nodes, workspace = group.nodes, group.workspace()
-        far = node_moves.partners(group, nodes)
+        far = node_moves.Partners(group, nodes)
         moves = node_moves.gather_moves(group, nodes, rows, _ROWS)
         flat = meta(_ELEMENTS, dtype=torch.uint8)
         for input in (flat, meta(_ROWS, _ROWS, dtype=dtype)):
-            node_moves.launch_moves(group, far, workspace, input, moves, 1, configuration)
+            far.move(workspace, input, moves, 1, configuration)
         node_moves.reduce_scatter(
             group,
             nodes,

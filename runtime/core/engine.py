@@ -23,6 +23,8 @@ import torch
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.stream import Event, Outcome
 
+Tensors = Sequence[torch.Tensor]
+
 
 class Engine(ABC):
     """The collectives of one rank of one group. Ranks are ranks of the group.
@@ -46,15 +48,11 @@ class Engine(ABC):
         """Every rank's ``call.part``, by rank; nothing else moves."""
 
     @abstractmethod
-    def all_gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
+    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         """``outputs[r]`` = rank r's ``input``; lengths may differ between ranks."""
 
     @abstractmethod
-    def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Event | None:
+    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
         """``outputs[r]`` = rank r's ``inputs[own rank]``; lengths may differ between pairs."""
 
     @abstractmethod
@@ -63,13 +61,13 @@ class Engine(ABC):
 
     @abstractmethod
     def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+        self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
         """On ``root``: ``outputs[r]`` = rank r's ``input``. Elsewhere ``outputs`` is None."""
 
     @abstractmethod
     def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+        self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
         """``output`` = ``inputs[own rank]`` of ``root``. Elsewhere ``inputs`` is None."""
 
@@ -83,7 +81,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
     ) -> Event | None:
         """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
 
@@ -107,7 +105,7 @@ class Engine(ABC):
         """``output`` = the reduction over ranks of part [own rank] of ``input``."""
         return self.reduce_scatter(call, output.view(-1), self._cut(input), op)
 
-    def _cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _cut(self, whole: torch.Tensor) -> Tensors:
         return whole.view(self.world_size, whole.numel() // self.world_size).unbind(0)
 
     @abstractmethod

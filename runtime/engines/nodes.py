@@ -25,12 +25,19 @@ from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.tuning import configuration
+
+
+def on_streams(communicator: Communicator) -> Engine:
+    """The engine of a group whose ranks work on streams: on one node, or on several."""
+    nodes = communicator.place.nodes
+    return StreamEngine(communicator) if nodes is None else HierarchicalEngine(communicator, nodes)
 
 
 class HierarchicalEngine(StreamEngine):
@@ -43,9 +50,7 @@ class HierarchicalEngine(StreamEngine):
     def _configuration(self, dtype: torch.dtype, longest: int) -> configuration.Configuration:
         return configuration.choose(self._communicator.place, dtype, longest, 1, 1)
 
-    def all_gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
+    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
         parts = [bytes_of(output) for output in outputs]
         return algorithms.gather_parts(self._communicator, self._nodes, parts, bytes_of(input))
@@ -60,8 +65,8 @@ class HierarchicalEngine(StreamEngine):
     def _exchange(
         self,
         call: Call,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Tensors,
+        inputs: Tensors,
         sizes: Sequence[Sequence[int]],
     ) -> Event | None:
         """Part r of ``inputs`` to rank r, all as flat uint8; ``sizes[source][destination]``."""
@@ -85,16 +90,14 @@ class HierarchicalEngine(StreamEngine):
             event = compute.record()
         return event
 
-    def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Event | None:
+    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
         self._verify(call)
         parts = [bytes_of(part) for part in inputs]
         sizes = self._told(call.op, [part.nbytes for part in parts])
         return self._exchange(call, [bytes_of(output) for output in outputs], parts, sizes)
 
     def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+        self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
         self._verify(call)
         data = bytes_of(input)
@@ -107,7 +110,7 @@ class HierarchicalEngine(StreamEngine):
         return self._exchange(call, targets, parts, sizes)
 
     def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+        self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
         self._verify(call)
         ranks = range(self.world_size)
@@ -120,7 +123,7 @@ class HierarchicalEngine(StreamEngine):
         return self._exchange(call, targets, parts, sizes)
 
     def _scatter_sums(
-        self, call: Call, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str
+        self, call: Call, output: torch.Tensor, parts: Tensors, op: str
     ) -> Event | None:
         """``output`` = the reduction over ranks of ``parts[own rank]``; flat tensors, any lengths."""
         lengths = [part.numel() for part in parts]
@@ -154,7 +157,7 @@ class HierarchicalEngine(StreamEngine):
         return compute.record()
 
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
     ) -> Event | None:
         self._verify(call)
         parts = [part.view(-1) for part in inputs]

@@ -12,8 +12,9 @@ import torch
 
 from interlace.runtime.algorithms import low_latency, multimem
 from interlace.runtime.algorithms import plain as algorithms
+from interlace.runtime.algorithms.node_moves import gather_into
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.memory import bytes_of, neighbours, overlap
+from interlace.runtime.core.memory import neighbours, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import configuration
 
@@ -36,29 +37,15 @@ def all_gather(
     if algorithm == "low_latency":
         equal = min(lengths) == max(lengths)
         _refuse("all_gather", low_latency.why_not(input.nbytes, equal=equal))
-    flat, whole = input.view(-1), neighbours(outputs)
-    own = outputs[communicator.rank]
-    target = whole
-    if target is None:
-        target = torch.empty(sum(lengths), dtype=input.dtype, device=input.device)
-    elif own.data_ptr() != input.data_ptr() and overlap(input, target):
-        flat = flat.clone()  # it must not change before it has been sent
-    if algorithm == "low_latency":
-        event = low_latency.all_gather(communicator, flat, target)
-    else:
-        gather = algorithms.all_gather_kernel
-        if algorithm == "multimem":
-            gather = multimem.all_gather
+
+    def gather(flat: torch.Tensor, target: torch.Tensor) -> Event:
+        if algorithm == "low_latency":
+            return low_latency.all_gather(communicator, flat, target)
         config = configuration.choose(communicator.place, input.dtype, max(lengths), 1, 1)
-        event = gather(communicator, flat, target, lengths, config)
-    if whole is not None:
-        return event
-    for source, piece in enumerate(torch.split(target, lengths)):
-        output = outputs[source]
-        if source != communicator.rank or output.data_ptr() != input.data_ptr():
-            # as bytes: torch copies no elements of less than one
-            communicator.compute.copy(bytes_of(output), bytes_of(piece), "output")
-    return communicator.compute.record()
+        by = multimem.all_gather if algorithm == "multimem" else algorithms.all_gather_kernel
+        return by(communicator, flat, target, lengths, config)
+
+    return gather_into(communicator, outputs, input.view(-1), gather)
 
 
 def reduce_scatter(

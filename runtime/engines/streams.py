@@ -43,7 +43,7 @@ from interlace.runtime.algorithms import plain as algorithms
 from interlace.runtime.algorithms.plain import KERNEL_DTYPES, Staged, Taken
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome
@@ -150,9 +150,7 @@ class StreamEngine(Engine):
         order = arrival_order(self.rank, self.world_size, [1] * self.world_size)
         return [source for source, _ in order]
 
-    def all_gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
+    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
         elements = sum(output.numel() for output in outputs)
         equal = all(output.numel() == input.numel() for output in outputs)
@@ -164,9 +162,7 @@ class StreamEngine(Engine):
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
 
-    def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Event | None:
+    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
         call.verify(self._messages(call))
         rank = self.rank
         starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
@@ -199,7 +195,7 @@ class StreamEngine(Engine):
         return algorithms.pull(self._communicator, call.op, tensor.nbytes, staged, taken)
 
     def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
+        self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
         call.verify(self._messages(call))
         nbytes = max(self._told(call.op, input.nbytes))
@@ -214,7 +210,7 @@ class StreamEngine(Engine):
         return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
 
     def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+        self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
         call.verify(self._messages(call))
         mine = None if inputs is None else [part.nbytes for part in inputs]
@@ -246,7 +242,7 @@ class StreamEngine(Engine):
         return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
 
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
+        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
     ) -> Event | None:
         self._verify(call)
         elements = sum(part.numel() for part in inputs)

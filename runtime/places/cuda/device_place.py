@@ -32,7 +32,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
-from interlace.runtime.engines.choice import on_streams
+from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda.launch import LaunchCache
 from interlace.runtime.places.cuda.residency import Residency, residency

@@ -15,35 +15,28 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 AGAIN_SECONDS = 1.0
 
 
-class Bound:
-    """The state of one bound; ``passed`` once its time is over."""
-
-    passed = False
-
-    def _signalled(self, number: int, frame: Any) -> None:
-        self.passed = True
-
-
 @contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[Bound]:
-    """Within the block system calls fail with EINTR, in the main thread, once ``seconds`` have passed."""
-    bound = Bound()
+def interrupted_after(seconds: float) -> Iterator[threading.Event]:
+    """Within the block system calls fail with EINTR, in the main thread, once ``seconds`` have passed.
+
+    Then the event is set.
+    """
+    passed = threading.Event()
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGALRM) is None
     ):
-        yield bound
+        yield passed
         return
-    before = signal.signal(signal.SIGALRM, bound._signalled)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: passed.set())
     start = time.monotonic()
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
     try:
-        yield bound
+        yield passed
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

@@ -166,11 +166,11 @@ class TorchMemory:
     def _met(self, memory: torch.Tensor) -> Any:
         """torch's handle of ``memory``, once all ranks are here."""
         agreed(self._exchange, value(b""))
-        with interrupted_after(self._seconds) as bound:
+        with interrupted_after(self._seconds) as passed:
             try:
                 return _c10d._SymmetricMemory.rendezvous(memory, self._name)
             except RuntimeError as error:
-                if not bound.passed:
+                if not passed.is_set():
                     raise
                 raise TimeoutError(
                     f"torch's rendezvous has not ended within {self._seconds:g} s: {error}"

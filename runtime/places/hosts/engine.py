@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks, RankTensor
@@ -74,9 +74,8 @@ class HostsEngine(Engine):
         with self._place.guarded(call.op):
             yield
 
-    def barrier(self, call: Call) -> Event | None:
+    def barrier(self, call: Call) -> None:
         call.verify(self._place.exchange(call.message, call.op))
-        return None
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
@@ -121,14 +120,11 @@ class HostsEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def all_gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
+    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
         with self._agreed(call):
             self._gather(call.op, outputs, input)
-        return None
 
-    def _gather(self, op: str, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+    def _gather(self, op: str, outputs: Tensors, input: torch.Tensor) -> None:
         sends = [(self._twin(self._index, ranks), input) for ranks in self._others]
         receives = [
             (source, outputs[source]) for ranks in self._others for source in self._dealt(ranks)
@@ -144,25 +140,21 @@ class HostsEngine(Engine):
                 own = input if ranks is self._mine else parts[self._index]
                 self._wait(self._local.all_gather(self._within(op), parts, own))
 
-    def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Event | None:
+    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
         with self._agreed(call):
             self._links.swap(self._far(inputs), self._far(outputs), call.op)
             near = self._near(outputs), self._near(inputs)
             self._wait(self._local.all_to_all(self._within(call.op), *near))
-        return None
 
-    def _far(self, tensors: Sequence[torch.Tensor]) -> list[RankTensor]:
+    def _far(self, tensors: Tensors) -> list[RankTensor]:
         return [(rank, tensors[rank]) for ranks in self._others for rank in ranks]
 
-    def _near(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _near(self, tensors: Tensors) -> list[torch.Tensor]:
         return [tensors[rank] for rank in self._mine]
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         with self._agreed(call):
             self._broadcast(call.op, tensor, root)
-        return None
 
     def _broadcast(self, op: str, tensor: torch.Tensor, root: int) -> None:
         home = next(ranks for ranks in self._hosts if root in ranks)
@@ -177,39 +169,33 @@ class HostsEngine(Engine):
             local_root = self._mine.index(source)
             self._wait(self._local.broadcast(self._within(op), tensor, local_root))
 
-    def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
-    ) -> Event | None:
+    def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([(root, input)], [], call.op)
-                return None
+                return
             near = None
             if outputs is not None:
                 self._links.swap([], self._far(outputs), call.op)
                 near = self._near(outputs)
             local_root = self._mine.index(root)
             self._wait(self._local.gather(self._within(call.op), near, input, local_root))
-        return None
 
-    def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-    ) -> Event | None:
+    def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         with self._agreed(call):
             if root not in self._mine:
                 self._links.swap([], [(root, output)], call.op)
-                return None
+                return
             near = None
             if inputs is not None:
                 self._links.swap(self._far(inputs), [], call.op)
                 near = self._near(inputs)
             local_root = self._mine.index(root)
             self._wait(self._local.scatter(self._within(call.op), output, near, local_root))
-        return None
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
+    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
         with self._agreed(call):
             if flat.nbytes <= SMALL_BYTES or flat.numel() < self.world_size:
@@ -219,13 +205,11 @@ class HostsEngine(Engine):
                 wide = list(partial.widened(flat).tensor_split(self.world_size))
                 self._reduce_scatter(call.op, segments[self.rank], wide, partial)
                 self._gather(call.op, segments, segments[self.rank])
-        return None
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
         with self._agreed(call):
             self._reduce(call.op, flat, partial, root, everywhere=False)
-        return None
 
     def _reduce(
         self, op: str, flat: torch.Tensor, partial: Partial, root: int, *, everywhere: bool
@@ -255,17 +239,14 @@ class HostsEngine(Engine):
             call = self._within("broadcast")
             self._wait(self._local.broadcast(call, flat, self._mine.index(own)))
 
-    def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
-    ) -> Event | None:
+    def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
         partial = Partial.of(op, output.dtype)
         with self._agreed(call):
             wide = [partial.widened(part.view(-1)) for part in inputs]
             self._reduce_scatter(call.op, output.view(-1), wide, partial)
-        return None
 
     def _reduce_scatter(
-        self, op: str, output: torch.Tensor, wide: Sequence[torch.Tensor], partial: Partial
+        self, op: str, output: torch.Tensor, wide: Tensors, partial: Partial
     ) -> None:
         """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
         sends: list[RankTensor] = []
@@ -288,7 +269,7 @@ class HostsEngine(Engine):
         partial.finish(parts, output, self.world_size)
 
     def _reduced_within(
-        self, wide: Sequence[torch.Tensor], owners: Sequence[int | None], partial: Partial
+        self, wide: Tensors, owners: Sequence[int | None], partial: Partial
     ) -> torch.Tensor:
         """This host's partial result for the owner that is this rank's in this round."""
         parts = [wide[0].new_empty(0) if owner is None else wide[owner] for owner in owners]

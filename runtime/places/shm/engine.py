@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
@@ -62,12 +62,11 @@ class HostEngine(Engine):
         self._direct = Direct(group, self._steps)
         self._mail = Mail(group)
 
-    def barrier(self, call: Call) -> Event | None:
+    def barrier(self, call: Call) -> None:
         if self.world_size > 1:
             with self._group.collective_lock:
                 self._steps.begin(call)
                 self._steps.meet()
-        return None
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._group.exchange(call.message, call.op))
@@ -175,18 +174,11 @@ class HostEngine(Engine):
                 else:
                     rounds.share(key, addresses, extent, targets, large)
 
-    def all_gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
-        return self._gather(call, outputs, input)
-
-    def all_gather_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor
-    ) -> Event | None:
+    def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
         if self.world_size == 1:
             _memmove(target, source, nbytes)
-            return None
+            return
         in_place = source == target + self.rank * nbytes
 
         def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
@@ -197,16 +189,11 @@ class HostEngine(Engine):
 
         key = "all_gather", nbytes, in_place
         self._move(call, key, (source, target), nbytes, laid_out, self._direct.find(input))
-        return None
 
-    def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, root: int
-    ) -> Event | None:
-        return self._gather(call, outputs or (), input)
+    def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
+        self.all_gather(call, outputs or (), input)
 
-    def _gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], input: torch.Tensor
-    ) -> Event | None:
+    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
         source, nbytes = input.data_ptr(), input.nbytes
         targets: list[Span | None] = [None] * self.world_size
         for rank, output in enumerate(outputs):
@@ -215,15 +202,14 @@ class HostEngine(Engine):
         if self.world_size == 1:
             if targets[0] is not None:
                 _memmove(targets[0][0], source, nbytes)
-            return None
+            return
         parts = [(source, nbytes)]
         where = self._direct.find(input)
         self._move(call, None, (source, 0), nbytes, lambda: (parts, targets), where)
-        return None
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         if self.world_size == 1:
-            return None
+            return
         nbytes = tensor.nbytes
 
         own = nbytes * (root == self.rank)
@@ -236,7 +222,6 @@ class HostEngine(Engine):
 
         key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(), 0)
         self._move(call, key, addresses, own, laid_out, self._direct.find(tensor), nbytes)
-        return None
 
     def _where(
         self,
@@ -249,47 +234,36 @@ class HostEngine(Engine):
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
-    def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Event | None:
+    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
         parts, targets = _tensors(inputs), _tensors(outputs)
         if parts[self.rank] == targets[self.rank]:
             targets[self.rank] = None
         self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
-        return None
 
-    def all_to_all_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor
-    ) -> Event | None:
+    def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
         if self.world_size == 1:
             _memmove(addresses[1], addresses[0], nbytes)
-            return None
+            return
 
         def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
         self._move(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
-        return None
 
-    def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-    ) -> Event | None:
+    def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         targets: list[Target] = [None] * self.world_size
         targets[root] = output.data_ptr(), output.nbytes
         parts = _tensors(inputs or ())
         self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
-        return None
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
+    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         self._reduce(call, tensor, op, None)
-        return None
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
         self._reduce(call, tensor, op, root)
-        return None
 
     def _reduce(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         """``tensor`` = the reduction, on ``root`` only unless that is None."""
@@ -335,21 +309,17 @@ class HostEngine(Engine):
             rounds.open()
         rounds.reduce(tensor, op, root, meets=meets)
 
-    def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str
-    ) -> Event | None:
+    def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
         parts = _tensors(inputs)
         if adjacent(parts):
             self._reduce_scatter(call, output, inputs[0].data_ptr(), parts[0][1], None, op)
         else:
             self._reduce_scatter(call, output, 0, _largest(parts), parts, op)
-        return None
 
     def reduce_scatter_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
-    ) -> Event | None:
+    ) -> None:
         self._reduce_scatter(call, output, input.data_ptr(), output.nbytes, None, op)
-        return None
 
     def _reduce_scatter(
         self,
@@ -412,7 +382,7 @@ class HostEngine(Engine):
         return self._mail.recv(call, tensor, peer, tag)
 
 
-def _tensors(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _tensors(tensors: Tensors) -> list[Any]:
     """Address and bytes of each."""
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 

@@ -178,7 +178,8 @@ class Mail:
             if deadline is not None and time.monotonic() > deadline:
                 raise FutureTimeoutError
             try:
-                patience.step(future.doing, self._senders(future), lambda: self._something(future))
+                senders = self._senders(future)
+                patience.step(future.doing, senders, lambda: future.settled or self.move())
             except InterlaceError as error:
                 self._fail(future, error)
 
@@ -186,9 +187,6 @@ class Mail:
         """For whom ``future`` waits: of several that may send, those who have left need not."""
         here = [peer for peer in future.peers if not self._group.has_left(peer)]
         return here or future.peers
-
-    def _something(self, future: _Moving) -> bool:
-        return future.settled or self.move()
 
     def _see_to_it(self) -> None:
         """Have a thread move what is under way, if there is anything."""

@@ -1,15 +1,7 @@
 """The place ``shm``: one rank per process, all on one host; symmetric memory is memfd mappings.
 
-===================  ===============================================================================
-``one_host/group.py``    joining, small messages, waiting, abort, death of peers; on top of
-``one_host/rendezvous.py``    a nonce and socket addresses through the store, later descriptors
-``one_host/segment.py``       one sealed memfd per rank and buffer, mapped by everyone
-``one_host/control.py``       one control segment per rank: messages, abort
-``one_host/waiting.py``       polite and bounded polling
-``inline_stream.py`` items run in the calling thread
-``one_host/worker.py``        async ops: one thread per group, in order of submission
-``user_launches.py`` kernels that user code launches, once it has shared memory
-===================  ===============================================================================
+What it needs of its host is in ``one_host``: joining, small messages, waiting, the death of peers. Items
+of streams run in the calling thread; async ops in one thread per group, in the order of submission.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from interlace.runtime.core.local_memory import Array, LocalMemory, aligned
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
-from interlace.runtime.engines.choice import on_streams
+from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.interpreter.inline_ptx import multicast
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
 from interlace.runtime.scheduler import trace
