@@ -180,7 +180,7 @@ def all_gather_matmul_fused(
             if rows[rank]:
                 communicator.compute.copy(gathered[first : first + rows[rank]], input, "own shard")
         if far is not None:
-            far.finish(workspace)
+            far.partners.put_credits(workspace)
 
     return communicator.enqueue("all_gather_matmul", sizes.layout, body)
 
@@ -284,10 +284,7 @@ def all_gather_inner_matmul(
     lengths: Sequence[int],
     gathered: torch.Tensor,
 ) -> Event:
-    """Shards are slices of the contracted dimension, so every output needs every shard.
-
-    ``shard`` and ``gathered`` are transposed: ``[own K, rows]`` and ``[K, rows]``.
-    """
+    """Shards are slices of K; ``shard`` ``[own K, rows]`` and ``gathered`` ``[K, rows]`` are transposed."""
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
     plain.all_gather_copy(communicator, shard.view(-1), parts)
     for linear in linears:

@@ -121,11 +121,7 @@ class Routes:
         return [[self.block(self.rank, self.rank)[0]], self.offsets(self.rank)]
 
     def send_lines(self, chunk_rows: int) -> list[Line]:
-        """What this rank sends, in order: lines as ``kernels/transfer.py`` has them.
-
-        To the next rank first, so that at any time all ranks send to different ones; for each, in the
-        order of its experts.
-        """
+        """Lines as of ``transfer.py``; to the next rank first, so that all send to different ones."""
         lines = []
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size

@@ -55,11 +55,6 @@ class Words:
         """Bytes held on this rank."""
         return self.buffer.nbytes + sum(buffer.nbytes for buffer in self.outgrown)
 
-    @staticmethod
-    def bytes_for(programs: int, world_size: int) -> int:
-        words = programs * 2 * world_size * BLOCK_WORDS
-        return (HEADER_WORDS + MOST_PROGRAMS + words) * WORD
-
 
 def _words_of(communicator: Communicator, programs: int) -> Words:
     """The group's words, made or enlarged. Collective when it has to be."""
@@ -69,7 +64,8 @@ def _words_of(communicator: Communicator, programs: int) -> Words:
         while enough < programs:
             enough *= 2
         place = communicator.place
-        buffer = place.allocate(Words.bytes_for(enough, communicator.world_size))
+        words = HEADER_WORDS + MOST_PROGRAMS + enough * 2 * communicator.world_size * BLOCK_WORDS
+        buffer = place.allocate(words * WORD)
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
         held = communicator.arena.words = Words(buffer, enough, place.poll_limit(), outgrown)
     return held
@@ -131,39 +127,22 @@ def _run(
 def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Tensor) -> Event:
     """``output`` = all ranks' ``input``, which are equal in size, one behind the other."""
     source, target = in_units(input, output)
-    return _run(
-        communicator,
-        "all_gather",
-        low_latency.low_latency_all_gather_kernel,
-        source,
-        {"input_ptr": source, "output_ptr": target},
-    )
+    arguments = {"input_ptr": source, "output_ptr": target}
+    kernel = low_latency.low_latency_all_gather_kernel
+    return _run(communicator, "all_gather", kernel, source, arguments)
 
 
 def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: bool) -> Event:
     """``tensor`` = the sum or the average over ranks."""
     (units,) = in_units(tensor)
-    return _run(
-        communicator,
-        "all_reduce",
-        low_latency.low_latency_all_reduce_kernel,
-        units,
-        {
-            "input_ptr": units,
-            "output_ptr": units,
-            "DTYPE": NAMES[tensor.dtype],
-            "AVERAGE": average,
-        },
-    )
+    arguments = {"input_ptr": units, "output_ptr": units, "DTYPE": NAMES[tensor.dtype]}
+    kernel = low_latency.low_latency_all_reduce_kernel
+    return _run(communicator, "all_reduce", kernel, units, {**arguments, "AVERAGE": average})
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
     """``tensor`` = that of ``root``."""
     (units,) = in_units(tensor)
-    return _run(
-        communicator,
-        "broadcast",
-        low_latency.low_latency_broadcast_kernel,
-        units,
-        {"tensor_ptr": units, "root": root},
-    )
+    arguments = {"tensor_ptr": units, "root": root}
+    kernel = low_latency.low_latency_broadcast_kernel
+    return _run(communicator, "broadcast", kernel, units, arguments)

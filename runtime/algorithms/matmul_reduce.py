@@ -24,15 +24,14 @@ from interlace.runtime.algorithms.operands import (
     Linear,
     bias_or_none,
     epilogue,
+    finish_sum,
     launch_options,
     multiply,
     product,
 )
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
-from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.table import threshold
@@ -50,10 +49,7 @@ def matmul_reduce_scatter_fused(
     average: bool,
     row_scale: torch.Tensor | None = None,
 ) -> Event:
-    """One kernel; ``segments`` are (first row, rows) by owner, ``linear.output`` the own part.
-
-    Between nodes a second one, that puts (``node_matmul_reduce.py``). ``row_scale``: of fp8 operands.
-    """
+    """One kernel; between nodes a second one puts (``node_matmul_reduce.py``). ``row_scale``: of fp8."""
     nodes = communicator.place.nodes
     if nodes is not None and input.shape[0] and linear.weight.shape[1]:
         return node_matmul_reduce.matmul_reduce_scatter(
@@ -78,26 +74,18 @@ def matmul_reduce_scatter_fused(
     operands = product(communicator, configuration, input, linear, published=True)
     table = plain.segment_table(communicator, segments, block_m, tiles_n)
     resident = plain.resident_programs(communicator, configuration)
-
-    def body(workspace: Workspace) -> None:
-        communicator.compute.launch(
-            KernelLaunch(
-                matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel,
-                formulas.persistent_grid(0, tiles, resident),
-                {
-                    **workspace.kernel_arguments(),
-                    **operands,
-                    **epilogue(linear, row_scale),
-                    "segments_ptr": table,
-                    "own_rows": rows[communicator.rank],
-                    "AVERAGE": average,
-                },
-                "matmul_reduce_scatter",
-                **launch_options(configuration),
-            )
-        )
-
-    return communicator.enqueue("matmul_reduce_scatter", layout, body)
+    arguments = {
+        **operands,
+        **epilogue(linear, row_scale),
+        "segments_ptr": table,
+        "own_rows": rows[communicator.rank],
+        "AVERAGE": average,
+    }
+    kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
+    grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
+    return plain.enqueue_kernel(
+        communicator, "matmul_reduce_scatter", layout, kernel, grid, arguments, options
+    )
 
 
 def _between_nodes(
@@ -170,10 +158,7 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: boo
     wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
     total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
     fold_unrounded(reduction, parts, total)
-    if linear.bias is not None:
-        bias = linear.bias.to(wide)
-        total += bias if linear.bias_along == "n" else bias[:, None]
-    linear.output.copy_(activate(total, linear.activation))
+    finish_sum(total, linear)
 
 
 def matmul_reduce_scatter_unfused(
@@ -263,22 +248,9 @@ def matmul_all_reduce_fused(
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
     operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)
     resident = plain.resident_programs(communicator, configuration)
-
-    def body(workspace: Workspace) -> None:
-        communicator.compute.launch(
-            KernelLaunch(
-                matmul_all_reduce_kernels.matmul_all_reduce_kernel,
-                formulas.persistent_grid(0, tiles, resident),
-                {
-                    **workspace.kernel_arguments(),
-                    **operands,
-                    "bias_ptr": bias_or_none(linear),
-                    "M": rows,
-                    "AVERAGE": average,
-                },
-                "matmul_all_reduce",
-                **launch_options(configuration),
-            )
-        )
-
-    return communicator.enqueue("matmul_all_reduce", layout, body)
+    arguments = {**operands, "bias_ptr": bias_or_none(linear), "M": rows, "AVERAGE": average}
+    kernel = matmul_all_reduce_kernels.matmul_all_reduce_kernel
+    grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
+    return plain.enqueue_kernel(
+        communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
+    )

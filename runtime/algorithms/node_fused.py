@@ -20,12 +20,11 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms.operands import Linear, enqueue_product, multiply
+from interlace.runtime.algorithms.operands import Linear, enqueue_product, finish_sum, multiply
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
-from interlace.runtime.numerics.activations import activate
 from interlace.runtime.tuning import configuration as configurations
 from interlace.runtime.tuning.configuration import Configuration
 
@@ -46,7 +45,7 @@ class GatherMoves:
         self._rank, self._nodes, self._configuration = communicator.rank, nodes, configuration
         self._rows, self._size = rows, size
         self._moves = algorithms.gather_moves(communicator, nodes, rows, size)
-        self._far = algorithms.Partners(communicator, nodes)
+        self.partners = algorithms.Partners(communicator, nodes)
         self.slots = self._moves.leased(communicator.world_size)
         most = max(1, min(self._moves.count, communicator.place.program_limit // 4))
         self.programs = min(max(1, configuration.copiers), most)
@@ -62,11 +61,7 @@ class GatherMoves:
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
         """Begin to move rows of ``input`` on the copy stream."""
-        self._far.move(workspace, input, self._moves, self.programs, self._configuration)
-
-    def finish(self, workspace: Workspace) -> None:
-        """Tell other nodes that the rows were taken; the last item of the op."""
-        self._far.put_credits(workspace)
+        self.partners.move(workspace, input, self._moves, self.programs, self._configuration)
 
 
 def all_gather_matmul_pipelined(
@@ -99,7 +94,7 @@ def all_gather_matmul_pipelined(
                 enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None:
                 stream.copy(gathered[rows_here], operand, "gathered")
-        moves.finish(workspace)
+        moves.partners.put_credits(workspace)
 
     return communicator.enqueue("all_gather_matmul", Layout(moves.slots, nbytes), body)
 
@@ -134,12 +129,6 @@ def matmul_reduce_scatter(
         rows = slice(first, first + count)
         multiply(product[rows], input[rows], linear.weight, None)
 
-    def finish() -> None:
-        if linear.bias is not None:
-            bias = linear.bias.float()
-            total.add_(bias if linear.bias_along == "n" else bias[:, None])
-        output.copy_(activate(total, linear.activation))
-
     return algorithms.reduce_scatter(
         communicator,
         nodes,
@@ -150,7 +139,7 @@ def matmul_reduce_scatter(
         average=average,
         op="matmul_reduce_scatter",
         produce=produce,
-        finish=None if exact else finish,
+        finish=None if exact else lambda: finish_sum(total, linear),
     )
 
 

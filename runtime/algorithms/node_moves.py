@@ -59,10 +59,7 @@ def gather_moves(communicator: Communicator, nodes: Nodes, rows: Sequence[int], 
 
 
 class Partners:
-    """The ranks of other nodes that this one exchanges puts with.
-
-    To be made before the op begins on the streams, as everything that makes tables.
-    """
+    """Ranks of other nodes that this one exchanges puts with. Makes tables: before the op is on streams."""
 
     def __init__(self, communicator: Communicator, nodes: Nodes) -> None:
         self._communicator, self._nodes = communicator, nodes

@@ -67,6 +67,14 @@ def multiply(
         output.copy_(activate(output, activation))
 
 
+def finish_sum(total: torch.Tensor, linear: Linear) -> None:
+    """``linear.output`` = activation(total + bias), rounded once; ``total`` is changed."""
+    if linear.bias is not None:
+        bias = linear.bias.to(total.dtype)
+        total += bias if linear.bias_along == "n" else bias[:, None]
+    linear.output.copy_(activate(total, linear.activation))
+
+
 def enqueue_product(
     communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
 ) -> None:
@@ -125,10 +133,7 @@ def product(
     *,
     published: bool = False,
 ) -> dict[str, Any]:
-    """The arguments of the matmul that all fused kernels share, without the epilogue's.
-
-    ``published``: peers wait for the tiles, so they do not leave by descriptor from warps of their own.
-    """
+    """The matmul's arguments, without the epilogue's. ``published``: peers wait for its tiles."""
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     descriptors = descriptor_path(configuration, input, weight) if aligned else ""

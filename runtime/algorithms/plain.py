@@ -137,10 +137,7 @@ def send_by_copy_engine(
     lines: Sequence[formulas.Line],
     tensors: Sequence[tuple[torch.Tensor, int]],
 ) -> None:
-    """Push rows of ``tensors`` on the copy stream, to their byte offsets in the peers' workspaces.
-
-    ``lines`` are as of :func:`send_table`.
-    """
+    """Push rows of ``tensors``, by ``lines`` as of :func:`send_table`, to byte offsets of workspaces."""
     stream = communicator.copying
     stream.wait_credits(workspace)
     for peer, first, count, row, slot in lines:
@@ -164,12 +161,27 @@ def agreed_call(communicator: Communicator, op: str, key: tuple[Any, ...]) -> Ca
 def resident_programs(
     communicator: Communicator, configuration: Configuration, reserved: int = 0
 ) -> int:
-    """How many programs of a persistent grid the place keeps resident, or fewer if so configured.
-
-    ``reserved`` programs of the grid do something else, and are not what was configured.
-    """
+    """Programs of a grid that stay resident, or as configured; ``reserved`` of them do something else."""
     limit = communicator.place.program_limit
     return min(limit, reserved + configuration.programs) if configuration.programs else limit
+
+
+def enqueue_kernel(
+    communicator: Communicator,
+    op: str,
+    layout: Layout,
+    kernel: object,
+    grid: int,
+    arguments: dict[str, Any],
+    options: dict[str, int],
+) -> Event:
+    """An op that is one kernel; ``arguments`` are those besides the workspace."""
+
+    def body(workspace: Workspace) -> None:
+        known = {**workspace.kernel_arguments(), **arguments}
+        communicator.compute.launch(KernelLaunch(kernel, grid, known, op, **options))
+
+    return communicator.enqueue(op, layout, body)
 
 
 def all_gather_kernel(
@@ -196,27 +208,17 @@ def all_gather_kernel(
     layout = Layout(slots, formulas.gathered_bytes(lengths, output.dtype.itemsize))
     copiers = max(1, min(configuration.copiers, sends.count))
     limit = configuration.programs or communicator.place.program_limit
-
-    def body(workspace: Workspace) -> None:
-        communicator.compute.launch(
-            KernelLaunch(
-                transfer.all_gather_kernel,
-                formulas.persistent_grid(copiers, arrivals.count, limit),
-                {
-                    **workspace.kernel_arguments(),
-                    "input_ptr": input,
-                    "output_ptr": output,
-                    "sends": sends,
-                    "arrivals": arrivals,
-                    "COPIERS": copiers,
-                    "BLOCK": block,
-                },
-                "all_gather",
-                num_warps=configuration.num_warps,
-            )
-        )
-
-    return communicator.enqueue("all_gather", layout, body)
+    grid = formulas.persistent_grid(copiers, arrivals.count, limit)
+    arguments = {
+        "input_ptr": input,
+        "output_ptr": output,
+        "sends": sends,
+        "arrivals": arrivals,
+        "COPIERS": copiers,
+        "BLOCK": block,
+    }
+    kernel, options = transfer.all_gather_kernel, {"num_warps": configuration.num_warps}
+    return enqueue_kernel(communicator, "all_gather", layout, kernel, grid, arguments, options)
 
 
 def reduce_scatter_copy(
@@ -311,32 +313,33 @@ def reduce_scatter_kernel(
     average: bool,
 ) -> Event:
     """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
-    block = configuration.block_elements
     segments = formulas.segments_of(lengths)
-    layout = pushed_layout(communicator, lengths, block, 1, output.dtype.itemsize)
+    arguments = {
+        "input_ptr": input,
+        "output_ptr": output,
+        "segments_ptr": segment_table(communicator, segments, configuration.block_elements, 1),
+        "own_elements": lengths[communicator.rank],
+        "AVERAGE": average,
+    }
+    kernel = reduction.reduce_scatter_kernel
+    return _reduce(communicator, "reduce_scatter", kernel, lengths, configuration, arguments)
+
+
+def _reduce(
+    communicator: Communicator,
+    op: str,
+    kernel: object,
+    lengths: Sequence[int],
+    configuration: Configuration,
+    arguments: dict[str, Any],
+) -> Event:
+    """An op that is one kernel, which pushes contributions to parts of ``lengths`` and sums them."""
+    block, item = configuration.block_elements, arguments["output_ptr"].element_size()
+    layout = pushed_layout(communicator, lengths, block, 1, item)
     limit = configuration.programs or communicator.place.program_limit
-    table = segment_table(communicator, segments, block, 1)  # before the streams wait for it
-
-    def body(workspace: Workspace) -> None:
-        communicator.compute.launch(
-            KernelLaunch(
-                reduction.reduce_scatter_kernel,
-                formulas.persistent_grid(0, formulas.ceil_div(max(lengths), block), limit),
-                {
-                    **workspace.kernel_arguments(),
-                    "input_ptr": input,
-                    "output_ptr": output,
-                    "segments_ptr": table,
-                    "own_elements": lengths[communicator.rank],
-                    "BLOCK": block,
-                    "AVERAGE": average,
-                },
-                "reduce_scatter",
-                num_warps=configuration.num_warps,
-            )
-        )
-
-    return communicator.enqueue("reduce_scatter", layout, body)
+    grid = formulas.persistent_grid(0, formulas.ceil_div(max(lengths), block), limit)
+    known, options = {**arguments, "BLOCK": block}, {"num_warps": configuration.num_warps}
+    return enqueue_kernel(communicator, op, layout, kernel, grid, known, options)
 
 
 def all_reduce_copy(
@@ -385,26 +388,11 @@ def all_reduce_kernel(
     average: bool,
 ) -> Event:
     """One-shot all-reduce by kernel; ``input`` and ``output`` may be the same tensor."""
-    block, elements = configuration.block_elements, input.numel()
-    layout = pushed_layout(communicator, [elements], block, 1, input.dtype.itemsize)
-    limit = configuration.programs or communicator.place.program_limit
-
-    def body(workspace: Workspace) -> None:
-        communicator.compute.launch(
-            KernelLaunch(
-                reduction.all_reduce_kernel,
-                formulas.persistent_grid(0, formulas.ceil_div(elements, block), limit),
-                {
-                    **workspace.kernel_arguments(),
-                    "input_ptr": input,
-                    "output_ptr": output,
-                    "elements": elements,
-                    "BLOCK": block,
-                    "AVERAGE": average,
-                },
-                "all_reduce",
-                num_warps=configuration.num_warps,
-            )
-        )
-
-    return communicator.enqueue("all_reduce", layout, body)
+    arguments = {
+        "input_ptr": input,
+        "output_ptr": output,
+        "elements": input.numel(),
+        "AVERAGE": average,
+    }
+    kernel, lengths = reduction.all_reduce_kernel, [input.numel()]
+    return _reduce(communicator, "all_reduce", kernel, lengths, configuration, arguments)

@@ -100,11 +100,7 @@ class StreamEngine(Engine):
         small: int | None = None,
         reduction: str | None = None,
     ) -> str:
-        """Which kernel to run, or "copy"; the same on all ranks, as they agree on the call.
-
-        ``small``: bytes of the message, if a low-latency kernel can do the op. ``reduction``: None if it
-        only moves.
-        """
+        """The kernel to run, or "copy". ``small``: bytes for a low-latency one. ``reduction``: if any."""
         place = self._communicator.place
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *kernels.REDUCTIONS)

@@ -19,10 +19,7 @@ Array = Any  # numpy arrays whose element type is known at run time only
 
 @dataclass(frozen=True)
 class Format:
-    """A binary float format. Codes are bit patterns without the sign bit.
-
-    ``overflow`` is what a finite value above the largest one, and infinity, become.
-    """
+    """A binary float format; codes have no sign bit. ``overflow``: what too large values become."""
 
     bits: int
     mantissa: int

@@ -56,31 +56,6 @@ _SUB_BYTE = tuple(
     getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)
 )  # one byte per element in torch, and no operators yet
 
-DTYPES = (
-    *_FLOATS,
-    *_HALVES,
-    *_FP8,
-    torch.complex32,
-    *_COMPLEX,
-    torch.uint8,
-    *_SIGNED,
-    *_AS_SIGNED,
-    torch.bool,
-)
-"""Every dtype that can be reduced by some op."""
-
-MOVABLE_DTYPES = (
-    *DTYPES,
-    torch.float4_e2m1fn_x2,
-    torch.bits8,
-    torch.bits16,
-    torch.bits1x8,
-    torch.bits2x4,
-    torch.bits4x2,
-    *_SUB_BYTE,
-)
-"""Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
-
 
 # -- ways to fold ------------------------------------------------------------------------------
 
@@ -151,10 +126,7 @@ def _wide(
     finish: Finish = _nothing,
     load: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
 ) -> Fold:
-    """In a wider dtype; the output may be of it.
-
-    ``load`` brings the parts to ``dtype``; None where torch's operators do.
-    """
+    """In a wider dtype, to which ``load`` or torch's operators bring the parts; the output may be of it."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         scratch = None
@@ -225,10 +197,6 @@ def _fill() -> None:
     for dtype in _FLOATS:
         _in_dtype(dtype, {**_ARITHMETIC, **_ORDER})
         _FOLDS["avg", dtype] = _direct(torch.add, _divide)
-    for dtype in _FP8:
-        for op, binary in {**_ARITHMETIC, **_ORDER}.items():
-            _FOLDS[op, dtype] = _wide(torch.float32, binary, load=_copy)
-        _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide, _copy)
     for dtype in _HALVES:
         for op, binary in _ARITHMETIC.items():
             _FOLDS[op, dtype] = _wide(torch.float32, binary)
@@ -237,15 +205,18 @@ def _fill() -> None:
         # in fp32, gives the right rounding however it gets there
         _PAIRS.update({(op, dtype): binary for op, binary in _ARITHMETIC.items()})
         _in_dtype(dtype, _ORDER)  # picks, never rounds
-
-    for dtype in _COMPLEX:
-        _in_dtype(dtype, _ARITHMETIC)
-        # torch divides complex numbers by complex numbers, with more roundings
-        _FOLDS["avg", dtype] = _viewed(torch.view_as_real, _direct(torch.add, _divide))
+    for dtype in _FP8:
+        for op, binary in {**_ARITHMETIC, **_ORDER}.items():
+            _FOLDS[op, dtype] = _wide(torch.float32, binary, load=_copy)
+        _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide, _copy)
     for op in ("sum", "avg"):
         halves = _FOLDS[op, torch.float16]
         _FOLDS[op, torch.complex32] = _viewed(torch.view_as_real, halves)
     _FOLDS["product", torch.complex32] = _wide(torch.complex64, torch.mul)
+    for dtype in _COMPLEX:
+        _in_dtype(dtype, _ARITHMETIC)
+        # torch divides complex numbers by complex numbers, with more roundings
+        _FOLDS["avg", dtype] = _viewed(torch.view_as_real, _direct(torch.add, _divide))
 
     for dtype in (torch.uint8, *_SIGNED):
         _in_dtype(dtype, {**_ARITHMETIC, **_ORDER, **_BITS})
@@ -267,6 +238,21 @@ def _fill() -> None:
 
 
 _fill()
+
+DTYPES = tuple(dict.fromkeys(dtype for _, dtype in _FOLDS))
+"""Every dtype that can be reduced by some op."""
+
+MOVABLE_DTYPES = (
+    *DTYPES,
+    torch.float4_e2m1fn_x2,
+    torch.bits8,
+    torch.bits16,
+    torch.bits1x8,
+    torch.bits2x4,
+    torch.bits4x2,
+    *_SUB_BYTE,
+)
+"""Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:

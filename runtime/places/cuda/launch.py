@@ -45,10 +45,7 @@ class LaunchCache:
         self._outgrown: list[torch.Tensor] = []
 
     def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> PreparedLaunch:
-        """What is needed to run ``launch`` on ``stream``; nothing synchronizes the GPU afterwards.
-
-        Raises InterlaceError in a graph capture if the kernel was not loaded before it.
-        """
+        """What runs ``launch`` on ``stream``; InterlaceError if it had to be loaded in a graph capture."""
         values: list[Any] = []
         number = id(launch.kernel)
         known = self._known.get(number)
@@ -232,11 +229,6 @@ class PreparedLaunch:
     def in_order(self, arguments: list[Any]) -> list[Any]:
         """``arguments``, given as those of the launch were, in the order of ``values``."""
         return self._compiled.ordered(arguments)
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether :meth:`run` may be called again: nothing that it uses belongs to one launch."""
-        return self.scratch is None
 
     def again(self, stream: int, capture: int, values: list[Any]) -> None:
         """The same launch once more, on ``stream``, with other values."""

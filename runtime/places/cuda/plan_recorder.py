@@ -65,10 +65,7 @@ class Signalled:
 
 @dataclass
 class PlanStep:
-    """What one ``Communicator.enqueue`` has put on the stream, the finish last.
-
-    Or a kernel that leases no workspace: ``words`` are then its buffer and its programs.
-    """
+    """What one ``enqueue`` put on the stream, the finish last; ``words``: of a kernel without workspace."""
 
     workspace: Workspace | None
     pulled: bool

@@ -256,7 +256,7 @@ class Plans:
         for item in step.items:
             if type(item) is Launched:
                 prepared = item.prepared
-                if item.addresses or not prepared.repeatable:
+                if item.addresses or prepared.scratch is not None:  # which is of one launch
                     values = prepared.values.copy()
                     for position, of_results, index, offset in item.addresses:
                         values[position] = bases[of_results][index] + offset

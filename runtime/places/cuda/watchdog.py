@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.signal import (
-    ABORT_WORD,
-    CLAIMED_WORD,
-    EPOCH_WORD,
-    HEADER_WORDS,
-)
+from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, EPOCH_WORD, HEADER_WORDS
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.places.cuda import driver

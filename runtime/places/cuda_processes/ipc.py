@@ -38,11 +38,7 @@ def cupy() -> Any:
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor of ``nbytes`` at ``address``, said to be on ``device``, which owns nothing.
-
-    A peer's memory counts as being on the own GPU, as torch's handles have it: copies then run on the own
-    GPU's streams.
-    """
+    """A uint8 tensor at ``address``, which owns nothing; ``device``'s streams copy a peer's memory, too."""
     make: Any = torch._C._construct_storage_from_data_pointer
     storage = make(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

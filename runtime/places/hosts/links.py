@@ -84,10 +84,7 @@ class Packet:
 def _connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
 ) -> Any:
-    """A gloo group (torch's stubs lack what is used of it) on the interface that ``address`` belongs to.
-
-    ``GLOO_SOCKET_IFNAME`` names another, as for torch. Without either gloo looks up the host name.
-    """
+    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name."""
     from torch._C import _distributed_c10d
 
     gloo: Any = _distributed_c10d.ProcessGroupGloo

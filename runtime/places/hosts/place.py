@@ -121,15 +121,7 @@ class HostsPlace(CpuPlace):
         cards = [self._cards[rank] for rank in ranks]
         own = ranks.index(self.rank)
         if len({card.host for card in cards}) == 1:
-            group = HostGroup(
-                self._store,
-                own,
-                len(ranks),
-                timeout=self._timeout,
-                prefix=prefix,
-                parent=self.group,
-            )
-            return ShmPlace(group)
+            return ShmPlace(self.group.subgroup(own, len(ranks), prefix))
         return HostsPlace(
             self._store, own, cards, timeout=self._timeout, prefix=prefix, parent=self
         )
@@ -140,10 +132,7 @@ class HostsPlace(CpuPlace):
 
     @contextmanager
     def guarded(self, doing: str) -> Iterator[None]:
-        """Around what several ranks do together: whoever fails in it fails the group, on all ranks.
-
-        Errors of the host's own group are in terms of local ranks; they come out in this group's.
-        """
+        """Around what ranks do together: who fails in it fails the group, with ranks of this group."""
         self.check()
         before, self._links.doing = self._links.doing, doing
         try:

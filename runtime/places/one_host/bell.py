@@ -59,15 +59,8 @@ class Bell:
         self._own_asleep[0] = 1
         try:
             if not ready():
-                timeout = _Timespec(0, int(seconds * 1e9))
-                _syscall(
-                    _FUTEX,
-                    self._address,
-                    _WAIT,
-                    ctypes.c_uint32(rung),
-                    ctypes.byref(timeout),
-                    None,
-                    0,
-                )
+                timeout = ctypes.byref(_Timespec(0, int(seconds * 1e9)))
+                still = ctypes.c_uint32(rung)
+                _syscall(_FUTEX, self._address, _WAIT, still, timeout, None, 0)
         finally:
             self._own_asleep[0] = 0

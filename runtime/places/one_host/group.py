@@ -105,6 +105,11 @@ class HostGroup:
             raise
         _groups.add(self)
 
+    def subgroup(self, rank: int, world_size: int, prefix: str) -> HostGroup:
+        """This rank's membership in a group of some of the ranks, which an abort of this one ends, too."""
+        timeout = self.timeout
+        return HostGroup(self.store, rank, world_size, timeout=timeout, prefix=prefix, parent=self)
+
     def _join(self) -> None:
         """Trade control segments and pidfds, check them, and forget the store's keys."""
         nonce = self._rendezvous.nonce

@@ -40,10 +40,7 @@ def usable_cores() -> int:
 
 
 def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
-    """The ranks whose process has ended, by their pidfds. Takes about a microsecond per rank.
-
-    A poll object of its own, because one that threads share refuses to poll in two of them.
-    """
+    """The ranks whose process has ended. Threads cannot share a poll object, so it has one of its own."""
     poll = select.poll()
     ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
     for descriptor in ranks:

@@ -330,10 +330,7 @@ class HostEngine(Engine):
         parts: Sequence[Part] | None,
         op: str,
     ) -> None:
-        """``output`` = the reduction of everyone's part for this rank.
-
-        Parts have at most ``extent`` bytes; if none are given, all have as many, from ``source`` on.
-        """
+        """``output`` = the reduction of ``parts`` for this rank, or of even ones of ``extent`` bytes."""
         rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
         addresses, dtype = (source, output.data_ptr()), output.dtype
         if world_size == 1:

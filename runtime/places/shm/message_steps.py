@@ -31,7 +31,8 @@ from interlace.runtime.places.one_host.control import (
     Control,
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
-from interlace.runtime.places.shm.machine_code.steps import RING, SUMS, WAIT, Copier, Operand, Steps
+from interlace.runtime.places.shm.machine_code.ir import RING, WAIT
+from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
 
 NUMBER, AT, LENGTH, INPUT, OUTPUT, SMALL, MEDIUM, BEFORE = range(1, 9)
 """Registers: of the message, of its area, its bytes; two addresses; places of data; rounds before."""

@@ -78,18 +78,8 @@ class ShmPlace(CpuPlace):
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
-        group = self.group
-        members = "-".join(map(str, ranks))
-        return ShmPlace(
-            HostGroup(
-                group.store,
-                ranks.index(self.rank),
-                len(ranks),
-                timeout=group.timeout,
-                prefix=f"{group.prefix}/{members}/{generation}",
-                parent=group,
-            )
-        )
+        prefix = f"{self.group.prefix}/{'-'.join(map(str, ranks))}/{generation}"
+        return ShmPlace(self.group.subgroup(ranks.index(self.rank), len(ranks), prefix))
 
     def set_timeout(self, seconds: float) -> None:
         self.group.timeout = seconds

@@ -385,11 +385,7 @@ def run_sim(
     timeout: float | None = None,
     scheduler: Scheduler | None = None,
 ) -> list[Any]:
-    """Run ``host(place)`` once per rank; what each returned, by rank.
-
-    ``scheduler`` decides the order and has an observer, if any; by default one for ``seed`` and
-    ``timeout``, observed by the recorder of ``trace.recording``.
-    """
+    """Run ``host(place)`` per rank, by ``scheduler`` or one for ``seed``; what each returned, by rank."""
     if scheduler is None:
         scheduler = Scheduler(seed, timeout=timeout, observer=trace.current())
     world = SimWorld(scheduler)

@@ -24,8 +24,6 @@ import torch
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
 
-__all__ = ["COMPARE", "RING", "SUMS", "WAIT", "Copier", "Steps", "available"]
-
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
 
