@@ -22,7 +22,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import transfer
 from interlace.kernels.arguments import Table
 from interlace.kernels.collectives import reduction
-from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums
+from interlace.kernels.tiling import owner_order, prefix_sums
 from interlace.runtime.algorithms.node_moves import gather_parts
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -57,6 +57,12 @@ def others(communicator: Communicator) -> list[int]:
     """All ranks but this one, the next one first."""
     rank, world_size = communicator.rank, communicator.world_size
     return [(rank + step) % world_size for step in range(1, world_size)]
+
+
+def sources(communicator: Communicator) -> list[int]:
+    """All ranks, this one first, then in the order in which they send to it."""
+    rank, world_size = communicator.rank, communicator.world_size
+    return [(rank - step) % world_size for step in range(world_size)]
 
 
 def stage(communicator: Communicator, workspace: Workspace, part: Staged, slot: int) -> None:
@@ -106,7 +112,7 @@ def all_gather_copy(
     communicator: Communicator, input: torch.Tensor, outputs: Sequence[torch.Tensor]
 ) -> Event:
     """``outputs[r] = input of rank r``; flat tensors, lengths may differ."""
-    rank, world_size = communicator.rank, communicator.world_size
+    rank = communicator.rank
     if communicator.place.nodes is not None:
         parts, before = [bytes_of(output) for output in outputs], communicator.compute.record()
         nodes = communicator.place.nodes
@@ -114,7 +120,7 @@ def all_gather_copy(
     nbytes = max(output.numel() for output in outputs) * input.dtype.itemsize
     taken = [
         Taken(source, 0, outputs[source])
-        for source, _ in arrival_order(rank, world_size, [1] * world_size)
+        for source in sources(communicator)
         if source != rank or outputs[rank].data_ptr() != input.data_ptr()
     ]
     staged = [Staged(0, input, others(communicator))]
@@ -369,7 +375,7 @@ def all_reduce_copy(
         fold_staged(communicator, workspace, staged, begin, mine, reduction)
         for peer in others(communicator):
             stream.publish(workspace, peer, summed + rank)
-        for source, _ in arrival_order(rank, world_size, [1] * world_size):
+        for source in sources(communicator):
             if source != rank:
                 stream.wait(workspace, source, summed + source)
             first, count = segments[source]

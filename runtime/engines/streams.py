@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.tiling import arrival_order, owner_order, prefix_sums, split_rows
+from interlace.kernels.tiling import owner_order, prefix_sums, split_rows
 from interlace.runtime.algorithms import plain as algorithms
 from interlace.runtime.algorithms.plain import KERNEL_DTYPES, Staged, Taken
 from interlace.runtime.core.call import Call
@@ -72,14 +72,11 @@ class StreamEngine(Engine):
         self.rank = communicator.rank
         self.world_size = communicator.world_size
 
-    def _messages(self, call: Call) -> list[bytes]:
-        return self._communicator.messages(call)
-
     def _verify(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
         explicit = configuration.OVERRIDE.get()
         told = call.with_term("configuration", explicit) if explicit else call
-        told.verify(self._messages(told))
+        told.verify(self._communicator.messages(told))
 
     def _told(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""
@@ -130,21 +127,16 @@ class StreamEngine(Engine):
         )
 
     def parts(self, call: Call) -> list[Any]:
-        return call.compared(self._messages(call))
+        return call.compared(self._communicator.messages(call))
 
     def barrier(self, call: Call) -> Event | None:
         place = self._communicator.place
         place.arrive()
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         place.depart()
         return None
 
     # -- moving --------------------------------------------------------------------------------
-
-    def _everyone(self) -> list[int]:
-        """All ranks, this one first, then in the order in which they send to it."""
-        order = arrival_order(self.rank, self.world_size, [1] * self.world_size)
-        return [source for source, _ in order]
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
@@ -159,7 +151,7 @@ class StreamEngine(Engine):
         )
 
     def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         rank = self.rank
         starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
         keep = _same(outputs[rank], inputs[rank])
@@ -170,14 +162,14 @@ class StreamEngine(Engine):
         ]
         taken = [
             Taken(source, starts[source][rank], bytes_of(outputs[source]))
-            for source in self._everyone()
+            for source in algorithms.sources(self._communicator)
             if not (source == rank and keep)
         ]
         nbytes = max(each[-1] for each in starts)
         return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         chosen = dict(call.terms).get("algorithm", "auto")
         if chosen == "auto":
             place = self._communicator.place
@@ -193,14 +185,14 @@ class StreamEngine(Engine):
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         nbytes = max(self._told(call.op, input.nbytes))
         staged = [Staged(0, bytes_of(input), [] if self.rank == root else [root])]
         taken: list[Taken] = []
         if outputs is not None:
             taken = [
                 Taken(source, 0, bytes_of(outputs[source]))
-                for source in self._everyone()
+                for source in algorithms.sources(self._communicator)
                 if not (source == root and _same(outputs[root], input))
             ]
         return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
@@ -208,7 +200,7 @@ class StreamEngine(Engine):
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         mine = None if inputs is None else [part.nbytes for part in inputs]
         starts = _starts(self._told(call.op, mine)[root])
         staged: list[Staged] = []
@@ -234,7 +226,7 @@ class StreamEngine(Engine):
         return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        call.verify(self._messages(call))
+        call.verify(self._communicator.messages(call))
         return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
 
     def reduce_scatter(

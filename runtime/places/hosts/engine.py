@@ -104,10 +104,6 @@ class HostsEngine(Engine):
             dealt.append(some + [None] * (count - len(some)))
         return dealt
 
-    def _dealt(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Of the ranks of another host, those whose twin on this host is this rank."""
-        return ranks[self._index :: len(self._mine)]
-
     @property
     def _local(self) -> Engine:
         """The engine of this host's ranks."""
@@ -127,7 +123,9 @@ class HostsEngine(Engine):
     def _gather(self, op: str, outputs: Tensors, input: torch.Tensor) -> None:
         sends = [(self._twin(self._index, ranks), input) for ranks in self._others]
         receives = [
-            (source, outputs[source]) for ranks in self._others for source in self._dealt(ranks)
+            (source, outputs[source])
+            for ranks in self._others
+            for source in ranks[self._index :: len(self._mine)]  # whose twin this rank is
         ]
         self._links.swap(sends, receives, op)
         if len(self._mine) == 1:
@@ -153,21 +151,18 @@ class HostsEngine(Engine):
         return [tensors[rank] for rank in self._mine]
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
-        with self._agreed(call):
-            self._broadcast(call.op, tensor, root)
-
-    def _broadcast(self, op: str, tensor: torch.Tensor, root: int) -> None:
         home = next(ranks for ranks in self._hosts if root in ranks)
         place = home.index(root)
         source = self._twin(place, self._mine)
-        if self.rank == root:
-            sends = [(self._twin(place, ranks), tensor) for ranks in self._others]
-            self._links.swap(sends, [], op)
-        elif self.rank == source:
-            self._links.swap([], [(root, tensor)], op)
-        if len(self._mine) > 1:
-            local_root = self._mine.index(source)
-            self._wait(self._local.broadcast(self._within(op), tensor, local_root))
+        with self._agreed(call):
+            if self.rank == root:
+                sends = [(self._twin(place, ranks), tensor) for ranks in self._others]
+                self._links.swap(sends, [], call.op)
+            elif self.rank == source:
+                self._links.swap([], [(root, tensor)], call.op)
+            if len(self._mine) > 1:
+                local_root = self._mine.index(source)
+                self._wait(self._local.broadcast(self._within(call.op), tensor, local_root))
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         with self._agreed(call):

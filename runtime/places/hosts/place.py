@@ -194,22 +194,19 @@ class HostsPlace(CpuPlace):
         whole = _LENGTH.pack(len(mine)) + mine
         whole += bytes(max(0, _FIRST_BYTES - len(whole)))
         sent = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+        def swap(mine: torch.Tensor, theirs: Sequence[torch.Tensor]) -> None:
+            sends = [(leader, mine) for leader in leaders]
+            self._links.swap(sends, list(zip(leaders, theirs, strict=True)), doing)
+
         firsts = [torch.empty(_FIRST_BYTES, dtype=torch.uint8) for _ in leaders]
-        self._links.swap(
-            [(leader, sent[:_FIRST_BYTES]) for leader in leaders],
-            list(zip(leaders, firsts, strict=True)),
-            doing,
-        )
+        swap(sent[:_FIRST_BYTES], firsts)
         lengths = [_LENGTH.unpack_from(first.numpy().tobytes())[0] for first in firsts]
         rests = [
             torch.empty(max(0, _LENGTH.size + length - _FIRST_BYTES), dtype=torch.uint8)
             for length in lengths
         ]
-        self._links.swap(
-            [(leader, sent[_FIRST_BYTES:]) for leader in leaders],
-            list(zip(leaders, rests, strict=True)),
-            doing,
-        )
+        swap(sent[_FIRST_BYTES:], rests)
         return [
             (first.numpy().tobytes() + rest.numpy().tobytes())[_LENGTH.size : _LENGTH.size + length]
             for first, rest, length in zip(firsts, rests, lengths, strict=True)

@@ -169,10 +169,7 @@ class HostEngine(Engine):
             if any(large):
                 rounds.open()
                 key = key if alike else None
-                if apart:
-                    rounds.trade(key, addresses, parts, targets, large)
-                else:
-                    rounds.share(key, addresses, extent, targets, large)
+                rounds.move(key, addresses, parts, targets, large, apart=apart)
 
     def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes

@@ -99,52 +99,23 @@ class Rounds:
 
     # -- moving --------------------------------------------------------------------------------
 
-    def share(
-        self,
-        key: Key | None,
-        addresses: tuple[int, int],
-        nbytes: int,
-        targets: Sequence[Target],
-        large: Sequence[int],
-    ) -> None:
-        """Rank r's data to ``targets[r]``, for every r with ``large[r]`` bytes of it."""
-        rank = self._rank
-
-        def stage(write: Copy, c: int) -> None:
-            start = c * SLOT_BYTES
-            if (size := min(SLOT_BYTES, nbytes - start)) > 0:
-                write(self._slot(rank, c), (start, INPUT), size)
-
-        staging = stage if large[rank] else None
-        self._move(key, addresses, staging, (0, INPUT), targets, large, SLOT_BYTES, 0)
-
-    def trade(
+    def move(
         self,
         key: Key | None,
         addresses: tuple[int, int],
         parts: Sequence[Part],
         targets: Sequence[Target],
         large: Sequence[int],
+        *,
+        apart: bool,
     ) -> None:
-        """Part [own rank] of rank r's to ``targets[r]``, for every r whose largest part is large."""
-        rank, section = self._rank, self.section
-        stage = functools.partial(self._stage_parts, parts) if large[rank] else None
-        own = parts[rank][0] if parts else 0
-        self._move(key, addresses, stage, own, targets, large, section, rank * section)
+        """Rank r's part for this rank to ``targets[r]``, for every r with ``large[r]`` bytes of it at most.
 
-    def _move(
-        self,
-        key: Key | None,
-        addresses: tuple[int, int],
-        stage: Stage | None,
-        own: Operand,
-        targets: Sequence[Target],
-        large: Sequence[int],
-        piece: int,
-        offset: int,
-    ) -> None:
-        """Pieces of ``own``, and of the others' slots at ``offset``, to their targets, if they have one."""
+        ``apart``: there is a part for each rank, else one for all.
+        """
         rank = self._rank
+        piece, number = (self.section, rank) if apart else (SLOT_BYTES, 0)
+        own = parts[number][0] if parts else 0
         found = [
             (peer, *target)
             for peer in (rank, *self._around)
@@ -153,30 +124,32 @@ class Rounds:
         past = sum(total for *_, total in found) >= STREAMED
 
         def collect(steps: Doing, c: int) -> None:
-            start = c * piece
+            start, offset = c * piece, number * piece
             for peer, target, total in found:
                 if (size := min(piece, total - start)) > 0:
                     source = at(own, start) if peer == rank else self._slot(peer, c) + offset
                     steps.stream(at(target, start), source, size, past=past)
 
+        stage = functools.partial(self._stage, parts, self._around if apart else [0], piece)
         self._run(
             key,
             addresses,
             -(-max(large) // piece),
-            stage,
+            stage if large[rank] else None,
             None,
             collect if found else None,
             [peer for peer, *_ in found if peer != rank],
         )
 
-    def _stage_parts(self, parts: Sequence[Part], write: Copy, c: int) -> None:
-        """Put a piece of each peer's part into its section."""
-        start = c * self.section
-        for peer in self._around:
-            address, total = parts[peer]
-            if (size := min(self.section, total - start)) > 0:
-                target = self._slot(self._rank, c) + peer * self.section
-                write(target, at(address, start), size)
+    def _stage(
+        self, parts: Sequence[Part], numbers: Sequence[int], piece: int, write: Copy, c: int
+    ) -> None:
+        """Put a piece of each of these parts into its section of the slot."""
+        start = c * piece
+        for number in numbers:
+            address, total = parts[number]
+            if (size := min(piece, total - start)) > 0:
+                write(self._slot(self._rank, c) + number * piece, at(address, start), size)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -197,7 +170,7 @@ class Rounds:
             if (size := min(self.section, total - start)) > 0:
                 self._reduce(steps, op, dtype, (start, OUTPUT), at(own, start), c, size)
 
-        stage = functools.partial(self._stage_parts, parts)
+        stage = functools.partial(self._stage, parts, self._around, self.section)
         count = -(-max(nbytes for _, nbytes in parts) // self.section)
         self._run(key, addresses, count, stage, reduce, None, self._peers)
 
@@ -236,7 +209,7 @@ class Rounds:
             key,
             (tensor.data_ptr(), 0),
             -(-parts[0][1] // section),
-            functools.partial(self._stage_parts, parts),
+            functools.partial(self._stage, parts, self._around, self.section),
             reduce,
             collect if here else None,
             self._peers,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,10 +55,7 @@ class SimWorld:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.observer = scheduler.observer
-        self._groups: dict[Any, _Group] = {}
-
-    def group(self, key: Any) -> _Group:
-        return self._groups.setdefault(key, _Group())
+        self.groups: defaultdict[Any, _Group] = defaultdict(_Group)
 
 
 class SimEvent(Event):
@@ -237,7 +234,7 @@ class SimPlace(Place):
         self.global_rank = members[rank]
         self._members = members
         self._key = key
-        self._group = world.group(key)
+        self._group = world.groups[key]
         self._exchanged = 0
         self._allocated = 0
         self._barriers = 0
