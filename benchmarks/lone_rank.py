@@ -103,7 +103,7 @@ class LoneRank:
             {
                 **self._common(),
                 **product(self.group, blocks, input, linear),
-                **epilogue(linear, None),
+                **epilogue(linear),
                 **copies(blocks, 0),
                 "scale_offset": 0,
                 "sends": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),

@@ -111,16 +111,15 @@ def all_gather_matmul_fused(
     rows: Sequence[int],
     gathered: torch.Tensor | None,
     configuration: Configuration,
-    row_scale: torch.Tensor | None = None,
 ) -> Event:
     """One kernel per weight; the first carries the copiers, or the copy engine sends.
 
-    Between nodes a kernel of its own moves the rows (``node_fused.py``). ``row_scale``: of fp8
-    operands; one per row, which travels with it, if the weights' ``scales`` are "row".
+    Between nodes a kernel of its own moves the rows (``node_fused.py``). Where the weights' ``scales`` are
+    "row", that of each row travels with it.
     """
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)
-    sent_scale = row_scale if linears[0].scales == "row" else None
+    sent_scale = linears[0].row_scale if linears[0].scales == "row" else None
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
     sizes = _sizes(
         communicator,
@@ -132,8 +131,7 @@ def all_gather_matmul_fused(
     )
     size, far, scales_at = sizes.chunk_rows, sizes.far, sizes.scales_at
     operands = [
-        product(communicator, configuration, input, linear) | epilogue(linear, row_scale)
-        for linear in linears
+        product(communicator, configuration, input, linear) | epilogue(linear) for linear in linears
     ]
 
     def body(workspace: Workspace) -> None:

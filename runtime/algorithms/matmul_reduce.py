@@ -36,6 +36,7 @@ from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.table import threshold
 
+Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
 SMALL_BYTES = threshold("engine_reduce_bytes")  # of a product
 
 
@@ -43,26 +44,16 @@ def matmul_reduce_scatter_fused(
     communicator: Communicator,
     input: torch.Tensor,
     linear: Linear,
-    segments: Sequence[tuple[int, int]],
+    segments: Segments,
     configuration: Configuration,
-    *,
-    average: bool,
-    row_scale: torch.Tensor | None = None,
 ) -> Event:
-    """One kernel; between nodes a second one puts (``node_matmul_reduce.py``). ``row_scale``: of fp8."""
+    """One kernel; between nodes a second one puts (``node_matmul_reduce.py``)."""
     nodes = communicator.place.nodes
     if nodes is not None and input.shape[0] and linear.weight.shape[1]:
         return node_matmul_reduce.matmul_reduce_scatter(
-            communicator,
-            nodes,
-            input,
-            linear,
-            segments,
-            configuration,
-            average=average,
-            row_scale=row_scale,
+            communicator, nodes, input, linear, segments, configuration
         )
-    if event := _between_nodes(communicator, input, linear, segments, average):
+    if event := _between_nodes(communicator, input, linear, segments):
         return event
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
@@ -76,10 +67,10 @@ def matmul_reduce_scatter_fused(
     resident = plain.resident_programs(communicator, configuration)
     arguments = {
         **operands,
-        **epilogue(linear, row_scale),
+        **epilogue(linear),
         "segments_ptr": table,
         "own_rows": rows[communicator.rank],
-        "AVERAGE": average,
+        "AVERAGE": linear.average,
     }
     kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
     grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
@@ -89,11 +80,7 @@ def matmul_reduce_scatter_fused(
 
 
 def _between_nodes(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    segments: Sequence[tuple[int, int]],
-    average: bool,
+    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event | None:
     """Matmul + reduce-scatter where ranks are on several nodes; None where they are not."""
     nodes = communicator.place.nodes
@@ -105,21 +92,15 @@ def _between_nodes(
         input,
         linear,
         segments,
-        lambda parts: sum_with_bias(parts, linear, average=average),
-        average=average,
+        lambda parts: sum_with_bias(parts, linear),
     )
 
 
 def matmul_reduce_scatter_pipelined(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    segments: Sequence[tuple[int, int]],
-    *,
-    average: bool,
+    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
-    if event := _between_nodes(communicator, input, linear, segments, average):
+    if event := _between_nodes(communicator, input, linear, segments):
         return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
@@ -143,15 +124,15 @@ def matmul_reduce_scatter_pipelined(
             workspace.data(rank, source * region, linear.output.shape, dtype)
             for source in range(world_size)
         ]
-        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+        stream.call(lambda: sum_with_bias(parts, linear), "sum")
 
     layout = Layout(world_size, world_size * region)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
-def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: bool) -> None:
+def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
     """Sum in rank order, add the bias once, activate, round once."""
-    reduction = "avg" if average else "sum"
+    reduction = "avg" if linear.average else "sum"
     if linear.bias is None and not linear.activation:
         fold(reduction, parts, linear.output)
         return
@@ -162,15 +143,10 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear, *, average: boo
 
 
 def matmul_reduce_scatter_unfused(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    segments: Sequence[tuple[int, int]],
-    *,
-    average: bool,
+    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """The whole product first, staged in the own workspace; then everyone sums its part of all."""
-    if event := _between_nodes(communicator, input, linear, segments, average):
+    if event := _between_nodes(communicator, input, linear, segments):
         return event
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
@@ -179,7 +155,7 @@ def matmul_reduce_scatter_unfused(
     exact = linear.bias is None and not linear.activation
     exact = exact and dtype in (torch.float32, torch.float64)
     if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
-        return _small_reduce_scatter(communicator, input, linear, segments, average=average)
+        return _small_reduce_scatter(communicator, input, linear, segments)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
@@ -194,38 +170,34 @@ def matmul_reduce_scatter_unfused(
         parts = [
             workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
         ]
-        stream.call(lambda: sum_with_bias(parts, linear, average=average), "sum")
+        stream.call(lambda: sum_with_bias(parts, linear), "sum")
 
     layout = Layout(world_size, nbytes, pulled=True)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
 def _small_reduce_scatter(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    segments: Sequence[tuple[int, int]],
-    *,
-    average: bool,
+    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """The product in memory of its own, and the engine's reduce-scatter: the least work on the host."""
     product = input.new_empty(input.shape[0], linear.weight.shape[1], dtype=linear.output.dtype)
     multiply(product, input, linear.weight, None)
     parts = [product[first : first + count].view(-1) for first, count in segments]
-    reduction = "avg" if average else "sum"
-    key = ("parts of matmul_reduce_scatter", tuple(segments), product.shape, product.dtype, average)
+    reduction = "avg" if linear.average else "sum"
+    key = (
+        "parts of matmul_reduce_scatter",
+        tuple(segments),
+        product.shape,
+        product.dtype,
+        reduction,
+    )
     call = plain.agreed_call(communicator, "matmul_reduce_scatter", key)
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     return communicator.compute.record()
 
 
 def matmul_all_reduce_fused(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    configuration: Configuration,
-    *,
-    average: bool,
+    communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
     """One-shot: one kernel, every tile to every rank."""
     nodes = communicator.place.nodes
@@ -236,7 +208,7 @@ def matmul_all_reduce_fused(
             input,
             linear,
             lambda own, segments: matmul_reduce_scatter_fused(
-                communicator, input, own, segments, configuration, average=average
+                communicator, input, own, segments, configuration
             ),
         )
     (rows, columns), block_m = linear.output.shape, configuration.block_m
@@ -248,7 +220,7 @@ def matmul_all_reduce_fused(
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
     operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)
     resident = plain.resident_programs(communicator, configuration)
-    arguments = {**operands, "bias_ptr": bias_or_none(linear), "M": rows, "AVERAGE": average}
+    arguments = {**operands, "bias_ptr": bias_or_none(linear), "M": rows, "AVERAGE": linear.average}
     kernel = matmul_all_reduce_kernels.matmul_all_reduce_kernel
     grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
     return plain.enqueue_kernel(

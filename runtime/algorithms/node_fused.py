@@ -106,8 +106,6 @@ def matmul_reduce_scatter(
     linear: Linear,
     segments: Sequence[tuple[int, int]],
     fold_parts: Callable[[Sequence[torch.Tensor]], None],
-    *,
-    average: bool,
 ) -> Event:
     """``linear.output`` = the own rows of the sum over ranks of ``input @ weight``, plus the bias.
 
@@ -136,7 +134,7 @@ def matmul_reduce_scatter(
         total.view(-1),
         lengths,
         config,
-        average=average,
+        average=linear.average,
         op="matmul_reduce_scatter",
         produce=produce,
         finish=None if exact else lambda: finish_sum(total, linear),

@@ -62,9 +62,6 @@ def matmul_reduce_scatter(
     linear: Linear,
     segments: Sequence[tuple[int, int]],
     configuration: Configuration,
-    *,
-    average: bool,
-    row_scale: torch.Tensor | None = None,
 ) -> Event:
     """As ``matmul_reduce.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
     rank, world_size = communicator.rank, communicator.world_size
@@ -148,9 +145,9 @@ def matmul_reduce_scatter(
                 {
                     **known_here,
                     **operands,
-                    **epilogue(linear, row_scale),
+                    **epilogue(linear),
                     "segments_ptr": segments_table,
-                    "AVERAGE": average,
+                    "AVERAGE": linear.average,
                 },
                 "matmul_reduce_scatter",
                 **launch_options(configuration),

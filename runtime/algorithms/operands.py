@@ -21,8 +21,9 @@ class Linear:
     """One weight of an op: ``output = activation(input @ weight + bias)``. ``bias_along``: "n" or "m".
 
     ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
-    column of the weight; ``scale`` is the weight's, fp32. ``fast_accum``: fewer bits than fp32 has may be
-    kept while products of fp8 numbers are added up.
+    column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
+    bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
+    products divides by the number of ranks.
     """
 
     weight: torch.Tensor
@@ -33,6 +34,8 @@ class Linear:
     scales: str = ""
     scale: torch.Tensor | None = None
     fast_accum: bool = True
+    row_scale: torch.Tensor | None = None
+    average: bool = False
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -172,9 +175,9 @@ def bias_or_none(linear: Linear) -> torch.Tensor:
     return linear.output if linear.bias is None else linear.bias
 
 
-def epilogue(linear: Linear, row_scale: torch.Tensor | None) -> dict[str, Any]:
-    """The argument of this name; ``row_scale`` is that of the input."""
-    row = linear.output if row_scale is None else row_scale
+def epilogue(linear: Linear) -> dict[str, Any]:
+    """The argument of this name."""
+    row = linear.output if linear.row_scale is None else linear.row_scale
     column = linear.output if linear.scale is None else linear.scale
     return {"epilogue": Epilogue(bias_or_none(linear), row, column)}
 

@@ -194,8 +194,8 @@ class Operands:
         own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
         return replace(default, **own | self.overrides)
 
-    def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear, torch.Tensor | None]:
-        """The input, of ``rows``; the weight, with what belongs to it; and the input's scales."""
+    def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
+        """The input, of ``rows``, and the weight, with what belongs to it."""
         columns, inner, dtype = self.columns, self.inner, self.torch_dtype
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.layout == "nk":
@@ -210,9 +210,9 @@ class Operands:
             self.scales,
             meta(columns, dtype=torch.float32) if self.scales else None,
             self.fast_accum,
+            meta(rows, dtype=torch.float32) if self.scales else None,
         )
-        row_scale = meta(rows, dtype=torch.float32) if self.scales else None
-        return meta(rows, inner, dtype=dtype), linear, row_scale
+        return meta(rows, inner, dtype=dtype), linear
 
     def describe(self) -> str:
         words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
@@ -297,7 +297,7 @@ def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: st
 
 def all_gather_matmul(arch: int, operands: Operands) -> Entry:
     configuration = operands.configuration(arch)
-    input, linear, row_scale = operands.tensors(operands.rows)
+    input, linear = operands.tensors(operands.rows)
     (launch,) = launched(
         gather_matmul.all_gather_matmul_fused,
         input,
@@ -305,7 +305,6 @@ def all_gather_matmul(arch: int, operands: Operands) -> Entry:
         [operands.rows] * RANKS,
         None,
         configuration,
-        row_scale,
         group=AbsentGroup(multicast=operands.multimem),
     )
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
@@ -314,7 +313,7 @@ def all_gather_matmul(arch: int, operands: Operands) -> Entry:
 def grouped_matmul(arch: int, operands: Operands) -> Entry:
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
-    input, linear, _ = operands.tensors(operands.rows, EXPERTS)
+    input, linear = operands.tensors(operands.rows, EXPERTS)
     counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
     routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
     name = "all_gather_grouped_matmul"
@@ -326,10 +325,10 @@ def grouped_matmul(arch: int, operands: Operands) -> Entry:
 
 def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     configuration = operands.configuration(arch)
-    input, linear, segments, row_scale = _scattered(operands, RANKS)
-    more = {"average": average, "row_scale": row_scale}
+    input, linear, segments = _scattered(operands, RANKS)
+    linear.average = average
     (launch,) = launched(
-        matmul_reduce.matmul_reduce_scatter_fused, input, linear, segments, configuration, **more
+        matmul_reduce.matmul_reduce_scatter_fused, input, linear, segments, configuration
     )
     return _fused_entry(arch, operands, launch, "average" if average else "")
 
@@ -337,27 +336,23 @@ def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = Fals
 def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
     """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
     configuration = operands.configuration(arch)
-    input, linear, segments, row_scale = _scattered(operands, NODE_RANKS)
+    input, linear, segments = _scattered(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
     op = node_matmul_reduce.matmul_reduce_scatter
-    more = {"average": False, "row_scale": row_scale}
-    _, launch, *_ = launched(
-        op, group.nodes, input, linear, segments, configuration, group=group, **more
-    )
+    _, launch, *_ = launched(op, group.nodes, input, linear, segments, configuration, group=group)
     return _fused_entry(arch, operands, launch)
 
 
-def _scattered(operands: Operands, ranks: int) -> tuple[Any, Linear, Any, Any]:
-    """The input of all ranks' rows, the weight with an output of one's, the segments, the scales."""
-    input, linear, row_scale = operands.tensors(ranks * operands.rows)
+def _scattered(operands: Operands, ranks: int) -> tuple[Any, Linear, Any]:
+    """The input of all ranks' rows, the weight with an output of one's, the segments."""
+    input, linear = operands.tensors(ranks * operands.rows)
     linear.output = linear.output[: operands.rows]
-    return input, linear, formulas.segments_of([operands.rows] * ranks), row_scale
+    return input, linear, formulas.segments_of([operands.rows] * ranks)
 
 
 def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
     configuration = operands.configuration(arch)
-    input, linear, _ = operands.tensors(operands.rows)
-    (launch,) = launched(
-        matmul_reduce.matmul_all_reduce_fused, input, linear, configuration, average=average
-    )
+    input, linear = operands.tensors(operands.rows)
+    linear.average = average
+    (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
     return _fused_entry(arch, operands, launch, "average" if average else "")

@@ -63,7 +63,6 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
             linear,
             formulas.segments_of(rows),
             configuration,
-            average=False,
         )
 
     for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):

@@ -204,16 +204,13 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
             linear,
             segments,
             configuration,
-            average=False,
         )
     elif op == "matmul_all_reduce":
         single = torch.float32
         weight = meta(inner, columns, dtype=single)
-        linear = Linear(weight, None, meta(max(rows), columns, dtype=single))
+        linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
         input = meta(max(rows), inner, dtype=single)
-        matmul_reduce.matmul_all_reduce_fused(
-            communicator, input, linear, configuration, average=True
-        )
+        matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
     elif op == "all_gather":
         plain.all_gather_kernel(
             communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration

@@ -84,7 +84,8 @@ def matmul_reduce_scatter(
         own_bias = request.bias
         if along_n and own_bias is not None:
             own_bias = own_bias[first : first + count]
-        linear = Linear(right, own_bias, output, "m" if along_n else "n", request.activation)
+        along, activation = "m" if along_n else "n", request.activation
+        linear = Linear(right, own_bias, output, along, activation, average=request.average)
         event = request.reduce_scatter(left, linear, segments)
         if buffer is not None:
             return Outcome(None, event)
@@ -114,6 +115,7 @@ def matmul_all_reduce(
             shape = (left.shape[0], request.weight.shape[1])
             output = left.new_empty(shape, dtype=request.dtype)
         linear = Linear(request.weight, request.bias, output, activation=request.activation)
+        linear.average = request.average
         event = request.all_reduce(left, linear)
         if buffer is not None:
             return Outcome(None, event)
@@ -191,18 +193,18 @@ class _Request:
         algorithm: str = "",
     ) -> Event:
         """``left @ linear``, reduced; by ``algorithm``, or by what is chosen for these shapes."""
-        communicator, average = self.communicator, self.average
+        communicator = self.communicator
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self._choice(SCATTER, max(count for _, count in segments), columns)
         algorithm = algorithm or self._chosen(rows, columns, choice.algorithm)
         if algorithm == "fused":
             return algorithms.matmul_reduce_scatter_fused(
-                communicator, left, linear, segments, choice.configuration, average=average
+                communicator, left, linear, segments, choice.configuration
             )
         run = algorithms.matmul_reduce_scatter_unfused
         if algorithm == "pipelined":
             run = algorithms.matmul_reduce_scatter_pipelined
-        return run(communicator, left, linear, segments, average=average)
+        return run(communicator, left, linear, segments)
 
     def all_reduce(self, left: torch.Tensor, linear: Linear) -> Event:
         """The same on all ranks: one-shot, or the own rows of the output first, then the others' rows."""
@@ -212,7 +214,7 @@ class _Request:
         algorithm = self._chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
             return algorithms.matmul_all_reduce_fused(
-                communicator, left, linear, choice.configuration, average=self.average
+                communicator, left, linear, choice.configuration
             )
         segments = split_rows(rows, communicator.world_size)
         parts = [output[first : first + count] for first, count in segments]

@@ -272,9 +272,10 @@ def _matmul_reduced(
         bias = _vector(given, weights[0].shape[1], inputs[rank])
         if along_n and bias is not None:
             bias = bias.narrow(0, first, count)
-        linear = Linear(weights[rank], bias, product.matrix, "m" if along_n else "n")
+        along = "m" if along_n else "n"
+        linear = Linear(weights[rank], bias, product.matrix, along, average=average)
         if _has_values(linear.output):
-            sum_with_bias(parts, linear, average=average)
+            sum_with_bias(parts, linear)
     return [[product.view] for product in products]
 
 

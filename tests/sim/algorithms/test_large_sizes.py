@@ -116,10 +116,9 @@ def test_matmul_reduce_scatter(
         matmul_reduce.matmul_reduce_scatter_fused(
             communicator,
             meta(WORLD * rows, 64),
-            Linear(weight, bias, meta(rows, columns), along),
+            Linear(weight, bias, meta(rows, columns), along, average=True),
             [(0, rows), (rows, rows)],
             configuration,
-            average=True,
         )
 
     assert_lawful(build, WORLD * tiles_of(rows, columns))
@@ -132,9 +131,7 @@ def test_matmul_all_reduce(rows: int, columns: int, path: tuple[str, bool, bool]
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, meta(columns), meta(rows, columns))
-        matmul_reduce.matmul_all_reduce_fused(
-            communicator, meta(rows, 64), linear, configuration, average=False
-        )
+        matmul_reduce.matmul_all_reduce_fused(communicator, meta(rows, 64), linear, configuration)
 
     assert_lawful(build, tiles_of(rows, columns))
 
@@ -210,9 +207,7 @@ def test_control_the_shipped_kernel_with_int32_tile_offsets_is_seen() -> None:
 
     def build(communicator: Any) -> None:
         linear = Linear(weight, None, meta(HUGE, 96))
-        matmul_reduce.matmul_all_reduce_fused(
-            communicator, meta(HUGE, 64), linear, configuration, average=False
-        )
+        matmul_reduce.matmul_all_reduce_fused(communicator, meta(HUGE, 64), linear, configuration)
 
     with mock.patch.object(matmul, "tile_offsets", int32_tile_offsets):
         checker = run_programs(*launched(build, 0), tiles_of(HUGE, 96))

@@ -79,6 +79,7 @@ def gather(
             scales="row" if by_row else "tensor",
             scale=_by_row(each.weight_scale, each.weight.shape[1]) if by_row else each.weight_scale,
             fast_accum=fast_accum,
+            row_scale=_by_row(row_scale, rows) if by_row else row_scale,
         )
         for each, output in zip(operands, outputs, strict=True)
     ]
@@ -93,7 +94,6 @@ def gather(
         [rows] * communicator.world_size,
         gathered,
         config,
-        _by_row(row_scale, rows) if by_row else row_scale,
     )
 
 
@@ -136,6 +136,8 @@ def reduce(
         scales="row" if kinds else "tensor",
         scale=column_scale,
         fast_accum=fast_accum,
+        row_scale=row_scale,
+        average=average,
     )
     op, size, columns = "matmul_reduce_scatter", communicator.world_size, right.shape[1]
     problem = tuning.Problem(op, input.dtype, count, columns, inner, size, fast_accum)
@@ -146,8 +148,6 @@ def reduce(
         linear,
         split_rows(left.shape[0], communicator.world_size),
         config,
-        average=average,
-        row_scale=row_scale,
     )
     if in_place:
         return event
