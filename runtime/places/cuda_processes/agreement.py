@@ -53,8 +53,8 @@ from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.core.place import Place
+from interlace.runtime.places.one_host.atomics import Words
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
-from interlace.runtime.places.one_host.words import Words
 
 NOTES = 256
 MOST_KEPT = 1024

@@ -112,8 +112,7 @@ class HostLinks:
 
     ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
     in seconds, bounds connecting and every later wait. ``on_failure`` is called once, in any thread,
-    with what the group failed with; ``on_packet`` in a peer's thread, with its rank and what it sent;
-    ``on_tick`` now and then, at least ten times within ``timeout``.
+    with what the group failed with.
     """
 
     def __init__(
@@ -127,8 +126,6 @@ class HostLinks:
         on_failure: Callable[[InterlaceError], None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
-        self.on_packet: Callable[[int, Packet], None] = lambda peer, packet: None
-        self.on_tick: Callable[[], None] = lambda: None
         self._pids, self._on_failure = pids, on_failure
         self._failure: InterlaceError | None = None
         self._lock = threading.Lock()
@@ -145,8 +142,10 @@ class HostLinks:
         ]
         self._threads.append(threading.Thread(target=self._watch, daemon=True, name="timeout"))
 
-    def start(self) -> None:
-        """Begin to listen; once, when ``on_packet`` is set."""
+    def start(self, on_packet: Callable[[int, Packet], None], on_tick: Callable[[], None]) -> None:
+        """Begin to listen, once. ``on_packet`` is called in a peer's thread, with its rank and a packet;
+        ``on_tick`` now and then, at least ten times within ``timeout``."""
+        self._on_packet, self._on_tick = on_packet, on_tick
         for thread in self._threads:
             thread.start()
 
@@ -209,7 +208,7 @@ class HostLinks:
                 text = received.content.decode(errors="replace")
                 self.fail(AbortedError(aborted_by(peer, text)), tell=False)
             else:
-                self.on_packet(peer, received)
+                self._on_packet(peer, received)
 
     def _lost(self, peer: int, error: Exception) -> None:
         """A connection has ended: fail the group, unless the peer has left or the group has failed."""
@@ -221,7 +220,7 @@ class HostLinks:
     def _watch(self) -> None:
         """End a wait that has taken longer than the group's timeout."""
         while not self._closed.wait(min(1.0, self.timeout / 10)):
-            self.on_tick()
+            self._on_tick()
             waiting = self._waiting
             if waiting is not None and time.monotonic() > waiting[0]:
                 _, doing, ranks = waiting

@@ -77,7 +77,6 @@ class HostsPlace(CpuPlace):
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
-        self._transfers: HostTransfers | None = None
         self.group = HostGroup(
             store,
             self.local_ranks.index(rank),
@@ -102,9 +101,7 @@ class HostsPlace(CpuPlace):
             raise
         self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
         self._local_communicator: Communicator | None = None
-        self._links.on_packet = self._transfers.on_packet
-        self._links.on_tick = self._transfers.expire
-        self._links.start()
+        self._links.start(self._transfers.on_packet, self._transfers.expire)
         if parent is not None:
             parent._children.add(self)
         _places.add(self)
@@ -224,7 +221,6 @@ class HostsPlace(CpuPlace):
         return handed_out
 
     def new_engine(self, communicator: Any) -> Engine:
-        assert self._transfers is not None
         return HostsEngine(self, self.map, self._links, self._transfers)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -258,16 +254,14 @@ class HostsPlace(CpuPlace):
     def _on_failure(self, error: InterlaceError) -> None:
         """Called once, in whichever thread found the group to have failed."""
         self.group.abort(str(error))
-        if self._transfers is not None:
-            self._transfers.fail(error)
+        self._transfers.fail(error)
         for child in list(self._children):
             child._links.fail(error, tell=False)  # the others hear of it as this rank did
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
         self._links.close()
-        if self._transfers is not None:
-            self._transfers.close()
+        self._transfers.close()
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()

@@ -1,4 +1,4 @@
-"""int64 release/acquire atomics for host code, on raw addresses.
+"""int64 words of shared memory for host code: release/acquire atomics on raw addresses, and faster ones.
 
 Python has none. Triton's interpreter does: its C++ half runs ``std::atomic`` operations on arrays
 of addresses with the memory order asked for. Using it keeps host code and interpreted kernels on
@@ -9,11 +9,18 @@ Thread safety: a :class:`Cells` holds only arrays that are never written (addres
 and a store makes its own value array, so any number of threads may use the same object at once.
 
 Cost (2 cores, x86-64, triton 3.7.1, Python 3.11, 2025-11): 1.9 us for one cell, 2.7 us for 63.
+
+Where the processor itself keeps loads in order with loads and stores with stores (x86-64), an aligned load
+of Python's ``memoryview`` is an acquire and its store a release: each is one move of eight bytes inside a
+C function that no compiler can look into from its caller. So :class:`Words` take a tenth of a microsecond
+there, and go through the atomics elsewhere. A poll may read the plain word; what it has seen counts after
+``acquired``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from triton._C.libtriton import interpreter
@@ -23,6 +30,7 @@ _EXCHANGE = interpreter.RMW_OP.XCHG
 _ADD = interpreter.RMW_OP.ADD
 _RELEASE = interpreter.MEM_SEMANTIC.RELEASE
 _ACQUIRE = interpreter.MEM_SEMANTIC.ACQUIRE
+ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 class Cells:
@@ -50,3 +58,25 @@ def store_release(address: int, value: int) -> None:
 
 def load_acquire(address: int) -> int:
     return Cells((address,)).load_acquire()[0]
+
+
+class Words:
+    """``data``, bytes at ``address`` that stay mapped, as words: ``view[i]`` is byte ``8 * i``.
+
+    ``release(index, value)`` stores a word; earlier writes of this thread come before it.
+    ``acquired(index)`` loads one; what was written before its release is seen afterwards.
+    """
+
+    __slots__ = ("acquired", "address", "release", "view")
+
+    release: Callable[[int, int], None]
+    acquired: Callable[[int], int]
+
+    def __init__(self, address: int, data: memoryview) -> None:
+        self.address = address
+        self.view = data[: data.nbytes // 8 * 8].cast("B").cast("q")
+        if ORDERED:
+            self.release, self.acquired = self.view.__setitem__, self.view.__getitem__
+        else:
+            self.release = lambda index, value: store_release(address + 8 * index, value)
+            self.acquired = lambda index: load_acquire(address + 8 * index)

@@ -36,10 +36,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from interlace.runtime.places.one_host.atomics import Words
 from interlace.runtime.places.one_host.bell import Bell
 from interlace.runtime.places.one_host.cores import Spread
 from interlace.runtime.places.one_host.segment import Mapping
-from interlace.runtime.places.one_host.words import Words
 
 LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10

@@ -7,13 +7,13 @@ What a stream waits for must therefore be published by a peer, or by this rank b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
-from interlace.runtime.core.errors import AbortedError, BlockedWait
+from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.memory import WORD, Workspace
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host.atomics import Cells, load_acquire, store_release
@@ -42,13 +42,7 @@ class InlineStream(Stream):
         self._group = group
 
     def launch(self, launch: KernelLaunch) -> None:
-        hooks: list[Callable[[BlockedWait], None]] = []
-
-        def idle(wait: BlockedWait) -> None:
-            if not hooks:
-                hooks.append(self._group.idle_hook())
-            hooks[0](wait)
-
+        idle = self._group.idle_hook()
         run_interpreted(launch, self._group.rank, idle, observer=trace.current())
         # Waits in a kernel return early once the group is aborted: what it computed is void.
         everyone = range(self._group.world_size)
@@ -61,45 +55,38 @@ class InlineStream(Stream):
         function()
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
-        bases = _bases(workspace)
+        bases = workspace.buffer.addresses
         epoch = _epoch(bases[workspace.rank])
         store_release(bases[peer] + workspace.slot_byte(slot), epoch)
 
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
-        base = _bases(workspace)[workspace.rank]
+        base = workspace.buffer.addresses[workspace.rank]
         epoch = _epoch(base)
-        cells = Cells((base + workspace.slot_byte(slot), base + ABORT_WORD * WORD))
         doing = f"{workspace.op}, waiting for slot {slot} to reach epoch {epoch}"
-
-        def published() -> bool:
-            seen, aborted = cells.load_acquire()
-            if seen < epoch and aborted:
-                self._raise_abort(doing, (source,))
-            return seen >= epoch
-
-        self._group.wait_until(published, doing, (source,))
+        self._hold(base, {source: workspace.slot_byte(slot)}, epoch, doing)
 
     def wait_credits(self, workspace: Workspace) -> None:
-        base = _bases(workspace)[workspace.rank]
-        previous = _epoch(base) - 1
-        ranks = range(workspace.world_size)
-        credits = [base + (CREDIT_WORDS + rank) * WORD for rank in ranks]
-        cells = Cells((*credits, base + ABORT_WORD * WORD))
+        base = workspace.buffer.addresses[workspace.rank]
+        credits = {rank: (CREDIT_WORDS + rank) * WORD for rank in range(workspace.world_size)}
         doing = f"{workspace.op}, waiting for the end of the op before it on this channel"
+        self._hold(base, credits, _epoch(base) - 1, doing)
+
+    def _hold(self, base: int, words: Mapping[int, int], value: int, doing: str) -> None:
+        """Return when these words of own memory, by the rank that writes them, are at least ``value``."""
+        cells = Cells([*(base + word for word in words.values()), base + ABORT_WORD * WORD])
 
         def late() -> list[int]:
             *seen, aborted = cells.load_acquire()
-            missing = [rank for rank in ranks if seen[rank] < previous]
+            missing = [rank for rank, has in zip(words, seen, strict=True) if has < value]
             if missing and aborted:
                 self._raise_abort(doing, missing)
             return missing
 
-        first = late()
-        if first:
+        if first := late():
             self._group.wait_until(lambda: not late(), doing, first)
 
     def finish(self, workspace: Workspace) -> None:
-        bases = _bases(workspace)
+        bases = workspace.buffer.addresses
         own = bases[workspace.rank]
         if load_acquire(own + ABORT_WORD * WORD):
             self._raise_abort(f"the end of {workspace.op}", range(workspace.world_size))
@@ -118,11 +105,6 @@ class InlineStream(Stream):
         """The channel is void: a rank aborted, or a kernel of some rank gave up its wait."""
         self._group.check_during(doing, waited_for)
         raise AbortedError(f"{doing}: a kernel of this group has given up waiting")
-
-
-def _bases(workspace: Workspace) -> list[int]:
-    bases: list[int] = workspace.buffer.peers.tolist()
-    return bases
 
 
 def _epoch(own_base: int) -> int:

@@ -20,11 +20,10 @@ Ops are given two addresses, which their operands are counted from: registers IN
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -291,20 +290,13 @@ class Rounds:
                     doing.post(DONE, c + 1)
 
         started = time.perf_counter()
-        with whole(op):
+        try:
             steps.do(key, addresses, rounds)
+        except (TypeError, ValueError) as error:  # which would be a refusal that all ranks share
+            raise RuntimeError(f"{op} failed while data moved: {error}") from error
         steps.rounds += count  # not before: ranks may not agree on an op
         if steps.machine_code:
             self.ways.took(how, count, past, time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def whole(op: str) -> Iterator[None]:
-    """While data moves: what is a refusal that all ranks share elsewhere is this rank's failure here."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise RuntimeError(f"{op} failed while data moved: {error}") from error
 
 
 def cuts(count: int, world_size: int) -> list[int]:
