@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ T = TypeVar("T")
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
 
 Terms = tuple[tuple[str, Any], ...]
-Match = Callable[[Sequence[Any]], None]
+Match = Callable[[Sequence[Any]], object]
 Start = Callable[[], Outcome | Event | None]
 """The host part of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
 
@@ -73,9 +73,7 @@ class Call:
         self.compared(messages)
 
     def with_term(self, name: str, value: Any) -> Call:
-        """The same call with one term more."""
-        terms = (*self.terms, (name, value))
-        return Call(self.op, terms, part=self.part, match=self.match, equal_fits=self.equal_fits)
+        return replace(self, terms=(*self.terms, (name, value)))
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
         """Every rank's part, by rank; raises as :meth:`verify` does."""

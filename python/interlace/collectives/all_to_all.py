@@ -126,6 +126,16 @@ def whole_numbers(name: str, value: Any, rank: int) -> list[int]:
         raise TypeError(f"{name} must be a list of ints, got {value!r} on rank {rank}") from None
 
 
+def one_length_per_rank(name: str, value: Any, count: int, rank: int) -> tuple[int, ...]:
+    lengths = tuple(whole_numbers(name, value, rank))
+    if len(lengths) != count or min(lengths) < 0:
+        raise ValueError(
+            f"{name} must be one length per rank, {count}, none of them negative, got {list(lengths)} "
+            f"on rank {rank}"
+        )
+    return lengths
+
+
 def sizes(
     name: str, value: Any, total: int, of: str, communicator: Communicator
 ) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.collectives.all_to_all import whole_numbers
+from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
@@ -17,7 +17,7 @@ from interlace.tensor.uneven import blocks
 from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
-Check = Callable[[list[Any]], object]
+Check = Callable[[Any], object]
 
 
 def exchange(
@@ -28,13 +28,11 @@ def exchange(
     ``terms``, pairs of a name and a value, are equal on all ranks, else ValueError, or TypeError if the
     name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
     """
-    call = Call(op, terms, part=part)
+    call = Call(op, terms, part=part, match=check)
     parts: list[Any] = []
 
     def start() -> None:
         parts.extend(communicator.engine.parts(call))
-        if check is not None:
-            check(parts)
 
     in_rank(lambda: communicator.run(op, start, async_op=False))
     return parts
@@ -57,22 +55,12 @@ def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: Any = None) -> TensorFac
     return TensorFacts(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, dim, sizes)
 
 
-def checked_sizes(sizes: Any, communicator: Communicator) -> tuple[int, ...]:
-    rank, count = communicator.rank, communicator.world_size
-    lengths = tuple(whole_numbers("sizes", sizes, rank))
-    if len(lengths) != count or min(lengths) < 0:
-        raise ValueError(
-            f"sizes must be one length per rank, {count}, none of them negative, got {list(lengths)} "
-            f"on rank {rank}"
-        )
-    return lengths
-
-
 def checked_facts(
     tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator
 ) -> TensorFacts:
-    rank = communicator.rank
-    lengths = None if sizes is None else checked_sizes(sizes, communicator)
+    rank, lengths = communicator.rank, None
+    if sizes is not None:
+        lengths = one_length_per_rank("sizes", sizes, communicator.world_size, rank)
     if tensor is None:
         return TensorFacts(dim=checks.integer("dim", dim, rank), sizes=lengths)
     if not tensor.dim():

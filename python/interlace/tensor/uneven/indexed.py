@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.collectives.all_to_all import _all_to_all
+from interlace.collectives.all_to_all import _all_to_all, one_length_per_rank
 from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
@@ -72,7 +72,7 @@ def indexed_all_to_all_v(
                     f"sizes must have one row per rank, {communicator.world_size}, got {len(rows)} on "
                     f"rank {rank}"
                 )
-            matrix = tuple(facts.checked_sizes(row, communicator) for row in rows)
+            matrix = tuple(one_length_per_rank("sizes", row, len(rows), rank) for row in rows)
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
     terms = (*named, facts.gradient_mode())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.tensor.uneven.blocks import Block, chunk_lengths, shape_of
 
 Shape = tuple[int, ...]
@@ -156,18 +157,14 @@ def with_sizes(
             f"{sorted(sizes)} on rank {rank}"
         )
     for mesh_dim, lengths in sizes.items():
-        count, placement = mesh_shape[mesh_dim], placements[mesh_dim]
+        placement = placements[mesh_dim]
         assert isinstance(placement, Shard)
         if len(_sharding(placements, placement.dim)) > 1:
             raise ValueError(
                 f"sizes: several mesh dims shard dim {placement.dim}, whose lengths differ between rows of "
                 f'the mesh; use sizes="infer", on rank {rank}'
             )
-        if len(lengths) != count or min(lengths) < 0:
-            raise ValueError(
-                f"sizes[{mesh_dim}] must be one length for each of {count} ranks, none of them negative, "
-                f"got {list(lengths)} on rank {rank}"
-            )
+        one_length_per_rank(f"sizes[{mesh_dim}]", lengths, mesh_shape[mesh_dim], rank)
     shapes = []
     for place in coordinates(mesh_shape):
         own = list(shape)
