@@ -93,10 +93,6 @@ class _Copied(Future[Outcome]):
         self._first.result(timeout)
         return super().result(timeout)
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._first.exception(timeout)
-        return super().exception(timeout)
-
     def done(self) -> bool:
         return self._first.done() and super().done()
 

@@ -43,9 +43,10 @@ def split(
         tensors = list(whole)
         if lengths is not None:
             expected = whole_numbers(sizes_name, lengths, rank)
-            found = [
-                _length(f"{name}[{r}]", each, dim, communicator) for r, each in enumerate(tensors)
-            ]
+            found = []
+            for r, each in enumerate(tensors):
+                part = checks.source(f"{name}[{r}]", each, communicator)
+                found.append(part.shape[checks.dimension("dim", dim, part.dim(), rank)])
             if found != expected:
                 raise ValueError(
                     f"{sizes_name} is {expected}, {name} has {found} along dim {dim}, on rank {rank}"
@@ -57,11 +58,6 @@ def split(
     dim = checks.dimension("dim", dim, whole.dim(), rank)
     counts = sizes(sizes_name, lengths, whole.shape[dim], name, communicator)
     return list(torch.split(whole, list(counts), dim))
-
-
-def _length(name: str, tensor: Any, dim: int, communicator: Communicator) -> int:
-    checked = checks.source(name, tensor, communicator)
-    return checked.shape[checks.dimension("dim", dim, checked.dim(), communicator.rank)]
 
 
 def all_gather_v(
