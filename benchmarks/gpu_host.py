@@ -32,8 +32,12 @@ print(interlace.run(product, 2, place="cuda", timeout=240))
 
 def host(dry_run: bool, repetitions: int) -> list[Record]:
     """Of both fused ops in a world of one: host time, eager time, replayed time; replays are checked."""
-    place = "sim" if dry_run else "cuda"
-    return list(interlace.run(lambda: [_host(op, repetitions) for op in OPS], 1, place=place)[0])
+    where = {"place": "sim"} if dry_run else {"place": "cuda", "processes": True}  # with plans
+    return list(interlace.run(_both, 1, repetitions, **where)[0])
+
+
+def _both(repetitions: int) -> list[Record]:
+    return [_host(op, repetitions) for op in OPS]
 
 
 def _gathering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

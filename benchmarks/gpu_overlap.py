@@ -35,10 +35,14 @@ _lock = threading.Lock()
 def timed_together(
     candidates: dict[str, Callable[[], object]], repetitions: int
 ) -> dict[str, Time]:
-    """Time candidates on all virtual ranks of this process; per call, first start to last end."""
+    """Time candidates on all ranks; per call, from the first start to the last end.
+
+    Processes have no common clock on a GPU: the longest time of any rank, which all begin together.
+    """
     group = default_group()
     cuda = group.place.device.type == "cuda"
-    if cuda:
+    virtual_ranks = group.place.virtual
+    if virtual_ranks:
         with _lock:
             if "zero" not in _shared:
                 _shared["zero"] = torch.cuda.Event(enable_timing=True)
@@ -56,7 +60,8 @@ def timed_together(
                     candidate()
                 events[1].record()
                 torch.cuda.synchronize()
-                span = [_shared["zero"].elapsed_time(event) * 1e3 for event in events]
+                zero = _shared["zero"] if virtual_ranks else events[0]
+                span = [zero.elapsed_time(event) * 1e3 for event in events]
             else:
                 span = [time.perf_counter() * 1e6]
                 for _ in range(CALLS):

@@ -92,14 +92,13 @@ def _alone(name: str, m: int, n: int, k: int, repetitions: int) -> Record:
 
 
 def small(dry_run: bool, repetitions: int) -> list[Record]:
-    """Few rows in all: what "auto" takes may not be slower than unfused, on W virtual ranks."""
+    """Few rows in all: what "auto" takes may not be slower than unfused, on W processes."""
     found = []
     for world_size in (2,) if dry_run else (2, 4, 8):
         rows = [r for r in ((4, 32) if dry_run else SMALL_ROWS) if r % world_size == 0]
         n, k = (32, 48) if dry_run else (7168, 8192)
-        ranks = interlace.run(
-            _few_rows, world_size, rows, n, k, repetitions, place="sim" if dry_run else "cuda"
-        )
+        where = {"place": "sim"} if dry_run else {"place": "cuda", "processes": True}
+        ranks = interlace.run(_few_rows, world_size, rows, n, k, repetitions, **where)
         found += ranks[0]
     return found
 

@@ -21,7 +21,8 @@ from interlace.kernels.fused import all_gather_matmul
 from interlace.runtime.algorithms.operands import Linear, copies, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.tuning.configuration import Configuration, choose
+from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning.configuration import Configuration
 
 WORD = 8
 ALIGNMENT = 256
@@ -48,9 +49,10 @@ class LoneRank:
         self.device = group.place.device
         shard = self.m // self.world_size
         self.rows = [shard] * self.world_size
-        self.configuration = self.configuration or choose(
-            group.place, self.dtype, shard, self.n, self.k
-        )
+        if self.configuration is None:
+            problem = tuning.gather_problem(self.world_size, self.dtype, shard, (self.n,), self.k)
+            capability = configuration.capability_of(group.place)
+            self.configuration = tuning.decide(capability, problem, None).configuration
         blocks = self.configuration
         self.chunk = formulas.chunk_rows(self.rows, blocks.block_m, blocks.chunks)
         self.slots = formulas.chunk_slots(self.rows, self.chunk)

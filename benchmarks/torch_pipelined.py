@@ -32,6 +32,10 @@ class TorchPipelined:
     def _of(self, kind: str, peer: int) -> Any:
         return _board[kind, self._turn % 2, peer]
 
+    def _meet(self) -> None:
+        """Hosts only: a barrier of ops would wait for the device, and be timed."""
+        default_group().agree("a step", None)
+
     def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
@@ -47,7 +51,7 @@ class TorchPipelined:
         output = shard.new_empty(rows * world_size, weight.shape[1])
         self._show("shard", shard)
         self._show("ready", self._recorded(first))
-        default_group().barrier()
+        self._meet()
         self._second.wait_stream(first)
         streams = (first, self._second)
         for step in range(1, world_size):
@@ -77,7 +81,7 @@ class TorchPipelined:
                 partial = torch.mm(input[target * rows : (target + 1) * rows], weight)
             self._show(f"part {step}", partial)
             self._show(f"made {step}", self._recorded(stream))
-            default_group().barrier()
+            self._meet()
             source = (rank + step) % world_size
             with torch.cuda.stream(stream):
                 stream.wait_event(self._of(f"made {step}", source))

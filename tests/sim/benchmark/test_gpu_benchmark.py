@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import interlace
+from fake_cuda import FakeGpu
+from fake_driver import install
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -75,3 +77,33 @@ def test_the_lone_rank_really_waits() -> None:
 def test_spread() -> None:
     timing = module("gpu_timing")
     assert timing.Time.of([5.0, 1.0, 2.0, 4.0, 3.0]) == timing.Time(3.0, 2.0, 4.0)
+
+
+def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    lone_rank = module("lone_rank")
+    monkeypatch.setattr(lone_rank.configuration, "capability_of", lambda place: 90)
+
+    def chunks() -> int:
+        return int(lone_rank.LoneRank(8, 1024, 2048, 4096, torch.bfloat16).configuration.chunks)
+
+    assert interlace.run(chunks, 1) == [1]
+
+
+def test_torchs_algorithms_do_not_stop_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stops it between steps would be timed, and be to our favour."""
+    gpu = install(monkeypatch, FakeGpu())
+    stops: list[int] = []
+    synchronize = gpu.synchronize
+    monkeypatch.setattr(
+        gpu, "synchronize", lambda *handle: (stops.append(1), synchronize(*handle))[1]
+    )
+    pipelined = module("torch_pipelined")
+
+    def on_rank() -> tuple[int, int]:
+        ops, before = pipelined.TorchPipelined(), len(stops)
+        ops.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
+        during = len(stops)
+        torch.cuda.synchronize()
+        return during - before, len(stops) - during
+
+    assert interlace.run(on_rank, 1, place="cuda") == [(0, 1)]
