@@ -29,10 +29,11 @@ Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, loos
 
 
 class Fused(ABC):
-    """One fused op of a rank. ``communication`` names the collective in it."""
+    """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns."""
 
     op: str
     communication: str
+    communicated = "n"
     algorithms = ("auto", "fused", "pipelined", "unfused")
     sizes = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"  # of other sizes
@@ -42,7 +43,7 @@ class Fused(ABC):
         self.m, self.n, self.k = m, n, k
         self.shape = {"m": m, "n": n, "k": k}
         self.rows = m // self.world_size
-        self.itemsize = torch.empty((), dtype=setting.dtype).element_size()
+        self.nbytes = m * self.shape[self.communicated] * setting.dtype.itemsize
         self.bus_factor = bus_factor(self.op, self.world_size)
         self.flops = 2 * m * n * k
         self.own = self.rank * self.rows  # the first row of this rank's part
@@ -75,11 +76,6 @@ class Fused(ABC):
     @abstractmethod
     def inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`ours`, :meth:`theirs`: input, weight, a buffer of the communicated size."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of the tensor that is gathered or reduced."""
 
     # -- ways to do it -----------------------------------------------------------------------------------
 
@@ -142,10 +138,7 @@ class Fused(ABC):
 class AllGatherMatmul(Fused):
     op = "all_gather_matmul"
     communication = "all_gather"
-
-    @property
-    def nbytes(self) -> int:
-        return self.m * self.k * self.itemsize
+    communicated = "k"
 
     def inputs(self, call: int) -> Tensors:
         shard = self.matrix(INPUT, self.rows, self.k, self.rank, call)
@@ -182,10 +175,6 @@ class AllGatherMatmul(Fused):
 
 class _MatmulReduce(Fused):
     """Ops that sum products over ranks."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.m * self.n * self.itemsize
 
     def alone_inputs(self, call: int) -> Tensors:
         """Besides, every rank's product for the own rows, ``[world_size, rows, n]``."""

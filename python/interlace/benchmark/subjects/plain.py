@@ -44,7 +44,7 @@ class Plain(ABC):
     def __init__(self, setting: Setting, nbytes: int) -> None:
         self.setting = setting
         self.rank, self.world_size = setting.rank, setting.world_size
-        itemsize = torch.empty((), dtype=setting.dtype).element_size()
+        itemsize: int = setting.dtype.itemsize
         self.part = max(1, nbytes // (itemsize * self.world_size))
         self.whole = self.part * self.world_size
         self.own = self.rank * self.part  # the first element of this rank's part

@@ -149,18 +149,16 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any) -> int:
         times: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(times, mine)
         found = measuring.measured(request, times, backend, "torchrun")
-        failed = None
-        if local == 0:
-            file = _file(options, kind)
-            try:
+        try:
+            if local == 0:
+                file = _file(options, kind)
                 calibration.add(found, file, kind)
-            except (OSError, ValueError) as error:
-                failed = error
-            if dist.get_rank() == 0 and failed is None:
-                _print(console, options, found, file)
+                if dist.get_rank() == 0:
+                    _print(console, options, found, file)
+        except (OSError, ValueError):
+            dist.barrier()
+            raise
         dist.barrier()
-        if failed is not None:
-            raise failed
     finally:
         dist.destroy_process_group()
     return 0

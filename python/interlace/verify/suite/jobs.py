@@ -174,10 +174,9 @@ def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
     """What :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
-    if plan.quick:
-        first = {(entry.kernel, entry.arch): entry for entry in reversed(chosen)}
-        chosen = list(first.values())
-    return chosen
+    if not plan.quick:
+        return chosen
+    return list({(entry.kernel, entry.arch): entry for entry in reversed(chosen)}.values())
 
 
 def lint_launches(
