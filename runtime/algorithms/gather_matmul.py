@@ -41,10 +41,7 @@ MOST_SIZES = 1024  # kept for shapes that come again
 
 
 class _Sizes(NamedTuple):
-    """Sizes, tables and grids, which calls of the same shapes and configuration have in common.
-
-    ``launches``: for each weight the kernel's ``chunks`` and the grid. ``copiers`` are of the first.
-    """
+    """What calls of the same shapes have in common; ``launches``: by weight, its ``chunks`` and grid."""
 
     chunk_rows: int
     layout: Layout

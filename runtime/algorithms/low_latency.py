@@ -30,11 +30,7 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Words:
-    """The words of one group, for up to ``programs`` programs.
-
-    Outgrown buffers stay: ops that were enqueued before may still be on their way through them, and
-    captured graphs will come through them again.
-    """
+    """The words of a group, for so many programs. Outgrown buffers stay: ops and graphs may use them."""
 
     def __init__(
         self,

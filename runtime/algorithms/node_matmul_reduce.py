@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Node, NodeSlots, Regions, Table
+from interlace.kernels.arguments import NodeSlots, Regions, Table
 from interlace.kernels.nodes import matmul_reduce_scatter as kernels
-from interlace.kernels.nodes import order
 from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.algorithms.operands import Linear, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
@@ -64,25 +63,23 @@ def matmul_reduce_scatter(
     configuration: Configuration,
 ) -> Event:
     """As ``matmul_reduce.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
-    rank, world_size = communicator.rank, communicator.world_size
+    rank = communicator.rank
     columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
     tiles_n = formulas.ceil_div(columns, block_n)
     rows = [count for _, count in segments]
     each = formulas.ceil_div(max(rows), block_m) * tiles_n
     stride = max(rows) * columns
-    members, names, ranks = nodes.members(rank), nodes.names(), range(world_size)
-    owned = [len(order.reduced_owners(other, nodes.of)) for other in ranks]
-    regions = max(owned[other] * len(nodes.members(other)) for other in ranks)
+    names, (regions, most_sums) = len(nodes.names()), algorithms.regions_of(nodes)
     tile_bytes = block_m * block_n * 4
 
     layout = Layout()
     slots = layout.add_slots(regions * each)
-    landing_slot = layout.add_slots(len(names) * each) - slots
-    landed_slot = layout.add_slots(len(names) * each) - slots
-    quiet_slot = layout.add_slots(world_size)
+    landing_slot = layout.add_slots(names * each) - slots
+    landed_slot = layout.add_slots(names * each) - slots
+    quiet_slot = layout.add_slots(communicator.world_size)
     layout.add_data(regions * stride * linear.output.element_size())
-    partial = layout.add_data((max(owned) - 1) * each * tile_bytes)
-    landing = layout.add_data(len(names) * each * tile_bytes)
+    partial = layout.add_data((most_sums - 1) * each * tile_bytes)
+    landing = layout.add_data(names * each * tile_bytes)
 
     # before the streams wait for what the caller has issued
     operands = product(communicator, configuration, input, linear, published=True)
@@ -91,13 +88,8 @@ def matmul_reduce_scatter(
     table = communicator.table
     far = algorithms.Partners(communicator, nodes)
     shared = {
-        "node": Node(
-            table("node members", lambda: [members]),
-            len(members),
-            members.index(rank),
-            table(("node tile sums", key), lambda: known.sums),
-            len(names),
-            names.index(nodes.of[rank]),
+        "node": algorithms.node_argument(
+            communicator, nodes, table(("node tile sums", key), lambda: known.sums)
         ),
         "slots": NodeSlots(each, landing_slot, landed_slot),
         "own_rows": rows[rank],

@@ -37,10 +37,7 @@ PIECES = 32  # of the longest part, at least if it is long
 
 @dataclass(frozen=True)
 class Moves:
-    """The table of one op's moves, how many there are, and the signal slots that they name.
-
-    An op leases :meth:`leased` of them: a slot per rank more, for ``quiet_kernel``.
-    """
+    """A table of moves, their number, and the slots that they name; a slot per rank more is leased."""
 
     table: torch.Tensor
     count: int
@@ -258,11 +255,12 @@ def exchange(
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
     layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)
+    elsewhere = [source for source, node in enumerate(nodes.of) if node != nodes.of[rank]]
     far = Partners(communicator, nodes)
 
     def body(workspace: Workspace) -> None:
         far.move(workspace, input, moves, moving, configuration)
-        for source in (*order.node_peers(rank, nodes.of), *_far(rank, nodes)):
+        for source in (*order.node_peers(rank, nodes.of), *elsewhere):
             if count := sizes[source][rank]:
                 communicator.compute.wait(workspace, source, source)
                 theirs = workspace.data(rank, firsts[source], (count,), torch.uint8)
@@ -272,31 +270,19 @@ def exchange(
     return communicator.enqueue(op, layout, body)
 
 
-def _far(rank: int, nodes: Nodes) -> list[int]:
-    return [source for source, node in enumerate(nodes.of) if node != nodes.of[rank]]
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What ``node_reduce_scatter_kernel`` is told of lengths, in elements and pieces."""
-
-    piece: int
-    pieces: int
-    stride: int
-    regions: int  # contributions, on the rank that has most
-    duties: int  # partial sums, on the rank that has most
-
-
-def sums_of(nodes: Nodes, lengths: Sequence[int], block: int) -> Sums:
-    """Pieces and regions for parts of ``lengths``; the same on all ranks."""
-    longest = max(lengths)
-    piece = min(formulas.ceil_div(longest, PIECES), LARGEST_PIECE)
-    piece = formulas.ceil_div(piece, block) * block
+def regions_of(nodes: Nodes) -> tuple[int, int]:
+    """Contributions on the rank that gets most, and partial sums on the rank that makes most."""
     ranks = range(len(nodes.of))
     owned = [len(order.reduced_owners(rank, nodes.of)) for rank in ranks]
-    regions = max(owned[rank] * len(nodes.members(rank)) for rank in ranks)
-    pieces = formulas.ceil_div(longest, piece)
-    return Sums(piece, pieces, pieces * piece, regions, max(owned))
+    return max(owned[rank] * len(nodes.members(rank)) for rank in ranks), max(owned)
+
+
+def node_argument(communicator: Communicator, nodes: Nodes, sums: torch.Tensor) -> Node:
+    """What kernels that sum are told of this rank's node; ``sums`` is the table of who sums for it."""
+    rank, names = communicator.rank, nodes.names()
+    members = nodes.members(rank)
+    table, place = communicator.table("node members", lambda: [members]), members.index(rank)
+    return Node(table, len(members), place, sums, len(names), names.index(nodes.of[rank]))
 
 
 class Reductions(NamedTuple):
@@ -353,48 +339,44 @@ def reduce_scatter(
     With ``produce``, torch code that makes one owner's part of ``input``, a part is handed over while the
     next one is made. ``finish`` is torch code that works on ``output``.
     """
-    rank, block = communicator.rank, configuration.block_elements
-    sums = sums_of(nodes, lengths, block)
+    rank, block, names = communicator.rank, configuration.block_elements, len(nodes.names())
+    longest, (regions, most_sums) = max(lengths), regions_of(nodes)
+    piece = min(formulas.ceil_div(longest, PIECES), LARGEST_PIECE)
+    piece = formulas.ceil_div(piece, block) * block
+    pieces = formulas.ceil_div(longest, piece)
+    stride = pieces * piece
     layout = Layout()
-    slots = layout.add_slots(sums.regions * sums.pieces)
-    landing_slot = layout.add_slots(len(nodes.names()) * sums.pieces) - slots
+    slots = layout.add_slots(regions * pieces)
+    landing_slot = layout.add_slots(names * pieces) - slots
     quiet_slot = layout.add_slots(communicator.world_size)
-    layout.add_data(sums.regions * sums.stride * input.element_size())
-    partial = layout.add_data(sums.duties * sums.stride * 4)
-    landing = layout.add_data(len(nodes.names()) * sums.stride * 4)
-    parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, sums.piece)
+    layout.add_data(regions * stride * input.element_size())
+    partial = layout.add_data(most_sums * stride * 4)
+    landing = layout.add_data(names * stride * 4)
+    parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, piece)
     limit = configuration.programs or communicator.place.program_limit
-    members = nodes.members(rank)
     far = Partners(communicator, nodes)
     constants = {
         "input_ptr": input,
         "output_ptr": output,
-        "node": Node(
-            communicator.table("node members", lambda: [members]),
-            len(members),
-            members.index(rank),
-            sums_table,
-            len(nodes.names()),
-            nodes.names().index(nodes.of[rank]),
-        ),
-        "slots": NodeSlots(sums.pieces, landing_slot, landing_slot),
-        "piece": sums.piece,
+        "node": node_argument(communicator, nodes, sums_table),
+        "slots": NodeSlots(pieces, landing_slot, landing_slot),
+        "piece": piece,
         "PUT": nodes.put,
         "BLOCK": block,
         "AVERAGE": average,
     }
 
     def launch(stream: Stream, workspace: Workspace, parts: tuple[int, int], sum_up: bool) -> None:
-        pieces = sums.pieces * (len(nodes.names()) if sum_up else 1)
+        grid = formulas.persistent_grid(0, pieces * (names if sum_up else 1), limit)
         begin = workspace.data_offset
         stream.launch(
             KernelLaunch(
                 reduction.node_reduce_scatter_kernel,
-                formulas.persistent_grid(0, pieces, limit),
+                grid,
                 {
                     **workspace.kernel_arguments(),
                     **constants,
-                    "regions": Regions(sums.stride, begin + partial, begin + landing),
+                    "regions": Regions(stride, begin + partial, begin + landing),
                     "parts": Part(parts_table, *parts),
                     "duties": duties if sum_up else Table(duties.ptr, 0),
                     "own_elements": lengths[rank] if sum_up else 0,

@@ -296,10 +296,7 @@ def _fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """:func:`fold` of sum or avg into an ``output`` of the accumulation dtype, which does not alias.
-
-    For who goes on computing before the one rounding: float16 and bfloat16 give float32.
-    """
+    """:func:`fold` of sum or avg into the accumulation dtype, before the one rounding; nothing aliases."""
     _fold(op, parts, output)
 
 

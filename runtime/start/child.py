@@ -55,11 +55,7 @@ class Task:
 
 @dataclass
 class Report:
-    """How a task ended: ``value`` is the pickle of the result or the exception, or empty.
-
-    ``when`` is on the clock that all processes of a host share. ``follows`` marks an error that is
-    another rank's fault.
-    """
+    """How a task ended; ``value``: a pickle, or empty. ``follows``: by another rank's fault."""
 
     failed: bool
     value: bytes

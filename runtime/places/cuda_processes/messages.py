@@ -21,10 +21,7 @@ Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
 
 
 class _Brought(Future[Outcome]):
-    """Done when ``inner``, a transfer on the host, is done and ``then`` has followed it.
-
-    Who asks for ``inner`` moves the messages, so whoever asks for this one asks for ``inner`` first.
-    """
+    """Done when ``inner``, on the host, and ``then`` are; asking for this moves ``inner``'s messages."""
 
     def __init__(self, inner: Future[Outcome], then: Callable[[Outcome], Outcome]) -> None:
         super().__init__()

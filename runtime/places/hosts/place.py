@@ -46,12 +46,7 @@ _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
 
 class HostsPlace(CpuPlace):
-    """One rank of a group of processes on several hosts. Made collectively.
-
-    ``cards`` are the ranks', ``prefix`` is this group's alone in ``store``. ``timeout``, in seconds,
-    bounds joining and every later wait. An abort of ``parent``, a group of which this one is a part,
-    ends the waits of this group too.
-    """
+    """One rank of a group on several hosts, made by all; an abort of ``parent`` ends its waits, too."""
 
     name = "hosts"
     direct_access = False

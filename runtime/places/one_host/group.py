@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import struct
 import sys
 import threading
 import time
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 0.02
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
-_SIZE = struct.Struct("<q")
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 
 
@@ -164,30 +162,28 @@ class HostGroup:
         """
         self.check_usable()
         own, problem = None, ""
+        identity = Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes)
         try:
-            own = self.new_segment(nbytes)
+            own = Segment(identity)
         except (InterlaceError, OSError) as error:
             problem = str(error)
         try:
-            return self._share(own, nbytes, problem, doing)
+            return self._share(own, identity, problem, doing)
         finally:
             if own is not None:
                 own.close()
 
     def share(self, own: Segment, doing: str) -> list[Mapping]:
         """As :meth:`allocate`, of a segment that is there; it may be shared in several groups."""
-        return self._share(own, own.identity.nbytes, "", doing)
+        return self._share(own, own.identity, "", doing)
 
-    def _share(self, own: Segment | None, nbytes: int, problem: str, doing: str) -> list[Mapping]:
-        """First everybody says what it has, or why not; then descriptors go round.
-
-        A header is compared with what its owner has said, which came through memory of this group
-        only, so a descriptor from elsewhere is found out.
-        """
+    def _share(
+        self, own: Segment | None, identity: Identity, problem: str, doing: str
+    ) -> list[Mapping]:
+        """First all say what they have, or why not; then descriptors go round, of headers as was said."""
         with self.collective_lock:
             self.check_usable()
-            said = bytes(HEADER_BYTES) if own is None else own.identity.pack()
-            identities = self._compare(nbytes, said, problem, doing)
+            identities = self._compare(identity, problem, doing)
             assert own is not None  # or its problem was raised
             mappings: list[Mapping] = []
             try:
@@ -197,7 +193,7 @@ class HostGroup:
                 raise
             except (InterlaceError, OSError) as error:
                 problem = str(error)
-            self._compare(nbytes, said, problem, doing)
+            self._compare(identity, problem, doing)
         return mappings
 
     def _trading(self, doing: str) -> Callable[[Sequence[int]], None]:
@@ -220,20 +216,20 @@ class HostGroup:
 
         return step
 
-    def _compare(self, nbytes: int, said: bytes, problem: str, doing: str) -> list[Identity]:
+    def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
         """What every rank says of its segment; all raise the same if one has a problem or sizes differ."""
-        answers = self.exchange(_SIZE.pack(nbytes) + said + problem.encode(), doing)
-        sizes = [_SIZE.unpack_from(answer)[0] for answer in answers]
-        start = _SIZE.size + HEADER_BYTES
-        for rank, size in enumerate(sizes):
-            if size != sizes[0]:
+        answers = self.exchange(identity.pack() + problem.encode(), doing)
+        identities = [Identity.unpack(answer) for answer in answers]
+        first = identities[0].nbytes
+        for rank, other in enumerate(identities):
+            if other.nbytes != first:
                 raise ValueError(
-                    f"nbytes differs: rank 0 allocates {sizes[0]} bytes, rank {rank} {size}"
+                    f"nbytes differs: rank 0 allocates {first} bytes, rank {rank} {other.nbytes}"
                 )
         for rank, answer in enumerate(answers):
-            if text := answer[start:].decode():
+            if text := answer[HEADER_BYTES:].decode():
                 raise InterlaceError(f"rank {rank}: {text}")
-        return [Identity.unpack(answer[_SIZE.size : start]) for answer in answers]
+        return identities
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
