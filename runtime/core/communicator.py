@@ -86,8 +86,6 @@ class Communicator:
         """Those of the same ranks, one per device, as far as they are made."""
         return (self,)
 
-    # -- host-side agreement -------------------------------------------------------------------
-
     def _number(self, error: Exception) -> None:
         """Errors count ranks within the group; say so where that is not how the caller counts."""
         if isinstance(error, DifferentOpsError):
@@ -275,8 +273,6 @@ class Communicator:
             self.calls.clear()
         self.calls[key] = call
         return call
-
-    # -- launches ------------------------------------------------------------------------------
 
     def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> Event:
         """Lease, launch what ``body`` puts on the streams, finish; the event of the op's end."""

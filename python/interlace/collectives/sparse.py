@@ -15,7 +15,6 @@ from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 
 NAME = "all_reduce"
-OPS = ("sum", "avg")
 
 
 def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") -> PreparedCall:
@@ -32,7 +31,7 @@ def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") 
             f"tensor is on {tensor.device}, the group's memory on {place.device}, on rank {rank}"
         )
     name, _ = checks.reduce_op(op, rank)
-    checks.one_of("op of a sparse all_reduce", name, OPS, rank)
+    checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS, rank)
     reduce_ops.check_dtype(NAME, name, "tensor", tensor.dtype, rank)
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()

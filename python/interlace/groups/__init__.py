@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from interlace.groups.groups import resolve
-
-__all__ = ["resolve"]
+from interlace.groups.groups import resolve as resolve

@@ -120,7 +120,6 @@ def init(
     Returns the group. Raises :class:`InterlaceError` if neither source is there, and
     ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
 
-
     >>> import interlace, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> interlace.init(timeout=60).ranks

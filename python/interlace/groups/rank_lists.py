@@ -21,12 +21,9 @@ FIRST_USE, ALONE = 0, -1  # generations below those that Communicator.split coun
 FIRST_TAGGED = -(1 << 32)  # and below those that new_group counts down from ALONE
 TAG_BYTES = 6
 
-_groups: weakref.WeakKeyDictionary[
-    Communicator, dict[tuple[tuple[int, ...], str], Communicator]
-] = weakref.WeakKeyDictionary()
-_names: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+Known = weakref.WeakKeyDictionary[Communicator, dict[Any, Communicator]]  # of each default group
+_groups: Known = weakref.WeakKeyDictionary()  # by ranks and tag
+_names: Known = weakref.WeakKeyDictionary()
 
 
 def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
@@ -159,7 +156,7 @@ def name_of(whole: Communicator, communicator: Communicator) -> str:
     known = _names.setdefault(whole, {})
     for group_name, named_group in known.items():
         if named_group is communicator:
-            return group_name
+            return str(group_name)
     for (ranks, tag), named_group in _groups.get(whole, {}).items():
         if named_group is communicator:
             return "ranks:" + ",".join(map(str, ranks)) + ("#" + tag if tag else "")

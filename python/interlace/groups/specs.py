@@ -37,12 +37,8 @@ from interlace.runtime.core.communicator import Communicator
 RANKS = "ranks:"
 _Result = TypeVar("_Result")
 
-_bound: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
-_found: weakref.WeakKeyDictionary[Communicator, dict[tuple[str, int], Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+_bound: rank_lists.Known = weakref.WeakKeyDictionary()
+_found: rank_lists.Known = weakref.WeakKeyDictionary()  # by name and size
 
 
 @dataclass(frozen=True)
@@ -201,9 +197,6 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
         torch_group = mesh.get_group(index)
         return torch_group.group_name, torch_group.size()
     return _of_ranks(rank_lists.rows(mesh, index), "")
-
-
-# -- when an op runs -----------------------------------------------------------------------------------
 
 
 def size_of(name: str) -> int:
