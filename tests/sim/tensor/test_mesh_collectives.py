@@ -289,7 +289,7 @@ def test_empty_shards() -> None:
         (
             {"dtype": torch.float16},
             False,
-            "dtype of local_tensor differs between ranks: torch.float32 on",
+            "the dtype of local_tensor differs between ranks: torch.float32 on",
         ),
         (
             {"requires_grad": True},

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import _collective_utils as utilities
 
 from interlace.groups.specs import bound
+from interlace.runtime.core.call import Call
 
 
 def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bool = False) -> int:
@@ -96,23 +97,15 @@ def check_tensor_meta(
                 f"local_tensor must be a tensor, got {type(local_tensor).__name__} "
                 f"on rank {communicator.rank}"
             )
-        names = ("dtype", "requires_grad")
-        mine: dict[str, Any] = {name: getattr(local_tensor, name) for name in names}
+        terms: list[tuple[str, Any]] = [
+            ("check_shape_stride", check_shape_stride),
+            ("the dtype of local_tensor", local_tensor.dtype),
+            ("requires_grad of local_tensor", local_tensor.requires_grad),
+        ]
         if check_shape_stride:
-            mine |= {"shape": tuple(local_tensor.shape), "stride": tuple(local_tensor.stride())}
-    first, *others = communicator.agree("check_tensor_meta", mine)
-    for rank, theirs in enumerate(others, 1):
-        if set(theirs) != set(first):
-            raise ValueError(
-                f"check_tensor_meta: check_shape_stride differs between ranks: {'shape' in first} on rank "
-                f"0, {'shape' in theirs} on rank {rank}"
-            )
-        for name, value in first.items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"check_tensor_meta: {name} of local_tensor differs between ranks: {value} on rank 0, "
-                    f"{theirs[name]} on rank {rank}"
-                )
+            terms.append(("shape of local_tensor", tuple(local_tensor.shape)))
+            terms.append(("stride of local_tensor", tuple(local_tensor.stride())))
+    communicator.parts(Call("check_tensor_meta", tuple(terms)))
 
 
 def spec_to_bytes(spec: Any) -> int:
