@@ -129,10 +129,7 @@ def by_the_switch(
 
 
 def low_latency(arch: int) -> Iterator[Entry]:
-    """The kernels of ``kernels/collectives/low_latency.py``.
-
-    Their polls are relaxed, because what they look at is the data itself: nothing has to be acquired.
-    """
+    """Polls are relaxed, because what they look at is the data itself: nothing has to be acquired."""
 
     def made(variant: str, op: Callable[..., object], *values: Any, **named: Any) -> Entry:
         (launch,) = launched(op, *values, **named)
@@ -152,10 +149,7 @@ def low_latency(arch: int) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class Operands:
-    """A variant of the matmul that the fused kernels share.
-
-    ``overrides`` are values of the configuration other than the default ones.
-    """
+    """A variant of the matmul of all fused kernels; ``overrides`` are values of its configuration."""
 
     dtype: str = "bf16"
     layout: str = "kn"
@@ -175,21 +169,11 @@ class Operands:
     def torch_dtype(self) -> torch.dtype:
         return (DTYPES | SCALED_DTYPES)[self.dtype]
 
-    @property
-    def output_dtype(self) -> str:
-        return "bf16" if self.scales else self.dtype
-
     def configuration(self, arch: int) -> Configuration:
         """What is launched for these operands."""
-        default = gpu_default(
-            arch,
-            self.torch_dtype,
-            self.rows,
-            self.columns,
-            self.inner,
-            fast_accum=self.fast_accum,
-            grouped=self.grouped,
-        )
+        extents = self.rows, self.columns, self.inner
+        kind = {"fast_accum": self.fast_accum, "grouped": self.grouped}
+        default = gpu_default(arch, self.torch_dtype, *extents, **kind)
         descriptors = default.descriptors and self.tma
         own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
         return replace(default, **own | self.overrides)
@@ -200,18 +184,14 @@ class Operands:
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.layout == "nk":
             weight = meta(*experts, columns, inner, dtype=dtype).mT
-        bias = meta(columns, dtype=DTYPES[self.output_dtype]) if self.bias else None
-        linear = Linear(
-            weight,
-            bias,
-            meta(rows, columns, dtype=DTYPES[self.output_dtype]),
-            self.bias,
-            self.activation,
-            self.scales,
-            meta(columns, dtype=torch.float32) if self.scales else None,
-            self.fast_accum,
-            meta(rows, dtype=torch.float32) if self.scales else None,
-        )
+        output_dtype = torch.bfloat16 if self.scales else dtype
+        bias = meta(columns, dtype=output_dtype) if self.bias else None
+        output = meta(rows, columns, dtype=output_dtype)
+        linear = Linear(weight, bias, output, self.bias, self.activation, self.scales)
+        if self.scales:
+            linear.scale = meta(columns, dtype=torch.float32)
+            linear.row_scale = meta(rows, dtype=torch.float32)
+            linear.fast_accum = self.fast_accum
         return meta(rows, inner, dtype=dtype), linear
 
     def describe(self) -> str:
@@ -298,15 +278,9 @@ def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: st
 def all_gather_matmul(arch: int, operands: Operands) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows)
-    (launch,) = launched(
-        gather_matmul.all_gather_matmul_fused,
-        input,
-        [linear],
-        [operands.rows] * RANKS,
-        None,
-        configuration,
-        group=AbsentGroup(multicast=operands.multimem),
-    )
+    rows, group = [operands.rows] * RANKS, AbsentGroup(multicast=operands.multimem)
+    op = gather_matmul.all_gather_matmul_fused
+    (launch,) = launched(op, input, [linear], rows, None, configuration, group=group)
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 

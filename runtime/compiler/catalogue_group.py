@@ -89,18 +89,7 @@ def launched(
 
 def entry(launch: KernelLaunch, variant: str, arch: int, **more: Any) -> Entry:
     """The compilation that ``launch`` needs on ``arch``; ``more`` are fields of the entry."""
-    types, constants, divisible = specialised(launch.kernel, launch.arguments)
-    return Entry(
-        launch.kernel.fn.__module__,
-        launch.name,
-        "",
-        arch,
-        types,
-        constants,
-        divisible,
-        launch.num_warps,
-        launch.num_stages,
-        max_registers=launch.options.get("maxnreg", 0),
-        variant=variant,
-        **more,
-    )
+    function = launch.kernel.fn.__module__, launch.name, "", arch
+    values = specialised(launch.kernel, launch.arguments)
+    more |= {"variant": variant, "max_registers": launch.options.get("maxnreg", 0)}
+    return Entry(*function, *values, launch.num_warps, launch.num_stages, **more)

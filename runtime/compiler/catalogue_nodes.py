@@ -35,34 +35,22 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
     """The kernels of ``kernels/nodes``, with puts of this kind."""
     dtype = torch.bfloat16
     configuration = gpu_default(arch, dtype, _ROWS)
-    whole = meta(NODE_RANKS * _ELEMENTS, dtype=dtype)
-    weight, rows = meta(_ROWS, _ROWS, dtype=dtype), [_ROWS] * NODE_RANKS
-    linear = Linear(weight, None, meta(_ROWS, _ROWS, dtype=dtype))
+    whole, lengths = meta(NODE_RANKS * _ELEMENTS, dtype=dtype), [_ELEMENTS] * NODE_RANKS
+    part, flat = whole[:_ELEMENTS], meta(_ELEMENTS, dtype=torch.uint8)
+    matrix, rows = meta(_ROWS, _ROWS, dtype=dtype), [_ROWS] * NODE_RANKS
+    every, segments = meta(sum(rows), _ROWS, dtype=dtype), formulas.segments_of(rows)
+    linear = Linear(matrix, None, matrix)
     found: dict[str, Entry] = {}
 
     def run(group: Any) -> None:
         nodes, workspace = group.nodes, group.workspace()
         far = node_moves.Partners(group, nodes)
         moves = node_moves.gather_moves(group, nodes, rows, _ROWS)
-        flat = meta(_ELEMENTS, dtype=torch.uint8)
-        for input in (flat, meta(_ROWS, _ROWS, dtype=dtype)):
+        for input in (flat, matrix):
             far.move(workspace, input, moves, 1, configuration)
-        node_moves.reduce_scatter(
-            group,
-            nodes,
-            whole,
-            whole[:_ELEMENTS],
-            [_ELEMENTS] * NODE_RANKS,
-            configuration,
-            average=False,
-        )
+        node_moves.reduce_scatter(group, nodes, whole, part, lengths, configuration, average=False)
         node_matmul_reduce.matmul_reduce_scatter(
-            group,
-            nodes,
-            meta(sum(rows), _ROWS, dtype=dtype),
-            linear,
-            formulas.segments_of(rows),
-            configuration,
+            group, nodes, every, linear, segments, configuration
         )
 
     for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
@@ -75,10 +63,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
 
 
 def linked(arch: int, folder: str | None = None) -> list[Entry]:
-    """The same, linked with the library that is found, see ``nvshmem_library``.
-
-    Raises PlaceUnavailableError if there is none.
-    """
+    """The same, linked with what ``nvshmem_library`` finds, or its PlaceUnavailableError."""
     library = {LIBRARY: device_library(arch, folder)}
     entries = between_nodes(arch, "nvshmem")
     return [replace(entry, libraries=library, default=False) for entry in entries]

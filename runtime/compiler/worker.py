@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from interlace.runtime.compiler import artifacts
 from interlace.runtime.compiler.lint import sass as sass_rules
+from interlace.runtime.compiler.lint.faults import selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Measurement, Request, decode_request, encode
@@ -82,10 +83,7 @@ def _loaded(path: str, kernel: str) -> ModuleType:
 
 
 def use_cache_of(path: str) -> None:
-    """Keep the kernels of each file apart: Triton's cache does not look at paths.
-
-    The same text in another file would give the lines of that file.
-    """
+    """Keep files apart: Triton's cache would give a kernel of equal text the lines of another file."""
     import triton
 
     root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
@@ -145,31 +143,20 @@ def measure(request: Request) -> Measurement:
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         sass = _disassembly(compiled.asm["cubin"], file.name)
-    arch = request.arch
-    ir = TritonIR(compiled.asm["source"])
+    ir, arch = TritonIR(compiled.asm["source"]), request.arch
     counts = sass_rules.instruction_counts(sass)
+    spills = sass_rules.spills(counts)
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
     if request.artifacts:
-        artifacts.write(compiled, request.artifacts, usage=used, spills=sass_rules.spills(counts))
-    return Measurement(
-        registers=used["REG"],
-        stack=used["STACK"],
-        spills=sass_rules.spills(counts),
-        shared=int(compiled.metadata.shared),
-        tensor_cores=sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
-        if not all(dot.exact for dot in ir.dots())
-        else None,
-        faults=sass_rules.faults(
-            ir,
-            compiled.asm["ptx"],
-            sass,
-            arch=arch,
-            num_warps=request.num_warps,
-            ignore=request.ignore,
-        )
-        if not request.libraries
-        else (),
-    )
+        artifacts.write(compiled, request.artifacts, usage=used, spills=spills)
+    tensor_cores, found = None, []
+    if not all(dot.exact for dot in ir.dots()):
+        tensor_cores = sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
+    if not request.libraries:
+        found = sass_rules.faults(ir, compiled.asm["ptx"], sass, arch, request.num_warps)
+    faults = selected(found, request.ignore)
+    shared = int(compiled.metadata.shared)
+    return Measurement(used["REG"], used["STACK"], spills, shared, tensor_cores, faults)
 
 
 def _disassembly(cubin: bytes, file_name: str) -> str:

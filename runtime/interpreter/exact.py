@@ -238,10 +238,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exact_arithmetic() -> list[Replacement]:
-    """What makes interpreted kernels compute exactly, for ``replaced``.
-
-    The interpreter has one builder per process, so this concerns every thread of it.
-    """
+    """What makes interpreted kernels exact in all threads, which share one builder: for ``replaced``."""
     builder = interpreter.interpreter_builder
     kinds = (interpreter.ReduceOps, interpreter.ScanOps)
     return [

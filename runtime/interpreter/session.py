@@ -75,10 +75,7 @@ def is_open() -> bool:
 
 @contextmanager
 def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
-    """Patch the language, install exact arithmetic and ``hooks``; yields the builder.
-
-    Without ``shortcuts`` every operation goes through the builder, where a caller can look at it.
-    """
+    """Patch the language, yield the builder. Without ``shortcuts`` that sees every operation."""
     builder = triton_interpreter.interpreter_builder
     with _session_lock, ExitStack() as stack:
         if is_open():

@@ -31,10 +31,7 @@ LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
-    """As :func:`choose_algorithm` for fp8 operands: "fused" or "unfused".
-
-    Only chips from 8.9 on multiply fp8 numbers, and no kernel moves scales between nodes.
-    """
+    """For fp8, "fused" or "unfused": chips from 8.9 on have it, no kernel moves scales between nodes."""
     if empty or place.nodes is not None:
         return "unfused"
     if place.name == "sim":

@@ -169,10 +169,7 @@ def digest(rows: Sequence[Row]) -> str:
 
 
 def add(about: TunedMachine, rows: Sequence[Row], file: pathlib.Path) -> None:
-    """Merge ``rows`` into ``file``; those of the same key and machine are replaced.
-
-    Raises NotOursError if there is something else, and OSError.
-    """
+    """Merge ``rows`` into ``file``, over those of the same key and machine. Raises as ``change``."""
 
     def merged(content: Rows | None) -> dict[str, Any]:
         found = content or {}

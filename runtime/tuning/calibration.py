@@ -171,10 +171,7 @@ def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> M
 
 
 def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
-    """Put ``measured`` into ``file``, in place of an older one of the same mesh and backend.
-
-    Raises NotOursError if there is something else, and OSError.
-    """
+    """Put ``measured`` into ``file``, over one of the same mesh and backend. Raises as ``change``."""
 
     def changed(content: list[MeasuredMesh] | None) -> dict[str, Any]:
         key = measured.backend, measured.mesh

@@ -55,10 +55,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
-    """``default``, and it with other tiles: sensible sizes and warps, as many stages as fit, or one less.
-
-    What follows from the operands (descriptors) and how shards are sent stays.
-    """
+    """``default``, and it with other tiles and warps, with as many stages as fit, or one less."""
     yield default
     sizes = (64, 128, 256)
     inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)

@@ -57,10 +57,7 @@ def _place(frame: Frame, name_function: bool = True) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _statements(path: str) -> dict[int, tuple[int, str]]:
-    """By line: the first line of the statement it belongs to, and the function around it.
-
-    The compiler places a call of many lines at one of its last.
-    """
+    """By line: the first line of its statement (calls are placed at their last), and the function."""
     try:
         with tokenize.open(path) as file:
             tree = ast.parse(file.read())

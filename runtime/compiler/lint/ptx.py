@@ -48,6 +48,12 @@ class Instruction:
         return self.operation.partition(".")[0]
 
     @functools.cached_property
+    def is_global(self) -> bool:
+        """Whether memory is accessed that other programs can see, as opposed to shared or local."""
+        spaces = {part.split("::")[0] for part in self.parts}
+        return spaces.isdisjoint(("shared", "local", "param", "const"))
+
+    @functools.cached_property
     def registers(self) -> tuple[str, ...]:
         """All registers of the operands; of a load or an arithmetic operation the results first."""
         return tuple(_REGISTER.findall(self.operands))

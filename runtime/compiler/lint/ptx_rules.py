@@ -8,7 +8,6 @@ when to ignore it. Instructions are recognised by the words of their operation, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from interlace.runtime.compiler.lint.faults import Fault
@@ -21,62 +20,50 @@ _NARROW = {"gpu", "cta", "cluster", "gl"}
 _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 
-def is_global(one: Instruction) -> bool:
-    """Whether memory is accessed that other programs can see, as opposed to shared or local."""
-    return _without_space(one.parts)
-
-
-@functools.cache
-def _without_space(parts: frozenset[str]) -> bool:
-    return not any(part.split("::")[0] in ("shared", "local", "param", "const") for part in parts)
-
-
 def is_release(one: Instruction) -> bool:
     """An atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
-    return ordered and one.kind in ("atom", "red", "st", "multimem") and is_global(one)
+    return ordered and one.kind in ("atom", "red", "st", "multimem") and one.is_global
 
 
 def is_acquire(one: Instruction) -> bool:
     """A load or an atomic that waits. ``acq_rel`` too: a counter may elect who goes on."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
-    return ordered and one.kind in ("ld", "atom", "multimem") and is_global(one)
+    return ordered and one.kind in ("ld", "atom", "multimem") and one.is_global
 
 
-def _is_bulk(one: Instruction, to_global: bool) -> bool:
-    if not one.operation.startswith(("cp.async.bulk.", "cp.reduce.async.bulk.")):
-        return False
-    spaces = [part.split("::")[0] for part in one.operation.split(".")]
-    moves = [space for space in spaces if space in ("global", "shared")]
-    return moves == (["global", "shared"] if to_global else ["shared", "global"])
-
-
-def is_descriptor_load(one: Instruction) -> bool:
+def _is_descriptor_load(one: Instruction) -> bool:
     """A TMA copy into shared memory."""
-    return _is_bulk(one, to_global=False)
+    return _bulk_spaces(one) == ["shared", "global"]
 
 
-def is_descriptor_store(one: Instruction) -> bool:
+def _is_descriptor_store(one: Instruction) -> bool:
     """A TMA copy, or reduction, out of shared memory."""
-    return _is_bulk(one, to_global=True)
+    return _bulk_spaces(one) == ["global", "shared"]
+
+
+def _bulk_spaces(one: Instruction) -> list[str]:
+    bulk = one.operation.startswith(("cp.async.bulk.", "cp.reduce.async.bulk."))
+    spaces = [part.split("::")[0] for part in one.operation.split(".")] if bulk else []
+    return [space for space in spaces if space in ("global", "shared")]
 
 
 def _is_plain_load(one: Instruction) -> bool:
-    return one.kind == "ld" and is_global(one) and one.parts.isdisjoint(_ORDERED)
+    return one.kind == "ld" and one.is_global and one.parts.isdisjoint(_ORDERED)
 
 
 def _is_data_load(one: Instruction) -> bool:
     copies = one.operation.startswith(("cp.async.ca.", "cp.async.cg.", "multimem.ld_reduce."))
-    return copies or _is_plain_load(one) or is_descriptor_load(one)
+    return copies or _is_plain_load(one) or _is_descriptor_load(one)
 
 
 def _is_data_store(one: Instruction) -> bool:
-    if is_descriptor_store(one):
+    if _is_descriptor_store(one):
         return True
     writes = one.kind in ("st", "atom", "red") or one.operation.startswith(
         ("multimem.st", "multimem.red")
     )
-    return writes and is_global(one) and one.parts.isdisjoint({*_ORDERED, "async"})
+    return writes and one.is_global and one.parts.isdisjoint({*_ORDERED, "async"})
 
 
 def _is_fence(one: Instruction) -> bool:
@@ -126,7 +113,7 @@ release_without_barrier = _reaching(
 published_descriptor_store = _reaching(
     "published descriptor store",
     "{} publishes a descriptor store that may not be complete",
-    lambda program: program.where(is_descriptor_store),
+    lambda program: program.where(_is_descriptor_store),
     lambda one: str(one) == "cp.async.bulk.wait_group 0",
     is_release,
 )
@@ -135,7 +122,7 @@ unfenced_descriptor_load = _reaching(
     "no fence.proxy.async between a wait and this load",
     _waits,
     lambda one: one.operation in ("fence.proxy.async", "fence.proxy.async.global"),
-    is_descriptor_load,
+    _is_descriptor_load,
 )
 
 
@@ -198,7 +185,7 @@ def weak_poll(program: Program) -> list[Fault]:
 
 
 def _may_poll(one: Instruction) -> bool:
-    relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and is_global(one)
+    relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and one.is_global
     return _is_plain_load(one) or relaxed
 
 
@@ -218,7 +205,7 @@ def _decides(program: Program, poll: int) -> bool:
     while True:
         before = (len(known), told)
         for i in loop:
-            one, shared = code[i], not is_global(code[i])
+            one, shared = code[i], not code[i].is_global
             counts = plain and one.kind == "setp" and not (written - known).isdisjoint(one.inputs)
             reads = not known.isdisjoint(one.inputs) and not counts
             if reads or (told and shared and one.kind == "ld"):

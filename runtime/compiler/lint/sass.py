@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from interlace.runtime.compiler.lint.faults import Fault, selected
+from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import describe
 from interlace.runtime.compiler.lint.ptx import Program
 from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
@@ -36,10 +36,7 @@ def instruction_counts(sass: str) -> Counter[str]:
 
 
 def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool = False) -> int:
-    """Matrix instructions of the kind that ``arch`` is fast with: HGMMA on 9.0, UTC*MMA on 10.x.
-
-    ``any_kind`` counts those of older architectures too, which small tiles are compiled to.
-    """
+    """HGMMA on 9.0, UTC*MMA on 10.x; ``any_kind``: older ones too, which small tiles are compiled to."""
     older = r"[HIQD]?MMA"
     kinds = {9: r"[HIQ]GMMA", 10: r"UTC\w*MMA"}
     kind = kinds.get(arch // 10, older)
@@ -71,10 +68,7 @@ def too_much_shared(arch: int, shared: int) -> list[Fault]:
 def without_tensor_cores(
     dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
 ) -> list[Fault]:
-    """Matmuls that became ordinary instructions, or large ones of 16 and 8 bits those of older chips.
-
-    Also large ones of fp8 whose operands were made 16 bits wide first.
-    """
+    """Matmuls that became ordinary instructions, or large ones those of older chips or wider operands."""
     wanted = [dot for dot in dots if not dot.exact]
     large = [dot for dot in wanted if _fits(dot, num_warps)]
     narrow = [dot for dot in large if dot.dtype.startswith("f8")]
@@ -126,16 +120,10 @@ def weakened(program: Program, sass: str) -> list[Fault]:
     return found_faults
 
 
-def faults(
-    ir: TritonIR, ptx: str, sass: str, *, arch: int, num_warps: int, ignore: Collection[str] = ()
-) -> tuple[Fault, ...]:
-    """Everything that the rules have to say, except of registers.
-
-    ``ir`` is the first IR of the kernel, before any pass; ``sass`` has line information.
-    """
+def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list[Fault]:
+    """All that the rules say, but of registers, of the first IR, PTX, and SASS with line information."""
     program = Program(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)
     found += weakened(program, sass)
-    found += without_tensor_cores(ir.dots(), instruction_counts(sass), arch, num_warps)
-    return selected(found, ignore)
+    return found + without_tensor_cores(ir.dots(), instruction_counts(sass), arch, num_warps)

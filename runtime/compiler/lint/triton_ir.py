@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import Chain, Frame, describe
 from interlace.runtime.compiler.lint.ptx import Program
-from interlace.runtime.compiler.lint.ptx_rules import is_acquire, is_global
+from interlace.runtime.compiler.lint.ptx_rules import is_acquire
 
 _ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
 _POSITION = re.compile(r'"([^"]*)":(\d+):(\d+)')
@@ -135,10 +135,7 @@ class TritonIR:
 
     @staticmethod
     def _decides(body: list[str], load: str, carried: list[str]) -> bool:
-        """Whether the loop's condition depends on what ``load`` gives, at once or a round later.
-
-        A bound that a counter is compared with is not waited for.
-        """
+        """Whether the loop ends by what ``load`` gives, now or a round later; a counter's bound is none."""
         known, counters = _results(load), set(carried)
         while True:
             size = len(known) - len(counters)
@@ -163,7 +160,7 @@ class TritonIR:
 
 def _loaded_in_loops(program: Program) -> set[tuple[str, int]]:
     """The lines of all loads in loops, and of the calls that led there."""
-    loads = program.where(lambda one: one.operation.startswith("ld.") and is_global(one))
+    loads = program.where(lambda one: one.operation.startswith("ld.") and one.is_global)
     looping = [program.instructions[i] for i in loads if program.flow.loop(i)]
     return {(frame.path, frame.line) for one in looping for frame in one.chain}
 

@@ -206,10 +206,7 @@ class Instruction:
         raw: bool = False,
         wider: bool = False,
     ) -> Action:
-        """``function`` of the numbers in all operands but the first, which gets the result.
-
-        ``kinds`` are those of the operands. ``raw``: of the bits, and not of the numbers.
-        """
+        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to."""
         self.finish(len(kinds))
         (target, kind), *sources = zip(self.operands, kinds, strict=True)
         write = self.writer(target, kind, wider=wider)

@@ -231,10 +231,7 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
 
 
 def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., int]:
-    """Lets the hooks do atomics; gives the bits that were there before.
-
-    ``change`` does one: (addresses, order) -> what was there.
-    """
+    """Lets the hooks do ``change``, (addresses, order) -> what was there; gives the bits of that."""
 
     def access(
         thread: Thread,
