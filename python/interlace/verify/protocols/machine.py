@@ -27,17 +27,12 @@ from interlace.verify.protocols.steps import (
 )
 
 LARGEST = 255
-_STOP, _PUBLISH, _WAIT, _WAIT_EXACTLY, _SWAP, _BEGIN_READ, _BEGIN_WRITE, _END_READ, _END_WRITE = (
-    range(9)
-)
-_WAITS = (_WAIT, _WAIT_EXACTLY)
-_BEGINS = (_BEGIN_READ, _BEGIN_WRITE)
 
 
 class _Code(NamedTuple):
     """A step, compiled. ``word``, ``only_after`` and ``cells`` are positions in the state."""
 
-    kind: int = _STOP
+    kind: type[Step] | None = None  # None: there is no step any more
     at_once: bool = False
     word: int = 0
     value: int = 0
@@ -46,6 +41,7 @@ class _Code(NamedTuple):
     only_after: int = -1
     cells: tuple[int, ...] = ()
     mask: int = 0  # the same cells as bits
+    exact: bool = False
 
 
 def growing_words(protocol: Protocol) -> set[str]:
@@ -131,7 +127,7 @@ class ProtocolMachine:
         # Whom a publish may let go on at once.
         self._waiting: list[list[int]] = [[] for _ in self.first]
         for number, line in enumerate(self._codes):
-            for word in {code.word for code in line if code.kind == _WAIT and code.at_once}:
+            for word in {code.word for code in line if code.kind is Wait and code.at_once}:
                 self._waiting[word].append(number)
 
     def _check(self, steps: Iterable[Step]) -> None:
@@ -155,7 +151,7 @@ class ProtocolMachine:
         """Before each step: the cells that the process is writing or will write later."""
         ahead, masks = 0, []
         for code, now in zip(reversed(line), reversed(writing), strict=True):
-            ahead |= now | (code.mask if code.kind == _BEGIN_WRITE else 0)
+            ahead |= now | (code.mask if code.kind is BeginWrite else 0)
             masks.append(ahead)
         return masks[::-1]
 
@@ -164,20 +160,18 @@ class ProtocolMachine:
         skip_to = -1 if left_out is None else at + 1 + left_out
         words = [self._at[word] for word in words_of(step)]
         if isinstance(step, CompareAndSwap):
-            return _Code(_SWAP, False, words[0], step.old, step.new, skip_to)
+            return _Code(CompareAndSwap, False, words[0], step.old, step.new, skip_to)
         if isinstance(step, Publish | Wait):
             at_once = self._reduced and step.word in growing
             if isinstance(step, Publish):
-                return _Code(_PUBLISH, at_once, words[0], step.value)
-            kind = _WAIT_EXACTLY if step.exact else _WAIT
-            return _Code(kind, at_once, words[0], step.value, 0, skip_to, [*words, -1][1])
+                return _Code(Publish, at_once, words[0], step.value)
+            code = _Code(Wait, at_once, words[0], step.value, 0, skip_to, [*words, -1][1])
+            return code._replace(exact=step.exact)
         cells, mask = tuple(self._at[cell] for cell in step.cells), self._mask(step.cells)
+        code = _Code(type(step), cells=cells, mask=mask)
         if isinstance(step, EndRead | EndWrite):
-            kind = _END_READ if isinstance(step, EndRead) else _END_WRITE
-            return _Code(kind, cells=cells, mask=mask)
-        kind = _BEGIN_READ if isinstance(step, BeginRead) else _BEGIN_WRITE
-        content = self._contents.index(step.content)
-        return _Code(kind, self._reduced, value=content, cells=cells, mask=mask)
+            return code
+        return code._replace(at_once=self._reduced, value=self._contents.index(step.content))
 
     def step(self, state: bytearray, process: int) -> str | None:
         """Take the next step of ``process`` in place.
@@ -185,35 +179,37 @@ class ProtocolMachine:
         None if it is held or at its end, else what is wrong with the step, or an empty text.
         """
         at = state[process]
-        kind, _, word, value, new, skip_to, only_after, cells, mask = self._codes[process][at]
+        kind, _, word, value, new, skip_to, only_after, cells, mask, exact = self._codes[process][
+            at
+        ]
         next_at = at + 1
-        if kind == _PUBLISH:
+        if kind is Publish:
             state[word] = value
-        elif kind in _WAITS:
-            if state[word] == value or (state[word] > value and kind == _WAIT):
+        elif kind is Wait:
+            if state[word] == value or (state[word] > value and not exact):
                 next_at = max(next_at, skip_to)
             elif skip_to < 0 or (only_after >= 0 and not state[only_after]):
                 return None
-        elif kind == _SWAP:
+        elif kind is CompareAndSwap:
             if state[word] == value:
                 state[word] = new
             elif skip_to < 0:
                 return None
             else:
                 next_at = skip_to
-        elif kind in _BEGINS:
+        elif kind is BeginRead or kind is BeginWrite:
             for other, writing in enumerate(self._writing):
                 if other != process and (
                     writing[state[other]] & mask
-                    or (kind == _BEGIN_WRITE and self._reading[other][state[other]] & mask)
+                    or (kind is BeginWrite and self._reading[other][state[other]] & mask)
                 ):
                     return self._overlap(state, process, other)
             for cell in cells:
-                if kind == _BEGIN_WRITE:
+                if kind is BeginWrite:
                     state[cell] = value
                 elif state[cell] != value:
                     return self._wrong_content(state, process, cell)
-        elif kind == _STOP:
+        elif kind is None:
             return None
         state[process] = next_at
         return ""
@@ -245,7 +241,7 @@ class ProtocolMachine:
                     told.append(text)
                 if wrong:
                     return wrong
-                if code.kind == _PUBLISH:
+                if code.kind is Publish:
                     pending += [
                         other
                         for other in self._waiting[code.word]
@@ -255,7 +251,7 @@ class ProtocolMachine:
 
     def _last_read(self, state: bytearray, process: int, code: _Code) -> bool:
         """Whether this is the end of a read of cells that no other process writes any more."""
-        if code.kind != _END_READ or not self._reduced:
+        if code.kind is not EndRead or not self._reduced:
             return False
         for other, ahead in enumerate(self._still_written):
             if other != process and ahead[state[other]] & code.mask:
@@ -271,7 +267,7 @@ class ProtocolMachine:
         if left_out_by(step) is None:
             return text
         code, seen = self._codes[process][state[process]], state[self._at[words_of(step)[0]]]
-        if seen == code.value or (seen > code.value and code.kind == _WAIT):
+        if seen == code.value or (seen > code.value and isinstance(step, Wait) and not step.exact):
             return text
         return f"{text}{', gives up' if isinstance(step, Wait) else ''} (it is {seen})"
 

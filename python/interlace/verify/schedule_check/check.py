@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from interlace import launcher
@@ -142,11 +142,12 @@ def schedules(
     trial = Trial(on_rank, world_size, store_buffers, check, timeout)
     begin = time.monotonic()
     first_outcome = trial.run(chosen[0])
-    expected = first_outcome.digest if deterministic and first_outcome.error is None else None
-    failing = [chosen[0]] if first_outcome.error is not None else []
+    failing = [chosen[0]] if first_outcome.wrong is not None else []
+    if deterministic and not failing:
+        trial = replace(trial, expected=first_outcome.digest)
     on_progress(1)
     kinds = parallel.map_seeds(
-        lambda seed: _wrong(trial.run(seed), expected),
+        lambda seed: trial.run(seed).wrong,
         chosen[1:],
         workers=workers,
         on_progress=lambda done: on_progress(done + 1),
@@ -156,14 +157,15 @@ def schedules(
     failure = None
     if failing:
         first = next(seed for seed in chosen if seed in failing)
-        failure = shrunk(trial, first, expected, search=shrink)
+        failure = shrunk(trial, first, search=shrink)
     return ScheduleReport(world_size, len(chosen), store_buffers, seconds, tuple(failing), failure)
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One run: the exception that ended it, or a digest of the results."""
+    """One run: the exception that ended it, or a digest of the results; what is ``wrong``, if it is."""
 
+    wrong: str | None
     error: BaseException | None
     digest: str
     segments: tuple[ScheduleSegment, ...]
@@ -172,13 +174,14 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run in each schedule."""
+    """What is run in each schedule. ``expected``: the digest of right results, None if any is."""
 
     on_rank: Callable[[Any], Any]
     world_size: int
     store_buffers: bool
     check: Callable[[list[Any]], Any] | None
     timeout: float
+    expected: str | None = None
 
     def run(
         self, seed: int, segments: Sequence[ScheduleSegment] | None = None, *, tell: bool = False
@@ -200,25 +203,17 @@ class Trial:
             digest = digest_of(results)
             if self.check is not None:
                 self.check(results)
+            wrong = "different results" if self.expected not in (None, digest) else None
         except Exception as caught:
-            error = caught
+            error, wrong = caught, type(caught).__name__
         lines = () if story is None else story.lines(error)
-        return TrialResult(error, digest, scheduler.recorded(), lines)
+        return TrialResult(wrong, error, digest, scheduler.recorded(), lines)
 
 
-def _wrong(outcome: TrialResult, expected: str | None) -> str | None:
-    """The kind of the failure, if it is one."""
-    if outcome.error is not None:
-        return type(outcome.error).__name__
-    if expected is not None and outcome.digest != expected:
-        return "different results"
-    return None
-
-
-def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Failure:
+def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
     """The failure of ``seed``; if ``search``, with as few context switches as can be found."""
     found = trial.run(seed)
-    kind = _wrong(found, expected)
+    kind = found.wrong
     if kind is None:
         text = "failed and does not fail again: something besides the schedule decides"
         return Failure(seed, "not repeatable", text, found.segments, len(found.segments) - 1)
@@ -232,7 +227,7 @@ def shrunk(trial: Trial, seed: int, expected: str | None, *, search: bool) -> Fa
             return None
         runs += 1
         outcome = trial.run(seed, candidate)
-        return outcome.segments if _wrong(outcome, expected) == kind else None
+        return outcome.segments if outcome.wrong == kind else None
 
     replayed = still_fails(best) if search else None
     if replayed is not None:
