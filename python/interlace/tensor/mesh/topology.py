@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils as utilities
 
 from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.calibration import Link, MeasuredMesh
 
-BANDWIDTH, LATENCY, BASE = 87.7, 0.6, 6.6
-BETWEEN_HOSTS, LATENCY_BETWEEN_HOSTS = 0.22, 2.7
+BANDWIDTH, BASE = 87.7, 6.6
 GIB = float(1 << 30)
 TORCH, GIVEN = "torch", "given"
 
@@ -86,7 +86,9 @@ class MeshTopoInfo:
         Raises ValueError for a figure that is not positive and finite, or as many as no dimensions.
         """
         sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
-        base = _of_torch(mesh, sizes)
+        # not by its cache, which would keep every mesh
+        torchs = utilities.MeshTopoInfo.build_from_mesh.__wrapped__(mesh)
+        base = MeshTopoInfo(mesh, sizes, torchs.mesh_dim_bandwidth, torchs.mesh_dim_latency)
         if bandwidth is not None or latency is not None:
             return MeshTopoInfo(
                 mesh,
@@ -133,14 +135,6 @@ class MeshTopoInfo:
                 f"{self.mesh_dim_base[dim]:.4g} us per collective"
             )
         return "\n".join(lines)
-
-
-def _of_torch(mesh: DeviceMesh, sizes: list[int]) -> MeshTopoInfo:
-    on_host = _mesh_resources.num_devices_per_host(mesh.device_type)
-    far = [math.prod(sizes[dim:]) > on_host for dim in range(mesh.ndim)]
-    bandwidth = [BANDWIDTH * BETWEEN_HOSTS if each else BANDWIDTH for each in far]
-    latency = [LATENCY_BETWEEN_HOSTS if each else LATENCY for each in far]
-    return MeshTopoInfo(mesh, sizes, bandwidth, latency)
 
 
 def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
