@@ -161,22 +161,20 @@ class _Search:
 
     def _combinations(self, best: Sequence[Timed]) -> list[Timed]:
         """The fastest tiles with the fastest sends, if no candidate is that already."""
-        fused = [each for each in best if each.candidate.algorithm == "fused"]
         base = self._request.candidates[0]
-        known = {each.candidate.values for each in self._timed}
         if base.algorithm != "fused" or self._request.op != "all_gather_matmul":
             return []
-        sends = {name: base.configuration[name] for name in SENDING}
 
-        def as_sent(each: Timed) -> bool:
-            return all(each.candidate.configuration[name] == sends[name] for name in SENDING)
+        def sends(candidate: Candidate) -> list[int | bool]:
+            return [candidate.configuration[name] for name in SENDING]
 
-        tiles = [each for each in fused if as_sent(each)]
-        others = [each for each in fused if not as_sent(each)]
+        fused = [each.candidate for each in best if each.candidate.algorithm == "fused"]
+        tiles = [each for each in fused if sends(each) == sends(base)]
+        others = [each for each in fused if sends(each) != sends(base)]
         if not tiles or not others or self._left() < (1 - EARLY) / 2 * self._request.seconds:
             return []
-        made = combined(tiles[0].candidate, others[0].candidate)
-        if made.values in known:
+        made = combined(tiles[0], others[0])
+        if any(each.candidate.values == made.values for each in self._timed):
             return []
         timed = Timed(made)
         self._timed.append(timed)

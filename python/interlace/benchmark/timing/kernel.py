@@ -106,7 +106,8 @@ def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple
         found = check(result, number)
     except AssertionError as error:
         return float("inf"), (str(error) or "AssertionError")[:LONGEST]
-    said = _plain(found)
+    scalars = torch.Tensor, numpy.ndarray, numpy.generic
+    said = found.item() if isinstance(found, scalars) and found.ndim == 0 else found
     if said is None or said is True:
         return 0.0, ""
     if said is False:
@@ -120,10 +121,3 @@ def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple
         f"check {name} returned {type(found).__name__}, {str(found)[:100]}; it must return None, a bool, "
         "or its largest error as one number"
     )
-
-
-def _plain(found: Any) -> Any:
-    """Of a tensor without dimensions, or a scalar of NumPy, the bool or number in it."""
-    if isinstance(found, (torch.Tensor, numpy.ndarray)) and found.ndim == 0:
-        return found.item()
-    return found.item() if isinstance(found, numpy.generic) else found

@@ -108,9 +108,7 @@ def under_torchrun() -> bool:
 
 def place_of(options: BenchOptions) -> str:
     """The place of the ranks, as far as the options say."""
-    if options.place is not None:
-        return options.place
-    return "cuda" if torch.cuda.is_available() else "shm"
+    return options.place or ("cuda" if torch.cuda.is_available() else "shm")
 
 
 def _names(text: str | None, nothing_is: str | None = None) -> tuple[str, ...] | None:

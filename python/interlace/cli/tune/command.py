@@ -39,9 +39,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         return 0
     file = file_to_write(options.cache, cache.path(), cache.VARIABLE)
     cache.FILE.refuse_unwritable(file)
-    place = place_of(options)
-    device = torch.device("cuda" if place == "cuda" else "cpu")
-    machine = cache.machine(place, device)
+    place, machine = place_of(options), _machine(options)
     console.print(
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
         f"{_name(options)}, triton {machine.triton}"
@@ -69,6 +67,11 @@ def tune(console: Any, options: TuneOptions) -> int:
         raise failed
     tell_written(console, file, cache.path(), cache.VARIABLE)
     return 0 if all(outcome.default.right for _, outcome in outcomes) else 1
+
+
+def _machine(options: TuneOptions) -> cache.TunedMachine:
+    place = place_of(options)
+    return cache.machine(place, torch.device("cuda" if place == "cuda" else "cpu"))
 
 
 def _capability(options: TuneOptions) -> int | None:
@@ -171,8 +174,7 @@ def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
     rows: tuple[cache.Row, ...] = ()
     if options.arch is None:
         file = pathlib.Path(options.cache) if options.cache else cache.path()
-        device = torch.device("cuda" if place == "cuda" else "cpu")
-        rows = cache.rows_for(cache.machine(place, device), file)
+        rows = cache.rows_for(_machine(options), file)
     for job in jobs:
         problem = _problem(options, job)
         cached = tuning.nearest(tuning.cached_rows(rows, problem), tuning.bucket_of(problem))

@@ -79,16 +79,14 @@ class TuneOptions:
 
 
 def place_of(options: TuneOptions) -> str:
-    if options.place is not None:
-        return options.place
-    return "cuda" if torch.cuda.is_available() or options.arch is not None else "shm"
+    has_gpu = torch.cuda.is_available() or options.arch is not None
+    return options.place or ("cuda" if has_gpu else "shm")
 
 
 def world_size_of(options: TuneOptions) -> int:
     if options.world_size is not None:
         return options.world_size
-    count = torch.cuda.device_count() if place_of(options) == "cuda" else 0
-    return max(2, count)
+    return max(2, torch.cuda.device_count() if place_of(options) == "cuda" else 0)
 
 
 def ops_of(options: TuneOptions) -> list[str]:
