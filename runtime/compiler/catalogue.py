@@ -87,7 +87,7 @@ def _collectives(arch: int) -> Iterator[Entry]:
         for average in (False, True):
             yield collective(arch, "reduce_scatter", dtype, configuration, average=average)
             yield collective(arch, "all_reduce", dtype, configuration, average=average)
-        yield from by_the_switch(arch, dtype, DTYPES[dtype], configuration)
+        yield from by_the_switch(arch, dtype, configuration)
     yield from low_latency(arch)
 
 
@@ -110,13 +110,11 @@ def collective(
     return entry(launch, f"{dtype} average" if average else dtype, arch)
 
 
-def by_the_switch(
-    arch: int, name: str, dtype: torch.dtype, configuration: Configuration
-) -> Iterator[Entry]:
+def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterator[Entry]:
     """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
     if arch < 90:
         return
-    whole, lengths = meta(RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * RANKS
+    whole, lengths = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype]), [ELEMENTS] * RANKS
     part = whole[:ELEMENTS]
 
     def run(group: Any) -> None:
@@ -125,7 +123,7 @@ def by_the_switch(
         switch.all_reduce(group, part, part, configuration)
 
     for launch in launched(run, group=AbsentGroup(multicast=True)):
-        yield entry(launch, name, arch)
+        yield entry(launch, dtype, arch)
 
 
 def low_latency(arch: int) -> Iterator[Entry]:
@@ -264,15 +262,12 @@ def _scaled() -> Iterator[Operands]:
     yield replace(fp8, rows=64)
 
 
-def _is_default(arch: int, operands: Operands) -> bool:
-    allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
-    odd = operands.columns % 16 or operands.inner % 16
-    return bool(operands.tma or odd or not allowed)
-
-
 def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: str) -> Entry:
     variant = " ".join((operands.describe(), *filter(None, words)))
-    return entry(launch, variant, arch, default=_is_default(arch, operands))
+    allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
+    odd = operands.columns % 16 or operands.inner % 16
+    default = bool(operands.tma or odd or not allowed)
+    return entry(launch, variant, arch, default=default)
 
 
 def all_gather_matmul(arch: int, operands: Operands) -> Entry:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,10 +89,11 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             if scope is not None:
                 stack.callback(scope.restore)
         kind = triton_interpreter.InterpretedFunction
+        nothing = SimpleNamespace(restore=lambda: None)
         changes: list[Replacement] = [
             # the language is patched for good; kernels that user code launches in between
             # must not patch and restore it in an order of their own
-            (triton_interpreter, "_patch_lang", lambda function: _NothingToRestore()),
+            (triton_interpreter, "_patch_lang", lambda function: nothing),
             # without the stock re-patching (206 us against 16 us per call)
             (kind, "__call__", lambda self, *a, **named: self.rewrite()(*a, **named)),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
@@ -107,8 +109,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         stack.enter_context(replaced(*exact_arithmetic(), *changes))
         if shortcuts:
             stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
-        hooked = _hooked(builder, hooks).items()
-        stack.enter_context(replaced(*((builder, *each) for each in hooked)))
+        stack.enter_context(replaced(*_hooked(builder, hooks)))
         if shortcuts:
             stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
         yield builder
@@ -132,14 +133,9 @@ def _numpy_dtype(dtype: Any) -> Any:
     return found
 
 
-class _NothingToRestore:
-    def restore(self) -> None: ...
-
-
-def _hooked(builder: Any, hooks: Hooks) -> dict[str, Callable[..., Any]]:
+def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
-    assembly = InlineAssembly(builder, hooks)
 
     def masked_load(
         pointers: Any,
@@ -170,14 +166,14 @@ def _hooked(builder: Any, hooks: Hooks) -> dict[str, Callable[..., Any]]:
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
         return hooks.atomic(atomic, lambda: rmw(op, pointers, value, mask, sem, scope))
 
-    return {
-        "create_masked_load": masked_load,
-        "create_masked_store": masked_store,
-        "create_atomic_cas": atomic_cas,
-        "create_atomic_rmw": atomic_rmw,
-        "create_barrier": hooks.barrier,
-        "create_inline_asm": assembly.create,
-    }
+    return [
+        (builder, "create_masked_load", masked_load),
+        (builder, "create_masked_store", masked_store),
+        (builder, "create_atomic_cas", atomic_cas),
+        (builder, "create_atomic_rmw", atomic_rmw),
+        (builder, "create_barrier", hooks.barrier),
+        (builder, "create_inline_asm", InlineAssembly(builder, hooks).create),
+    ]
 
 
 _ir = triton_interpreter._ir

@@ -46,17 +46,13 @@ class ProgramHooks:
     spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
 
     def __init__(
-        self,
-        strategy: Strategy,
-        observer: Observer | None,
-        buffer_seed: int | None,
-        block_polls: bool,
+        self, strategy: Strategy, observer: Observer | None, seed: int | None, block_polls: bool
     ) -> None:
+        """``seed``: of store buffers, None for none."""
         self.strategy = strategy
         self.observer = Observer() if observer is None else observer
         self.observed = observer is not None
-        buffers = None if buffer_seed is None else StoreBuffers(buffer_seed, self.observer)
-        self.buffers = buffers
+        self.buffers = None if seed is None else StoreBuffers(seed, self.observer)
         self.block_polls = block_polls
         self.memory = MemoryNames()
         self.points = self.stalled = 0
@@ -86,7 +82,7 @@ class ProgramHooks:
             self.buffers.before_load(task, pointers)
         result = perform()
         if volatile:
-            result = self._polled(task, pointers, mask, result, perform)
+            result = self._polled(pointers, mask, result, perform)
         elif pointers.data.size > SMALL_READ:
             task.seen.clear()
         elif task.seen:
@@ -117,12 +113,10 @@ class ProgramHooks:
                 self.buffers.release(task, atomic.scope, each_thread=atomic.by_lanes)
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
-            result = self._polled(task, atomic.pointers, atomic.mask, result, perform)
+            result = self._polled(atomic.pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not (result.data == atomic.compare.data).any():
             # a compare-and-swap that did not swap has only read
-            result = self._polled(
-                task, atomic.pointers, atomic.mask, result, perform, tries=atomic.compare
-            )
+            result = self._polled(atomic.pointers, atomic.mask, result, perform, atomic.compare)
         else:
             self.progress()
         self.observer.on_atomic(task, atomic, result)
@@ -182,17 +176,8 @@ class ProgramHooks:
             self.long_step = True
             self.strategy.tires()
 
-    # -- polls -------------------------------------------------------------------------------------
-
     def _polled(
-        self,
-        task: Task,
-        pointers: Any,
-        mask: Any,
-        result: Any,
-        perform: Callable[[], Any],
-        *,
-        tries: Any = None,
+        self, pointers: Any, mask: Any, result: Any, perform: Callable[[], Any], tries: Any = None
     ) -> Any:
         """Suspend the program if it goes round in circles: it has seen the same twice in a row.
 
@@ -200,6 +185,7 @@ class ProgramHooks:
         """
         if not self.block_polls:
             return result
+        task = self.current
         task.seen.append(_read(pointers, mask, result))
         circle = _circle(task.seen)
         if circle and task.program is not None:

@@ -88,8 +88,8 @@ class Scheduler(ProgramHooks):
                 "kernels are interpreted by greenlets here, and greenlet is not installed: "
                 "pip install greenlet"
             )
-        buffer_seed = seed if store_buffers else None
-        super().__init__(strategy or Random(seed), observer, buffer_seed, block_polls)
+        of_buffers = seed if store_buffers else None
+        super().__init__(strategy or Random(seed), observer, of_buffers, block_polls)
         self.seed = seed
         self.steps = 0
         self.finished: list[str] = []

@@ -68,9 +68,6 @@ class _Pending:
         for index, address in enumerate(self.addresses.tolist()):
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
-    def overlaps(self, low: int, high: int) -> bool:
-        return self.low < high and low < self.high
-
 
 class StoreBuffers:
     """The stores of a run that are not visible yet."""
@@ -152,7 +149,8 @@ class StoreBuffers:
             p
             for p in self._pending
             if (p.task is task or (p.rank_only and p.task.rank == task.rank))
-            and p.overlaps(low, high)
+            and p.low < high
+            and low < p.high
         )
 
     def _drain(self, chosen: Iterable[_Pending]) -> None:

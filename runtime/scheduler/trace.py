@@ -92,8 +92,6 @@ class Recorder(Observer):
         self._last = max(self._last + 1, self._steps() * TICKS)
         return self._last
 
-    # -- hooks of the place ----------------------------------------------------------------------
-
     def attach(self, steps: Callable[[], int]) -> None:
         """Take the time from the steps of a scheduler."""
         self._steps = steps
@@ -109,8 +107,6 @@ class Recorder(Observer):
                 return first._replace(byte=address - begin)
         return None
 
-    # -- hooks of streams ------------------------------------------------------------------------
-
     def on_item(
         self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
     ) -> None:
@@ -125,8 +121,6 @@ class Recorder(Observer):
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         self._publish(task.rank, task.who, op, self._slot(slot.data_ptr()), self.now())
-
-    # -- hooks of programs -----------------------------------------------------------------------
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         """A program has begun, if this is the first that is heard of it."""
@@ -175,8 +169,6 @@ class Recorder(Observer):
         lane.since = self.now()
         self._publish(task.rank, task.who, task.program.op, slot, lane.since)
 
-    # -- programs --------------------------------------------------------------------------------
-
     def _lane(self, task: Task) -> _Lane:
         lane = self._lanes.get(task)
         if lane is None:
@@ -205,8 +197,6 @@ class Recorder(Observer):
 _current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
     "interlace_recorder", default=None
 )
-
-
 current: Callable[[], Recorder | None] = _current.get
 """What the enclosing :func:`recording` writes to, if there is one."""
 

@@ -97,9 +97,6 @@ def _cpu_name() -> str:
     return f"{name or sys.platform}, {os.cpu_count()} cores"
 
 
-# -- reading ---------------------------------------------------------------------------------------
-
-
 def _parsed(whole: dict[str, Any]) -> Rows:
     """All rows, by machine."""
     found: Rows = {}

@@ -195,9 +195,8 @@ def gpu_default(
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
-    """For the interpreter: blocks that cover the extents, within the table's bounds."""
+    """For the interpreter, which few, large tiles suit: powers of two over the extents, within bounds."""
     extents = {"block_m": rows, "block_n": columns, "block_k": inner, "copy_columns": inner}
-    # the power of two that covers the extent, within bounds: few, large tiles suit an interpreter
     blocks = {
         name: min(max(1 << (extents[name] - 1).bit_length(), smallest), largest)
         for name, (smallest, largest) in table.INTERPRETED.items()

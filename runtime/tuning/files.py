@@ -72,7 +72,12 @@ class MeasuredFile(Generic[Content]):
     def content(self, file: pathlib.Path) -> Content:
         """What is in it. Raises NotOursError, FileNotFoundError and other OSErrors."""
         try:
-            whole = json.loads(_text_of(file))
+            about = file.stat()  # before it is opened: that of a pipe may never end
+            if not stat.S_ISREG(about.st_mode):
+                raise NotOursError("is no regular file")
+            if about.st_size > MOST_BYTES:
+                raise NotOursError(f"has {about.st_size} bytes, more than {MOST_BYTES}")
+            whole = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(whole, dict) or whole.get("format") != self.format:
                 raise NotOursError(f"is no file of interlace {self.command}")
             if whole.get("version") != self.version:
@@ -137,7 +142,19 @@ class MeasuredFile(Generic[Content]):
         with _locked(target):
             whole = {"format": self.format, "version": self.version}
             whole.update(changed(self._to_change(file)))
-            _replace(target, json.dumps(whole, indent=1))
+            text = json.dumps(whole, indent=1)
+            # all of it or nothing: a reader sees the old file or the new one
+            handle, name = _new_file(target)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as out:
+                    out.write(text + "\n")
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.replace(name, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
 
 
 def _cache_folder() -> pathlib.Path:
@@ -150,15 +167,6 @@ def _cache_folder() -> pathlib.Path:
     if sys.platform == "win32":
         return pathlib.Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
     return home / ".cache"
-
-
-def _text_of(file: pathlib.Path) -> str:
-    about = file.stat()  # before it is opened: that of a pipe may never end
-    if not stat.S_ISREG(about.st_mode):
-        raise NotOursError("is no regular file")
-    if about.st_size > MOST_BYTES:
-        raise NotOursError(f"has {about.st_size} bytes, more than {MOST_BYTES}")
-    return file.read_text(encoding="utf-8")
 
 
 def _target(file: pathlib.Path) -> pathlib.Path:
@@ -181,18 +189,3 @@ def _new_file(target: pathlib.Path) -> tuple[int, str]:
     with contextlib.suppress(FileNotFoundError):
         os.chmod(name, stat.S_IMODE(target.stat().st_mode))
     return handle, name
-
-
-def _replace(target: pathlib.Path, text: str) -> None:
-    """All of it or nothing: a reader sees the old file or the new one."""
-    handle, name = _new_file(target)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

@@ -204,10 +204,6 @@ def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
     >>> [(tile.block_m, tile.block_n, tile.rows) for tile in tiles(90, "16 bit", "even")]
     [(128, 256, 'many'), (64, 256, 'few')]
     """
-
-    def fits(tile: Tile, arch: int | str) -> bool:
-        same = tile.arch == arch and dtype.startswith(tile.dtype)
-        return same and tile.extents in (extents, ANY)
-
-    own = [tile for tile in TILES if fits(tile, capability // 10)]
-    return own or [tile for tile in TILES if fits(tile, ANY)]
+    fitting = [t for t in TILES if dtype.startswith(t.dtype) and t.extents in (extents, ANY)]
+    own = [tile for tile in fitting if tile.arch == capability // 10]
+    return own or [tile for tile in fitting if tile.arch == ANY]

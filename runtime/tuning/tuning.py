@@ -301,15 +301,8 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
         found = nearest(cached_rows(agreed.rows, problem), bucket_of(problem))
         if agreed.asks:
             found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
-        gather = agreed.gather
-        choice = decide(
-            agreed.capability,
-            problem,
-            found,
-            algorithm=algorithm,
-            one_node=place.nodes is None,
-            gather=gather,
-        )
+        gather, one_node, chip = agreed.gather, place.nodes is None, agreed.capability
+        choice = decide(chip, problem, found, algorithm=algorithm, one_node=one_node, gather=gather)
         on_cpus = place.direct_access and problem.op == "all_gather_matmul"
         if gather is not None and on_cpus and not choice.algorithm:
             named, source = by_calibration(problem, gather)

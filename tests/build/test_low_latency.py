@@ -11,6 +11,7 @@ from interlace.runtime.compiler import catalogue
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.request import Entry
+from interlace.runtime.tuning.configuration import Configuration
 from tiers import thorough
 
 ARCHES = (80, 90, 100)
@@ -84,5 +85,5 @@ def test_the_switch_sends_and_sums(ptx: dict[str, str]) -> None:
 def test_no_kernel_by_the_switch_before_9_0() -> None:
     names = [entry.name for entry in entries(80)]
     assert not [name for name in names if "multimem" in name]
-    assert not list(catalogue.by_the_switch(80, "bf16", 4096, 8))
+    assert not list(catalogue.by_the_switch(80, "bf16", Configuration()))
     assert [name for name in names if name.startswith("low_latency")]

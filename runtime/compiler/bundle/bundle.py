@@ -28,7 +28,7 @@ from interlace.kernels import signal
 from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.bundle import ops
 from interlace.runtime.compiler.bundle.texts import contracts, functions, names
-from interlace.runtime.compiler.catalogue import Entry, entries
+from interlace.runtime.compiler.catalogue import Entry, entries, signals
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 
 FORMAT = "interlace bundle"
@@ -113,7 +113,7 @@ def _sequence(target: Target, arch: int) -> list[Entry]:
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # chosen by hand, it may spill
     main = replace(main, default=main.default and not target.options.overrides)
-    return [main, ops.finish(arch)]
+    return [main, *(last for last in signals(arch) if last.kernel == "finish_kernel")]
 
 
 def _stem(entry: Entry) -> str:

@@ -227,8 +227,3 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
     rows_of_weight = {"kn": "weight_stride_k >= N", "nk": "weight_stride_n >= K"}
     path = entry.fixed.get("DESCRIPTORS", "")
     return ("K > 0", "input_stride >= K", rows_of_weight[str(path)]) if path else ()
-
-
-def finish(arch: int) -> Entry:
-    (entry,) = (one for one in catalogue.signals(arch) if one.kernel == "finish_kernel")
-    return entry

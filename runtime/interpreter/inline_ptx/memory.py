@@ -28,6 +28,8 @@ MEMORY, builds = builders()
 Load = Callable[[Thread, int], int]
 Store = Callable[[Thread, int, int], object]
 """Of bits, at an address."""
+Change = Callable[[Any, Any], Any]
+"""(addresses, order) -> what was there: changes memory at once."""
 Addresses = Callable[[Thread], list[int]]
 """Where an access starts; of one that reaches all ranks, in every rank's memory."""
 
@@ -231,15 +233,10 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
 
 
 def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., int]:
-    """Lets the hooks do ``change``, (addresses, order) -> what was there; gives the bits of that."""
+    """Lets the hooks do a change; gives the bits that were there before."""
 
     def access(
-        thread: Thread,
-        address: int,
-        change: Callable[[Any, Any], Any],
-        *,
-        reads_only: bool = False,
-        compare: Any = None,
+        thread: Thread, address: int, change: Change, reads_only: bool = False, compare: Any = None
     ) -> int:
         thread.idle_steps, thread.polls_plainly = 0, False
         pointers = _pointer(address, kind)
