@@ -74,9 +74,7 @@ def grouped_matmul_fused(
     lines = routes.send_lines(size)
     key = (routes, size)
     sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
-    offsets = communicator.table(
-        ("grouped offsets", *key), lambda: routes.offset_lines(), passing=True
-    )
+    offsets = communicator.table(("grouped offsets", *key), routes.offset_lines, passing=True)
     layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
     # Made before the op begins on the streams: they wait for what the caller has issued until then.
     operands = _operands(communicator, configuration, input, linear)

@@ -9,7 +9,7 @@ All tensors here are flat and contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,27 +24,20 @@ from interlace.runtime.core.stream import Event
 BLOCK_WORDS = 256  # one for each thread
 MOST_BYTES = 64 << 10  # of a message: a program for each KiB
 MOST_PROGRAMS = MOST_BYTES // (4 * BLOCK_WORDS)
+EPOCHS_OFFSET = HEADER_WORDS * WORD
+WORDS_OFFSET = EPOCHS_OFFSET + MOST_PROGRAMS * WORD
 NUM_WARPS = 8
 MAX_REGISTERS = 96  # left alone, ptxas takes 32 for the sake of occupancy, and spills
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+@dataclass
 class Words:
     """The words of a group, for so many programs. Outgrown buffers stay: ops and graphs may use them."""
 
-    def __init__(
-        self,
-        buffer: SymmetricBuffer,
-        programs: int,
-        spin_limit: int,
-        outgrown: Sequence[SymmetricBuffer],
-    ) -> None:
-        self.buffer, self.programs, self.outgrown = buffer, programs, outgrown
-        self.epochs_offset = HEADER_WORDS * WORD
-        self.words_offset = self.epochs_offset + MOST_PROGRAMS * WORD
-        own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
-        own[SPIN_LIMIT_WORD] = spin_limit
-        own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
+    buffer: SymmetricBuffer
+    programs: int
+    outgrown: list[SymmetricBuffer]
 
     @property
     def nbytes(self) -> int:
@@ -56,14 +49,14 @@ def _words_of(communicator: Communicator, programs: int) -> Words:
     """The group's words, made or enlarged. Collective when it has to be."""
     held: Words | None = communicator.arena.words
     if held is None or held.programs < programs:
-        enough = 1
-        while enough < programs:
-            enough *= 2
-        place = communicator.place
-        words = HEADER_WORDS + MOST_PROGRAMS + enough * 2 * communicator.world_size * BLOCK_WORDS
-        buffer = place.allocate(words * WORD)
+        enough, place = 1 << (programs - 1).bit_length(), communicator.place
+        words = enough * 2 * communicator.world_size * BLOCK_WORDS
+        buffer = place.allocate(WORDS_OFFSET + words * WORD)
+        own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
+        own[SPIN_LIMIT_WORD] = place.poll_limit()
+        own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
-        held = communicator.arena.words = Words(buffer, enough, place.poll_limit(), outgrown)
+        held = communicator.arena.words = Words(buffer, enough, outgrown)
     return held
 
 
@@ -100,8 +93,8 @@ def _run(
         {
             "peers": peers_of(held.buffer, communicator.world_size),
             "units": units.numel(),
-            "epochs_offset": held.epochs_offset,
-            "words_offset": held.words_offset,
+            "epochs_offset": EPOCHS_OFFSET,
+            "words_offset": WORDS_OFFSET,
             "UNIT": units.element_size(),
             "WORDS": BLOCK_WORDS,
             "COMPILED": not place.interpreted,

@@ -24,15 +24,14 @@ from interlace.runtime.algorithms.operands import (
     Linear,
     bias_or_none,
     epilogue,
-    finish_sum,
     launch_options,
     multiply,
     product,
+    sum_with_bias,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
-from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.table import threshold
 
@@ -53,8 +52,8 @@ def matmul_reduce_scatter_fused(
         return node_matmul_reduce.matmul_reduce_scatter(
             communicator, nodes, input, linear, segments, configuration
         )
-    if event := _between_nodes(communicator, input, linear, segments):
-        return event
+    if nodes is not None:
+        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
@@ -79,29 +78,13 @@ def matmul_reduce_scatter_fused(
     )
 
 
-def _between_nodes(
-    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
-) -> Event | None:
-    """Matmul + reduce-scatter where ranks are on several nodes; None where they are not."""
-    nodes = communicator.place.nodes
-    if nodes is None:
-        return None
-    return node_fused.matmul_reduce_scatter(
-        communicator,
-        nodes,
-        input,
-        linear,
-        segments,
-        lambda parts: sum_with_bias(parts, linear),
-    )
-
-
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
-    if event := _between_nodes(communicator, input, linear, segments):
-        return event
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     region = max(count for _, count in segments) * columns * dtype.itemsize
@@ -130,24 +113,13 @@ def matmul_reduce_scatter_pipelined(
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
-def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
-    """Sum in rank order, add the bias once, activate, round once."""
-    reduction = "avg" if linear.average else "sum"
-    if linear.bias is None and not linear.activation:
-        fold(reduction, parts, linear.output)
-        return
-    wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
-    total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
-    fold_unrounded(reduction, parts, total)
-    finish_sum(total, linear)
-
-
 def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """The whole product first, staged in the own workspace; then everyone sums its part of all."""
-    if event := _between_nodes(communicator, input, linear, segments):
-        return event
+    nodes = communicator.place.nodes
+    if nodes is not None:
+        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize

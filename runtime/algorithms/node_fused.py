@@ -20,7 +20,13 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms.operands import Linear, enqueue_product, finish_sum, multiply
+from interlace.runtime.algorithms.operands import (
+    Linear,
+    enqueue_product,
+    finish_sum,
+    multiply,
+    sum_with_bias,
+)
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.place import Nodes
@@ -105,18 +111,13 @@ def matmul_reduce_scatter(
     input: torch.Tensor,
     linear: Linear,
     segments: Sequence[tuple[int, int]],
-    fold_parts: Callable[[Sequence[torch.Tensor]], None],
 ) -> Event:
-    """``linear.output`` = the own rows of the sum over ranks of ``input @ weight``, plus the bias.
-
-    ``segments`` are (first row, rows) by owner. ``fold_parts`` sums all ranks' own rows, of dtypes that
-    kernels do not sum.
-    """
+    """``linear.output`` = own rows of the sum over ranks of products; ``segments``: (first row, rows)."""
     columns, output = linear.weight.shape[1], linear.output
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
     if output.dtype not in SUMMED_DTYPES or not product.numel():
         multiply(product, input, linear.weight, None)
-        return _exchanged(communicator, nodes, product, segments, output, fold_parts)
+        return _exchanged(communicator, nodes, product, segments, linear)
     exact = linear.bias is None and not linear.activation
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
     lengths = [count * columns for _, count in segments]
@@ -146,12 +147,11 @@ def _exchanged(
     nodes: Nodes,
     product: torch.Tensor,
     segments: Sequence[tuple[int, int]],
-    output: torch.Tensor,
-    fold_parts: Callable[[Sequence[torch.Tensor]], None],
+    linear: Linear,
 ) -> Event:
     """All contributions to the own rows come here and are folded in rank order."""
     world_size, compute = communicator.world_size, communicator.compute
-    collected = [torch.empty_like(output) for _ in range(world_size)]
+    collected = [torch.empty_like(linear.output) for _ in range(world_size)]
     first, count = segments[communicator.rank]
     collected[communicator.rank] = product[first : first + count]
     row_bytes = product.shape[1] * product.element_size()
@@ -165,7 +165,7 @@ def _exchanged(
             [[rows * row_bytes for _, rows in segments]] * world_size,
             configurations.choose(communicator.place, torch.uint8, product.nbytes, 1, 1),
         )
-    compute.call(lambda: fold_parts(collected), "sum")
+    compute.call(lambda: sum_with_bias(collected, linear), "sum")
     return compute.record()
 
 

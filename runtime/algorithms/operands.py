@@ -11,6 +11,7 @@ import torch
 from interlace.kernels.arguments import Copies, Epilogue, Rows, Tiles, Weight
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
@@ -76,6 +77,18 @@ def finish_sum(total: torch.Tensor, linear: Linear) -> None:
         bias = linear.bias.to(total.dtype)
         total += bias if linear.bias_along == "n" else bias[:, None]
     linear.output.copy_(activate(total, linear.activation))
+
+
+def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
+    """Sum in rank order, add the bias once, activate, round once."""
+    reduction = "avg" if linear.average else "sum"
+    if linear.bias is None and not linear.activation:
+        fold(reduction, parts, linear.output)
+        return
+    wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
+    total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
+    fold_unrounded(reduction, parts, total)
+    finish_sum(total, linear)
 
 
 def enqueue_product(

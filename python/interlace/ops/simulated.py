@@ -26,8 +26,7 @@ from interlace.fused.gather import Options as GatherOptions
 from interlace.fused.reduce import Options as ReduceOptions
 from interlace.ops.eager import fused, scaled, shapes
 from interlace.ops.eager.scaled_kernels import Operands
-from interlace.runtime.algorithms.matmul_reduce import sum_with_bias
-from interlace.runtime.algorithms.operands import Linear, multiply, rows_of
+from interlace.runtime.algorithms.operands import Linear, multiply, rows_of, sum_with_bias
 from interlace.runtime.numerics import reductions
 
 Tensors = list[torch.Tensor]
