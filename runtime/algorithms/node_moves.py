@@ -245,10 +245,7 @@ def exchange(
     sizes: Sequence[Sequence[int]],
     configuration: Configuration,
 ) -> Event:
-    """``outputs[r]`` = part [own rank] of rank r's ``input``, but for r the own rank. Flat uint8.
-
-    ``sizes[source][destination]`` are the lengths of all parts, which lie one behind the other.
-    """
+    """``outputs[r]`` = part [own rank] of rank r's ``input``, but the own; of ``sizes[source][rank]``."""
     rank = communicator.rank
     lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
     key = ("node exchange", tuple(tuple(each) for each in sizes))

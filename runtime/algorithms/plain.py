@@ -197,10 +197,7 @@ def all_gather_kernel(
     lengths: Sequence[int],
     configuration: Configuration,
 ) -> Event:
-    """``output = concat(input of rank 0, 1, ...)``, flat; ``lengths`` by rank.
-
-    ``input`` may be its own part of ``output``, which is then not written.
-    """
+    """``output = concat(input of rank 0, 1, ...)``, flat; ``input`` may be its own part, which stays."""
     block = configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
     rank, world_size = communicator.rank, communicator.world_size

@@ -84,11 +84,7 @@ class _Known:
 
 
 class Agreement:
-    """One rank's side. Making it is collective; ``host`` is the group's place on the host.
-
-    ``number`` is that of the rank's last call, ``differs`` of the first that was found to be another one
-    than a peer's, 0 if there is none.
-    """
+    """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch."""
 
     def __init__(self, host: Place) -> None:
         self._host: Any = host

@@ -113,13 +113,8 @@ class Direct:
         first, end = edges[self._rank : self._rank + 2]
         self._reduce(op, (base + first, end - first), base + first, first, dtype)
         self._meet()
-        steps = self._steps.at_once()
+        steps, past = self._steps.at_once(), tensor.nbytes >= STREAMED
         for peer in self._peers:
             first, end = edges[peer : peer + 2]
-            steps.stream(
-                base + first,
-                self._address(peer) + first,
-                end - first,
-                past=tensor.nbytes >= STREAMED,
-            )
+            steps.stream(base + first, self._address(peer) + first, end - first, past=past)
         self._meet()

@@ -35,11 +35,7 @@ T = TypeVar("T")
 
 
 class CpuPlace(Place):
-    """One rank that is a process and computes on the CPU; ``group`` is that of its host's ranks.
-
-    Ops of one group run in the order of the calls: asynchronous ones in the group's worker thread,
-    synchronous ones in the caller's unless the worker is still busy.
-    """
+    """One rank that is a process on the CPU. Asynchronous ops run in a thread, in the order of calls."""
 
     device = torch.device("cpu")
     interpreted = True

@@ -138,7 +138,7 @@ def set_epochs(finished: int) -> None:
     group = default_group()
     group.barrier()
     words = group.arena.words
-    own = words.buffer.view(group.rank, words.epochs_offset, (words.programs,), I64)
+    own = words.buffer.view(group.rank, low_latency.EPOCHS_OFFSET, (words.programs,), I64)
     own.fill_(finished)
     group.barrier()
 
@@ -279,7 +279,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
     programs = launch.extents[0]
     assert header[EPOCH_WORD] == programs
     header[SPIN_LIMIT_WORD] = 100
-    theirs = words.buffer.peer_bytes[1][words.words_offset :]
+    theirs = words.buffer.peer_bytes[1][low_latency.WORDS_OFFSET :]
     for number, sends in enumerate((True, False, False)):
         theirs.fill_(POISON_BYTE)
         output.fill_(-7)
