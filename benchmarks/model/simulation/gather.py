@@ -109,7 +109,7 @@ def copy_engine(
     sends: Sequence[Sequence[int]],
     size: int,
 ) -> Process:
-    """``_send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
+    """``send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
     note = Logged(cluster, rank, -1)
     yield cluster.machine.launch_us  # wait_credits
     for peer, first_row, count, *_ in sends:
