@@ -42,9 +42,10 @@ from interlace.runtime.scheduler.source_lines import user_frame
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined, reaches
 from interlace.verify.race_check.findings import Access, Finding
-from interlace.verify.race_check.shadow import Conflict, ShadowMemory, ShadowSegment
+from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
 
 Conflicts = Iterable[Conflict]
+Place = tuple[ShadowSegment, Index]
 WORD = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
@@ -181,8 +182,8 @@ class Detector(Observer):
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         site = self._site(agent, "stores" if stores else "loads", _kernel_lines())
-        for segment, cells in self._memory.find(addresses, size):
-            self._access(agent, component, segment, cells, site, size, stores=stores)
+        for place in self._memory.find(addresses, size):
+            self._access(agent, component, place, site, size, stores=stores)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of host code has read or written ``tensor``."""
@@ -192,20 +193,13 @@ class Detector(Observer):
         for low, nbytes in _byte_ranges(tensor):
             segment = self._memory.at(low)
             if segment is not None and low + nbytes <= segment.end:
-                cells = segment.range(low, low + nbytes)
-                self._access(agent, agent.thread, segment, cells, site, size, stores=stores)
+                place = segment, segment.range(low, low + nbytes)
+                self._access(agent, agent.thread, place, site, size, stores=stores)
 
     def _access(
-        self,
-        agent: Agent,
-        component: int,
-        segment: ShadowSegment,
-        cells: Any,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
+        self, agent: Agent, component: int, place: Place, site: int, size: int, *, stores: bool
     ) -> None:
+        segment, cells = place
         self.events += 1
         known, me = self._known(agent), agent.number
         time = int(known[component])
