@@ -81,6 +81,14 @@ class Part(NamedTuple):
     count: Any
 
 
+class Span(NamedTuple):
+    """Bytes of one rank's buffer, and where they come to lie in another's: byte offsets in both."""
+
+    from_byte: Any
+    to_byte: Any
+    nbytes: Any
+
+
 class Epilogue(NamedTuple):
     """Operands of what is done to a finished tile (``epilogue.py``); unused where an option is off."""
 

@@ -27,6 +27,7 @@ could begin before the whole band has come from all members).
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Span
 from interlace.kernels.epilogue import activate, add_bias, store_tile
 from interlace.kernels.fused.matmul_reduce_scatter import produce_part
 from interlace.kernels.matmul import columns_operand, tile_offsets
@@ -265,17 +266,13 @@ def node_sums_kernel(
                     # the receiver loads, but masks out when it stores.
                     tl.store(to_ptr + slice_offsets(part, SLICE, BLOCK_N), total)
                 landing = node.own_node * slots_each + tile
-                put(
-                    workspace,
-                    owner,
+                span = Span(
                     regions.partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
                     regions.landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
                     TILE_BYTES,
-                    workspace.slot_offset + (slots.landing_slot + landing) * 8,
-                    epoch,
-                    PUT,
-                    BLOCK,
                 )
+                landing_byte = workspace.slot_offset + (slots.landing_slot + landing) * 8
+                put(workspace, owner, span, landing_byte, epoch, PUT, BLOCK)
     own_tiles = tl.cdiv(own_rows, BLOCK_M) * tiles_n
     for tile in range(program, own_tiles, programs):
         # One program per landed tile, as `land` copies where puts are late; nobody else may publish it.
@@ -284,17 +281,13 @@ def node_sums_kernel(
                 source = tl.load(node.sums_ptr + 2 * other)
                 place = tl.load(node.sums_ptr + 2 * other + 1) * slots_each + tile
                 landing = other * slots_each + tile
-                seen = land(
-                    workspace,
-                    source,
+                span = Span(
                     regions.partial_offset + tl.cast(place, tl.int64) * TILE_BYTES,
                     regions.landing_offset + tl.cast(landing, tl.int64) * TILE_BYTES,
                     TILE_BYTES,
-                    workspace.slot_offset + (slots.landing_slot + landing) * 8,
-                    epoch,
-                    PUT,
-                    BLOCK,
                 )
+                landing_byte = workspace.slot_offset + (slots.landing_slot + landing) * 8
+                seen = land(workspace, source, span, landing_byte, epoch, PUT, BLOCK)
                 # Given up: then the matmul's wait for this slot is given up, too.
                 if seen >= epoch:
                     slot_byte = workspace.slot_offset + (slots.landed_slot + landing) * 8

@@ -17,6 +17,7 @@ Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Span
 from interlace.kernels.nodes import nvshmem, order
 from interlace.kernels.signal import (
     CREDIT_WORDS,
@@ -48,9 +49,8 @@ def byte_pointer(peers, entry, byte_offset):
 
 
 @triton.jit
-def put(peers, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
-        PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Send a part of the own buffer to ``peer``'s, then set its slot; all places are byte offsets.
+def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Send a ``Span`` of the own buffer to ``peer``'s, then set its slot.
 
     What the program has stored there, or has waited for, is what is sent. The source may be read until
     ``quiet_kernel`` has ended. That is before this rank gives its credit, so nobody overwrites it earlier.
@@ -61,19 +61,19 @@ def put(peers, peer, from_byte, to_byte, nbytes, slot_byte, epoch,
         own = tl.load(peers.peers_ptr + peers.rank)
         pe = tl.load(peers.peers_ptr + peers.world_size + peer)
         nvshmem.put_signal_nbi_block(
-            own + to_byte, own + from_byte, nbytes, own + slot_byte, epoch, _SET, pe
+            own + span.to_byte, own + span.from_byte, span.nbytes, own + slot_byte, epoch, _SET, pe
         )
     else:
         if PUT == "stores":
-            to_ptr = byte_pointer(peers, peers.world_size + peer, to_byte)
-            copy_elements(to_ptr, byte_pointer(peers, peers.rank, from_byte), nbytes, BLOCK)
+            to_ptr = byte_pointer(peers, peers.world_size + peer, span.to_byte)
+            from_ptr = byte_pointer(peers, peers.rank, span.from_byte)
+            copy_elements(to_ptr, from_ptr, span.nbytes, BLOCK)
         publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)
 
 
 @triton.jit
-def land(peers, source, from_byte, to_byte, nbytes, slot_byte, epoch,
-         PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Wait for what ``source`` has put with the same places; loads of this program see it afterwards.
+def land(peers, source, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Wait for what ``source`` has put with the same span; loads of this program see it afterwards.
 
     Returns the value of the slot, as ``wait``. One program per put: with ``"late"`` it copies.
     """
@@ -84,8 +84,9 @@ def land(peers, source, from_byte, to_byte, nbytes, slot_byte, epoch,
             # be there when its signal is, and NVSHMEM then reads back from the card.
             nvshmem.wait_until(tl.load(peers.peers_ptr + peers.rank) + slot_byte, _GE, epoch)
         if PUT == "late":
-            from_ptr = byte_pointer(peers, peers.world_size + source, from_byte)
-            copy_elements(byte_pointer(peers, peers.rank, to_byte), from_ptr, nbytes, BLOCK)
+            from_ptr = byte_pointer(peers, peers.world_size + source, span.from_byte)
+            to_ptr = byte_pointer(peers, peers.rank, span.to_byte)
+            copy_elements(to_ptr, from_ptr, span.nbytes, BLOCK)
             # Other threads of this program load what this one has copied.
             tl.debug_barrier()
     return seen
@@ -142,17 +143,8 @@ def move_kernel(
         if waited >= 0:
             waited_byte = workspace.slot_offset + waited * 8
             if kind == _LAND:
-                seen = land(
-                    workspace,
-                    source,
-                    from_byte,
-                    to_byte,
-                    elements * element_bytes,
-                    waited_byte,
-                    epoch,
-                    PUT,
-                    BLOCK_COLUMNS,
-                )
+                span = Span(from_byte, to_byte, elements * element_bytes)
+                seen = land(workspace, source, span, waited_byte, epoch, PUT, BLOCK_COLUMNS)
             else:
                 seen = wait(workspace, source, waited_byte, epoch)
             ready = tl.minimum(ready, seen)
@@ -160,17 +152,8 @@ def move_kernel(
         # to pass on.
         if ready >= epoch:
             if kind == _PUT:
-                put(
-                    workspace,
-                    peer,
-                    from_byte,
-                    to_byte,
-                    elements * element_bytes,
-                    slot_byte,
-                    epoch,
-                    PUT,
-                    BLOCK_COLUMNS,
-                )
+                span = Span(from_byte, to_byte, elements * element_bytes)
+                put(workspace, peer, span, slot_byte, epoch, PUT, BLOCK_COLUMNS)
             else:
                 to_ptr = data_pointer(workspace, peer, input.ptr) + to_row * columns
                 if kind == _FORWARD:

@@ -15,6 +15,7 @@ sum over all ranks in a row: for that, every contribution would have to travel.
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Span
 from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile
@@ -192,19 +193,16 @@ def node_reduce_scatter_kernel(
                     tl.store(partial_ptr + offsets, total, mask=mask)
                 # One put per piece, as soon as it is summed. `* 4`: partial sums are fp32, whatever the
                 # dtype.
-                put(
-                    workspace,
-                    owner,
+                span = Span(
                     regions.partial_offset + (place * stride + element) * 4,
                     regions.landing_offset + (node.own_node * stride + element) * 4,
                     count * 4,
-                    workspace.slot_offset
-                    + (slots.landing_slot + node.own_node * slots_each + (each - start)) * 8,
-                    epoch,
-                    PUT,
-                    BLOCK,
                 )
+                landing = slots.landing_slot + node.own_node * slots_each + (each - start)
+                landing_byte = workspace.slot_offset + landing * 8
+                put(workspace, owner, span, landing_byte, epoch, PUT, BLOCK)
     # Own pieces last: that gives the sums of other nodes the most time to arrive.
+    world_size = workspace.world_size
     landed_ptr = float_region(workspace, regions.landing_offset)
     own_pieces = tl.cdiv(own_elements, piece).to(tl.int32)
     for each in range(program, own_pieces, programs):
@@ -219,46 +217,25 @@ def node_reduce_scatter_kernel(
                 # failed.
                 source = tl.load(node.sums_ptr + 2 * other)
                 place = tl.load(node.sums_ptr + 2 * other + 1)
-                land(
-                    workspace,
-                    source,
+                span = Span(
                     regions.partial_offset + (place * stride + element) * 4,
                     regions.landing_offset + (other * stride + element) * 4,
                     count * 4,
-                    workspace.slot_offset + (slots.landing_slot + other * slots_each + each) * 8,
-                    epoch,
-                    PUT,
-                    BLOCK,
                 )
+                landing = slots.landing_slot + other * slots_each + each
+                landing_byte = workspace.slot_offset + landing * 8
+                land(workspace, source, span, landing_byte, epoch, PUT, BLOCK)
         # Below all waits of the piece: its loads cannot be moved above them.
         to_ptr = output_ptr + element
         whole = count // BLOCK * BLOCK
+        own = own_ptr + element
+        landed = landed_ptr + element
         for begin in range(0, whole, BLOCK):
             offsets = begin + tl.arange(0, BLOCK)
-            total = sum_nodes(
-                own_ptr + element,
-                landed_ptr + element,
-                stride,
-                node,
-                workspace.world_size,
-                offsets,
-                None,
-                BLOCK,
-                AVERAGE,
-            )
+            total = sum_nodes(own, landed, stride, node, world_size, offsets, None, BLOCK, AVERAGE)
             tl.store(to_ptr + offsets, total.to(output_ptr.dtype.element_ty))
         for begin in range(whole, count, BLOCK):
             offsets = begin + tl.arange(0, BLOCK)
             mask = offsets < count
-            total = sum_nodes(
-                own_ptr + element,
-                landed_ptr + element,
-                stride,
-                node,
-                workspace.world_size,
-                offsets,
-                mask,
-                BLOCK,
-                AVERAGE,
-            )
+            total = sum_nodes(own, landed, stride, node, world_size, offsets, mask, BLOCK, AVERAGE)
             tl.store(to_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=mask)

@@ -235,10 +235,10 @@ MUTANTS = {
     "own tiles without the members": (_FINAL, ""),
     "own tiles without the other nodes": (_LANDED, "                pass\n"),
     "passed on before it has landed": (
-        "                seen = land(\n",
+        "                seen = land(",
         "                early = workspace.slot_offset + (slots.landed_slot + landing) * 8\n"
         "                publish(peer_pointer(workspace, workspace.rank, early), epoch)\n"
-        "                seen = land(\n",
+        "                seen = land(",
     ),
     "one region for all members": (
         "part = tl.load(segment + 4) * node.num_members + node.own_member",
