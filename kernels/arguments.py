@@ -81,6 +81,21 @@ class Part(NamedTuple):
     count: Any
 
 
+class Lot(NamedTuple):
+    """Flagged words of one op: from which byte of a rank's buffer on they lie, and their epoch."""
+
+    offset: Any
+    epoch: Any
+
+
+class Turn(NamedTuple):
+    """Tiles that a program takes: ``first``, ``first + programs`` ...; the part's begin with ``start``."""
+
+    first: Any
+    start: Any
+    programs: Any
+
+
 class Span(NamedTuple):
     """Bytes of one rank's buffer, and where they come to lie in another's: byte offsets in both."""
 

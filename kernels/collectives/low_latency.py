@@ -38,6 +38,7 @@ round), sending only as many words as there are (a word that was left out 2**32 
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Lot
 from interlace.kernels.flagged_words import receive_words, send_words
 from interlace.kernels.signal import count_program, peer_pointer
 
@@ -89,25 +90,23 @@ def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _send_to_all(peers, words_offset, payload, epoch,
-                 WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    byte_offsets = _word_bytes(words_offset, peers.world_size, peers.rank, epoch, WORDS)
+def _send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
+    byte_offsets = _word_bytes(lot.offset, peers.world_size, peers.rank, lot.epoch, WORDS)
     # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
         peer = (peers.rank + step) % peers.world_size
-        send_words(peers, peer, byte_offsets, payload, epoch, COMPILED)
+        send_words(peers, peer, byte_offsets, payload, lot.epoch, COMPILED)
 
 
 @triton.jit
-def _payload_of(peers, source, words_offset, own, epoch, wanted,
-                WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+def _payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: tl.constexpr):
     """The words of ``source`` (``own`` if that is this rank), and how many ``wanted`` ones are missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
     # The own words are in registers, and nobody sends them.
     if source != peers.rank:
-        byte_offsets = _word_bytes(words_offset, peers.world_size, source, epoch, WORDS)
-        payload, missing = receive_words(peers, source, byte_offsets, epoch, wanted, COMPILED)
+        byte_offsets = _word_bytes(lot.offset, peers.world_size, source, lot.epoch, WORDS)
+        payload, missing = receive_words(peers, source, byte_offsets, lot.epoch, wanted, COMPILED)
     return payload, missing
 
 
@@ -148,19 +147,11 @@ def low_latency_all_gather_kernel(
         # All WORDS are sent, beyond the end as zeros: a word that was left out 2**32 times would have the
         # right flag.
         own = _load_words(input_ptr, index, units, UNIT)
-        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
+        lot = Lot(words_offset, epoch)
+        _send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
-            payload, lost = _payload_of(
-                peers,
-                source,
-                words_offset,
-                own,
-                epoch,
-                valid,
-                WORDS,
-                COMPILED,
-            )
+            payload, lost = _payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             if lost == 0:
                 _store_words(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
@@ -212,22 +203,14 @@ def low_latency_all_reduce_kernel(
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
         own = _load_words(input_ptr, index, units, UNIT)
-        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
+        lot = Lot(words_offset, epoch)
+        _send_to_all(peers, lot, own, WORDS, COMPILED)
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
         # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
         for source in range(peers.world_size):
-            payload, lost = _payload_of(
-                peers,
-                source,
-                words_offset,
-                own,
-                epoch,
-                valid,
-                WORDS,
-                COMPILED,
-            )
+            payload, lost = _payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             missing += lost
             if DTYPE == "fp32":
                 low += payload.to(tl.float32, bitcast=True)
@@ -279,21 +262,13 @@ def low_latency_broadcast_kernel(
         index = first + tl.arange(0, WORDS)
         words = tl.cdiv(units * UNIT, 4)
         own = _load_words(tensor_ptr, index, units, UNIT)
-        _send_to_all(peers, words_offset, own, epoch, WORDS, COMPILED)
+        lot = Lot(words_offset, epoch)
+        _send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
             # One word of each other rank, too: it says that the rank is done with the op before.
             wanted = index < tl.where(source == root, words, first + 1)
-            payload, lost = _payload_of(
-                peers,
-                source,
-                words_offset,
-                own,
-                epoch,
-                wanted,
-                WORDS,
-                COMPILED,
-            )
+            payload, lost = _payload_of(peers, source, lot, own, wanted, WORDS, COMPILED)
             if (source == root) & (root != peers.rank) & (lost == 0):
                 _store_words(tensor_ptr, index, units, payload, UNIT)
             missing += lost

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from interlace.kernels.arguments import Epilogue
 from interlace.kernels.epilogue import emit_tile
-from interlace.kernels.fused.matmul_reduce_scatter import reduce_tile
+from interlace.kernels.fused.matmul_reduce_scatter import reduce_tiles
 from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
 from interlace.kernels.tiling import grouped_tile
@@ -72,20 +72,4 @@ def matmul_all_reduce_kernel(
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
     # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, rank, output_ptr)
-    for tile in range(program, tiles, programs):
-        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
-        reduce_tile(
-            workspace,
-            workspace.slot_offset + tile * 8,
-            tiles,
-            epoch,
-            own_ptr,
-            bias_ptr,
-            output_ptr,
-            tile_m,
-            tile_n,
-            rows,
-            N,
-            AVERAGE,
-            TILES,
-        )
+    reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows, N, AVERAGE, TILES)

@@ -23,7 +23,7 @@ atomics round at every step), and a second reduce kernel (it cannot start on the
 import triton
 import triton.language as tl
 
-from interlace.kernels.arguments import Epilogue
+from interlace.kernels.arguments import Epilogue, Turn
 from interlace.kernels.collectives.reduction import (
     SEGMENT_COLUMNS,
     sum_contributions,
@@ -45,71 +45,46 @@ _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 
 
 @triton.jit
-def reduce_tile(
-    peers,
-    slot_byte,
-    slots_per_source,
-    epoch,
-    contribution_ptr,
-    bias_ptr,
-    output_ptr,
-    tile_m,
-    tile_n,
-    rows,
-    N,
-    AVERAGE: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Sum one tile of ``[W, rows, N]`` contributions over sources, add the bias, activate, store it.
+def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows, N,
+                 AVERAGE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Sum this program's tiles of ``own [W, rows, N]`` over sources, add the bias, activate, store them.
 
     In slices of rows: a whole tile of sums and of loaded values does not fit the registers.
     """
-    # All waits before the slices: a load in the loop below cannot be moved above them.
-    wait_contributions(peers, slot_byte, slots_per_source, epoch)
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    tiles = tiles_m * tiles_n
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     SLICE: tl.constexpr = min(TILES.BLOCK_M, 16)
     SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
-    # int64 before the product with N: the contributions of one source may pass 2**31 elements.
-    elements_per_source = (rows + tl.zeros((), tl.int64)) * N
-    offs_n = tile_offsets(tile_n, BLOCK_N)
-    for part in range(SLICES):
-        # In units of slices, so that rows beyond the edge are masked as those of a tile are.
-        slice_m = tile_m * SLICES + part
-        offs_m = tile_offsets(slice_m, SLICE)
-        total = sum_contributions(
-            peers.world_size,
-            contribution_ptr,
-            elements_per_source,
-            offs_m[:, None] * N + offs_n[None, :],
-            (offs_m < rows)[:, None] & (offs_n < N)[None, :],
-            AVERAGE,
-            (SLICE, BLOCK_N),
-        )
-        total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, TILES)
-        total = activate(total, TILES)
-        store_tile(output_ptr, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
+        # All waits before the slices: a load in the loop below cannot be moved above them.
+        wait_contributions(workspace, workspace.slot_offset + tile * 8, tiles, epoch)
+        # int64 before the product with N: the contributions of one source may pass 2**31 elements.
+        elements_per_source = (rows + tl.zeros((), tl.int64)) * N
+        offs_n = tile_offsets(tile_n, BLOCK_N)
+        for part in range(SLICES):
+            # In units of slices, so that rows beyond the edge are masked as those of a tile are.
+            slice_m = tile_m * SLICES + part
+            offs_m = tile_offsets(slice_m, SLICE)
+            total = sum_contributions(
+                workspace.world_size,
+                own_ptr,
+                elements_per_source,
+                offs_m[:, None] * N + offs_n[None, :],
+                (offs_m < rows)[:, None] & (offs_n < N)[None, :],
+                AVERAGE,
+                (SLICE, BLOCK_N),
+            )
+            total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, TILES)
+            total = activate(total, TILES)
+            store_tile(output_ptr, total, slice_m, tile_n, rows, N, SLICE, BLOCK_N)
 
 
 @triton.jit
-def produce_part(
-    input,
-    b,
-    weight,
-    epilogue,
-    to_ptr,
-    first,
-    start,
-    programs,
-    first_row,
-    rows,
-    N,
-    K,
-    TILES: tl.constexpr,
-):
-    """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, ready to publish.
-
-    They are number ``first`` and every ``programs``-th after it; the owner's begin with ``start``.
-    """
+def produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
+                 TILES: tl.constexpr):  # fmt: skip
+    """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, to publish."""
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     # 32 bits, as the shape of a descriptor has; `rows` comes from a table of int64.
@@ -122,15 +97,15 @@ def produce_part(
     of_part = Epilogue(epilogue.bias_ptr, row_scale_ptr, epilogue.column_scale_ptr)
     # No wait and no publish in this loop, or it would not be pipelined across tiles.
     for number in tl.range(
-        first,
-        start + tiles_m * tiles_n,
-        programs,
+        turn.first,
+        turn.start + tiles_m * tiles_n,
+        turn.programs,
         flatten=TILES.FLATTEN,
         warp_specialize=TILES.WARP_SPECIALIZE,
     ):
-        tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, TILES.GROUP_M)
+        tile_m, tile_n = grouped_tile(number - turn.start, tiles_m, tiles_n, TILES.GROUP_M)
         acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES)
-        # The bias and the activation are for the sum: see reduce_tile.
+        # The bias and the activation are for the sum: see reduce_tiles.
         emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, True)
     # A release does not order what TMA has under way: the caller may publish after this only.
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
@@ -188,23 +163,10 @@ def matmul_reduce_scatter_kernel(
         if first < start + tiles:
             # Given up: the owner may still be reading what this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
-                produce_part(
-                    input,
-                    b,
-                    weight,
-                    epilogue,
-                    # Region [rank] of the owner: every source has one of its own, so none overwrites
-                    # another.
-                    data_pointer(workspace, owner, output_ptr) + rank * rows * N,
-                    first,
-                    start,
-                    programs,
-                    first_row,
-                    rows,
-                    N,
-                    K,
-                    TILES,
-                )
+                # Region [rank] of the owner: every source has its own, so none overwrites another.
+                to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
+                turn = Turn(first, start, programs)
+                produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K, TILES)
                 # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
                 for number in range(first, start + tiles, programs):
                     slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
@@ -212,21 +174,5 @@ def matmul_reduce_scatter_kernel(
     # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
-    own_tiles = own_tiles_m * tiles_n
-    for tile in range(program, own_tiles, programs):
-        tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, TILES.GROUP_M)
-        reduce_tile(
-            workspace,
-            workspace.slot_offset + tile * 8,
-            own_tiles,
-            epoch,
-            own_ptr,
-            epilogue.bias_ptr,
-            output_ptr,
-            tile_m,
-            tile_n,
-            own_rows,
-            N,
-            AVERAGE,
-            TILES,
-        )
+    reduce_tiles(workspace, own_ptr, epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows, N,
+                 AVERAGE, TILES)  # fmt: skip

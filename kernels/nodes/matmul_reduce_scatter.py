@@ -27,7 +27,7 @@ could begin before the whole band has come from all members).
 import triton
 import triton.language as tl
 
-from interlace.kernels.arguments import Span
+from interlace.kernels.arguments import Span, Turn
 from interlace.kernels.epilogue import activate, add_bias, store_tile
 from interlace.kernels.fused.matmul_reduce_scatter import produce_part
 from interlace.kernels.matmul import columns_operand, tile_offsets
@@ -111,21 +111,9 @@ def matmul_node_reduce_scatter_kernel(
         if first < start + tiles:
             # The credit of the rank that takes the tiles: they go into its memory, not the owner's.
             if wait_credit(workspace, taker, epoch) >= epoch - 1:
-                produce_part(
-                    input,
-                    b,
-                    weight,
-                    epilogue,
-                    data_pointer(workspace, taker, output_ptr) + part * stride,
-                    first,
-                    start,
-                    programs,
-                    first_row,
-                    rows,
-                    N,
-                    K,
-                    TILES,
-                )
+                to_ptr = data_pointer(workspace, taker, output_ptr) + part * stride
+                turn = Turn(first, start, programs)
+                produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K, TILES)
                 # In a loop of its own: a publish begins with a barrier, which would end the pipeline of
                 # the tiles.
                 for number in range(first, start + tiles, programs):
