@@ -23,7 +23,7 @@ from interlace.cli.commands.calibrate import CalibrateOptions
 from interlace.cli.commands.verify import VerifyOptions, verify
 from interlace.cli.demo.options import DemoOptions
 from interlace.cli.output.consoles import new_console
-from interlace.cli.output.options import add_command, arches, from_arguments
+from interlace.cli.output.options import add_command, arches, from_arguments, positive_int
 from interlace.cli.tune import command as tune_command
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions
@@ -48,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check", help="run every kernel against float64 references")
     command.add_argument("--device", choices=("cpu", "cuda"), default=None)
     command.add_argument("--seed", type=int, default=0)
+    text = "only on so many ranks; may be repeated"
+    command.add_argument("--ranks", type=positive_int, action="append", metavar="N", help=text)
+    text = "begin no case after so many seconds; what is left out is counted"
+    command.add_argument("--seconds", type=positive_int, default=None, metavar="S", help=text)
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser(
@@ -167,7 +171,14 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
     if options.command == "check":
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         need_interpreter(device == "cpu", arguments)
-        return check.check(console, device, seed=options.seed, as_json=options.json)
+        return check.check(
+            console,
+            device,
+            ranks=options.ranks or (),
+            seconds=options.seconds,
+            seed=options.seed,
+            as_json=options.json,
+        )
     from interlace.cli.demo.command import demo  # needs rich, and the other commands do not
 
     need_interpreter(options.place != "cuda", arguments)

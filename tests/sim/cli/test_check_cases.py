@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+
+import pytest
 
 from interlace.cli.commands import check
 
@@ -15,3 +18,11 @@ def test_every_dtype_runs_on_the_main_tile() -> None:
     }
     wanted = {(*op, dtype) for op, dtype in itertools.product(ops, ("bf16", "fp16", "fp32"))}
     assert wanted <= found and len(ops) > 20
+
+
+def test_what_is_left_out_has_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.check(None, "cpu", ranks=[1], seconds=0.0, as_json=True) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["left_out"] > 5 and len(said["cases"]) <= 1
+    with pytest.raises(ValueError, match=r"no cases on \[5\] ranks"):
+        check.check(None, "cpu", ranks=[5])

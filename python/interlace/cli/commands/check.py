@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -185,14 +185,31 @@ def run_case(case: Case, device: str, seed: int) -> Verdict:
     return Verdict(case, ratio, elapsed)
 
 
-def check(console: Any, device: str, *, seed: int = 0, as_json: bool = False) -> int:
-    """Run all cases; print a line each; 0 if all pass."""
+def check(
+    console: Any,
+    device: str,
+    *,
+    ranks: Collection[int] = (),
+    seconds: float | None = None,
+    seed: int = 0,
+    as_json: bool = False,
+) -> int:
+    """Run all cases, or those on so many ``ranks``; print a line each; 0 if all pass.
+
+    None begins after ``seconds``; what is left out is counted, and has not passed.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise interlace.PlaceUnavailableError(
             "check --device cuda needs a CUDA device, and torch sees none; use --device cpu"
         )
-    verdicts = []
-    for case in cases(device):
+    chosen = [case for case in cases(device) if not ranks or case.world_size in ranks]
+    if not chosen:
+        raise ValueError(f"ranks: check --device {device} has no cases on {sorted(ranks)} ranks")
+    verdicts: list[Verdict] = []
+    end = time.monotonic() + (float("inf") if seconds is None else seconds)
+    for case in chosen:
+        if time.monotonic() > end:
+            break
         verdict = run_case(case, device, seed)
         verdicts.append(verdict)
         if not as_json:
@@ -204,14 +221,18 @@ def check(console: Any, device: str, *, seed: int = 0, as_json: bool = False) ->
                 soft_wrap=True,
             )
     failed = [verdict for verdict in verdicts if not verdict.passed]
+    left_out = len(chosen) - len(verdicts)
     if as_json:
         document = {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "seed": seed,
+            "left_out": left_out,
             "cases": [asdict(v) | {"passed": v.passed} for v in verdicts],
         }
         print(json.dumps(document, indent=1))
     else:
-        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed on {device}")
-    return 1 if failed else 0
+        late = f", {left_out} left out after {seconds:g} s" if left_out else ""
+        passed = len(verdicts) - len(failed)
+        console.print(f"{passed} passed, {len(failed)} failed on {device}{late}")
+    return 1 if failed or left_out else 0
