@@ -44,7 +44,11 @@ from interlace.runtime.tuning import table as tuning_table
 from interlace.runtime.tuning.chips import chip_of
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.cost_model import Problem as Problem
-from interlace.runtime.tuning.valid_configurations import sending_candidates, why_not
+from interlace.runtime.tuning.valid_configurations import (
+    sending_candidates,
+    why_not,
+    without_effect,
+)
 
 NEAR = 2
 MOST_CHOICES = 1024
@@ -309,6 +313,8 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
             made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]
+            if agreed.capability and (why := without_effect(made, agreed.capability)):
+                raise ValueError(f"{problem.op}: {why}, on all ranks")
             choice = replace(choice, configuration=made, source="explicit")
         if len(agreed.chosen) >= MOST_CHOICES:  # on all ranks at once
             agreed.chosen.clear()

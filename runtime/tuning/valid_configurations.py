@@ -52,6 +52,21 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     return ""
 
 
+def without_effect(configuration: Configuration, capability: int) -> str:
+    """Which option changes nothing on a GPU of ``capability``, and why; "" if all do.
+
+    >>> without_effect(Configuration(warp_specialize=True), 90)
+    'warp_specialize does nothing on sm_90 with 8 warps: Triton takes 4 there'
+    """
+    c = configuration
+    if c.warp_specialize and capability // 10 == 9 and c.num_warps != 4:
+        return (
+            f"warp_specialize does nothing on sm_{capability} with {c.num_warps} warps: "
+            "Triton takes 4 there"
+        )
+    return ""
+
+
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
