@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.kernels.nodes import order
-from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
@@ -102,13 +101,6 @@ class Place(ABC):
 
         Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
         """
-
-    def agree(self, call: Call) -> list[bytes]:
-        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
-
-        A place may answer for peers that have agreed to the same call before, and check that later.
-        """
-        return self.exchange(call.message, call.op)
 
     def arrive(self) -> None:
         """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""

@@ -26,6 +26,7 @@ import torch
 
 from interlace.kernels import signal
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
@@ -124,6 +125,13 @@ class DevicePlace(Place):
 
     def _loaded(self, compiled: Any) -> None:
         """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
+
+        A place may answer for peers that have agreed to the same call before, and check that later.
+        """
+        return self.exchange(call.message, call.op)
 
     # -- where the caller is -------------------------------------------------------------------
 

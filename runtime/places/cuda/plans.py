@@ -289,7 +289,7 @@ class Plans:
     # -- the long way, watched -----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:
-        """As ``Place.agree``, of a call that may be a part of what is being planned."""
+        """Every rank's message of ``call``, which may be a part of what is being planned."""
         answered, self._answered = self._answered, None
         if answered is not None and answered[0] == call.message:
             answers = answered[1]

@@ -323,12 +323,13 @@ class HostGroup:
         that has left in good order has finished its part of every op.
         """
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        patience, last = self.patience(), ""
+        patience: Patience | None = None
+        last = ""
 
         def idle(wait: BlockedWait) -> None:
             nonlocal patience, last
             doing = str(wait)
-            if doing != last:
+            if patience is None or doing != last:
                 patience, last = self.patience(), doing
             patience.step(doing, [rank for rank in peers if not self.has_left(rank)])
 
