@@ -1,4 +1,4 @@
-"""Limits of trips: how many files a call enters on its way, and how often it changes from one to another."""
+"""Limits of trips: how many files a call enters on its way, and how often it changes between them."""
 
 from __future__ import annotations
 
