@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tiers import thorough
+
 LIMITS = {  # files, changes
     "all_gather_matmul, shm": (15, 40),
     "all_gather_matmul, planned, cuda": (8, 20),
@@ -13,6 +15,7 @@ LIMITS = {  # files, changes
 }
 
 
+@thorough
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs code objects' qualified names")
 def test_no_trip_is_longer() -> None:
     import trips
