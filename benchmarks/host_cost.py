@@ -102,6 +102,7 @@ class _Host:
 
     def __init__(self, world_size: int, *, peers: bool) -> None:
         self.world_size, self.direct_access = world_size, peers
+        self.group = self  # of processes, which waits
         self._child = 0
 
     def allocate(self, nbytes: int) -> Any:

@@ -240,11 +240,11 @@ CASES = [
                 "",
             ),
             (
-                "                produce_part(\n",
+                "                produce_part(input",
                 "                for number in range(first, start + tiles, programs):\n"
                 "                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8\n"
                 "                    publish(peer_pointer(workspace, owner, slot_byte), epoch)\n"
-                "                produce_part(\n",
+                "                produce_part(input",
             ),
         ),
         "races",

@@ -91,10 +91,10 @@ def real(value):  # in place of torch's meta tensors, which have no address
     return type(value)(*map(real, value)) if hasattr(value, "_fields") else value
 
 operands = Operands()  # bf16 by descriptors, which the kernel makes
-input, linear, row_scale = operands.tensors(operands.rows)
+input, linear = operands.tensors(operands.rows)
 (launch,) = launched(
     gather_matmul.all_gather_matmul_fused, input, [linear], [operands.rows] * RANKS, None,
-    operands.configuration(90), row_scale,
+    operands.configuration(90),
 )
 arguments = {name: real(value) for name, value in launch.arguments.items()}
 launch = KernelLaunch(

@@ -46,8 +46,7 @@ class InterlaceAsGloo(InterlaceProcessGroup):
             error.args = (f"a timeout : {error.args[0]}", *error.args[1:])
             raise
 
-    def _backend_kind(self) -> Any:
-        return dist.ProcessGroup.BackendType.GLOO
+    _backend_kind = dist.ProcessGroup.BackendType.GLOO
 
 
 def install() -> None:
