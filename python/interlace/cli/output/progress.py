@@ -10,10 +10,13 @@ import contextlib
 import functools
 import os
 import pathlib
+import secrets
+import shutil
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,8 +38,11 @@ class Progress:
 
     def __init__(self, command: str, count: int, *, shown: bool = True) -> None:
         self._count, self._shown = count, shown
-        self._temporary = tempfile.TemporaryDirectory(prefix=f"interlace-{command}-")
-        self.folder = self._temporary.name
+        name = f"interlace-{command}-{secrets.token_hex(8)}"
+        self.folder = os.path.join(tempfile.gettempdir(), name)
+        # before it is there: a signal may come as soon as it is
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        os.mkdir(self.folder, 0o700)
         self._bar: Any = None
         self._task: Any = None
         self._number = 0
@@ -53,7 +59,7 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._temporary.cleanup()
+        self._remove()
 
     def begin(self, number: int, text: str) -> None:
         """Size ``number`` (from 0) begins."""
