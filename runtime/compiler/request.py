@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import leaves, outside
 
 _TYPE = re.compile(
@@ -96,6 +97,7 @@ class Measurement:
     error: str | None = None
     where: str = ""
     seconds: float = 0.0
+    loops: tuple[Loop, ...] = ()
 
 
 def encode(message: Request | Measurement) -> str:
@@ -123,7 +125,9 @@ def _decode_constant(value: dict[str, Any]) -> Any:
 
 def decode_measurement(line: str) -> Measurement:
     found = json.loads(line)
-    return Measurement(**{**found, "faults": tuple(Fault(**one) for one in found["faults"])})
+    found["faults"] = tuple(Fault(**one) for one in found["faults"])
+    found["loops"] = tuple(Loop(**one) for one in found["loops"])
+    return Measurement(**found)
 
 
 def jitted_function(kernel: Any) -> Any:

@@ -27,6 +27,7 @@ from interlace.runtime.compiler import artifacts
 from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
+from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Measurement, Request, decode_request, encode
 from interlace.runtime.core.kernel_arguments import joined, leaves
@@ -155,8 +156,8 @@ def measure(request: Request) -> Measurement:
     if not request.libraries:
         found = sass_rules.faults(ir, compiled.asm["ptx"], sass, arch, request.num_warps)
     faults = selected(found, request.ignore)
-    shared = int(compiled.metadata.shared)
-    return Measurement(used["REG"], used["STACK"], spills, shared, tensor_cores, faults)
+    sizes = used["REG"], used["STACK"], spills, int(compiled.metadata.shared)
+    return Measurement(*sizes, tensor_cores, faults, loops=loops(sass))
 
 
 def _disassembly(cubin: bytes, file_name: str) -> str:

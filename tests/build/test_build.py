@@ -20,6 +20,7 @@ from interlace.runtime.compiler import catalogue, worker
 from interlace.runtime.compiler.build import Report, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
 from tiers import few
 
@@ -103,6 +104,7 @@ def test_kernel(entry: Entry, reports: dict[tuple[str, int], Report]) -> None:
     assert report.problems() == []
     assert (report.stack, report.spills) == (0, 0)
     assert 0 < report.registers <= 255
+    assert report.loops[0].depth == 0 < report.loops[0].instructions
     if entry.multiplies:
         assert report.tensor_cores
     else:
@@ -172,7 +174,8 @@ def test_old_chips_have_no_descriptors() -> None:
 
 # -- the command -------------------------------------------------------------------------------
 
-GOOD = Report(name="some kernel", arch=90, default=True, registers=80, tensor_cores=4)
+LOOPS = (Loop("k.py:3", 1, 20, barriers=2),)
+GOOD = Report(name="some kernel", arch=90, default=True, registers=80, tensor_cores=4, loops=LOOPS)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,7 @@ def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -
     assert command.build(Console(file=out, width=20), [90], True) == code
     (facts,) = json.loads(out.getvalue())
     assert facts["name"] == "some kernel" and bool(facts["problems"]) == bool(code)
+    assert facts["loops"] == [vars(LOOPS[0])]
 
 
 def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class Flow:
-    """The graph of ``successors``: for each instruction, those that may run directly after it."""
+    """The graph of ``successors``: for each instruction, those that may run directly after it.
+
+    ``loops`` has the instructions of each loop, inner ones included, by the first that a round runs.
+    """
 
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self._next = successors
@@ -21,7 +24,7 @@ class Flow:
             for after in successors[index]:
                 if (index, after) not in back:
                     self._later[index] |= self._later[after] | 1 << after
-        self._loops = self._natural_loops(back)
+        self.loops = self._natural_loops(back)
 
     def before(self, first: int, second: int) -> bool:
         """Whether ``second`` may run after ``first`` in the same round of every loop."""
@@ -40,13 +43,17 @@ class Flow:
 
     def loop(self, index: int) -> set[int]:
         """The instructions of the innermost loop around ``index``; empty outside of loops."""
-        return min((body for body in self._loops if index in body), key=len, default=set())
+        return min((body for body in self.loops.values() if index in body), key=len, default=set())
 
     def exits(self, loop: set[int]) -> list[int]:
         """The branches by which ``loop`` may be left."""
         return sorted(i for i in loop if any(after not in loop for after in self._next[i]))
 
-    def _natural_loops(self, back: set[tuple[int, int]]) -> list[set[int]]:
+    def last(self, first: int) -> int:
+        """The last instruction that goes back to ``first``, with which a loop begins."""
+        return max(i for i in self.loops[first] if first in self._next[i])
+
+    def _natural_loops(self, back: set[tuple[int, int]]) -> dict[int, set[int]]:
         before: list[list[int]] = [[] for _ in self._next]
         for index, following in enumerate(self._next):
             for after in following:
@@ -60,7 +67,7 @@ class Flow:
                 if index not in body:
                     body.add(index)
                     todo.extend(before[index])
-        return list(bodies.values())
+        return bodies
 
 
 def _depth_first(successors: Sequence[Sequence[int]]) -> tuple[set[tuple[int, int]], list[int]]:

@@ -44,11 +44,12 @@ def describe(chain: Chain) -> str:
     if not chain or not chain[0].line:
         return ""
     if len(chain) == 1:
-        return _place(chain[0], name_function=False)
-    return f"{_place(chain[0])}, called at {_place(chain[-1], name_function=False)}"
+        return place(chain[0], name_function=False)
+    return f"{place(chain[0])}, called at {place(chain[-1], name_function=False)}"
 
 
-def _place(frame: Frame, name_function: bool = True) -> str:
+def place(frame: Frame, name_function: bool = True) -> str:
+    """One frame: "signal.py:69 in publish"."""
     statement = _statements(frame.path).get(frame.line)
     line, function = statement or (frame.line, "")
     place = f"{os.path.basename(frame.path)}:{line}"

@@ -4,8 +4,7 @@ Pure functions over text, so that each rule is tested on text that it must flag.
 ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` asks all of them.
 
 Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas keeps loads behind an
-acquire, and the control flow of SASS cannot be had from its text for every architecture (on sm_80 a
-jump may be a CALL that never returns, and inlined calls leave no trace).
+acquire, and of inlined calls only the innermost line is left in the SASS.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import describe
 from interlace.runtime.compiler.lint.ptx import Program
 from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
+from interlace.runtime.compiler.lint.sass_program import operations
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
 from interlace.runtime.tuning.chips import shared_bytes
 
@@ -26,13 +26,10 @@ STRICT_ARCHES = (90, 100)
 
 _FP8 = {9: "QGMMA", 10: "UTCQMMA"}
 
-_SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)([.\w]*)", re.MULTILINE)
-_SASS_LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
-
 
 def instruction_counts(sass: str) -> Counter[str]:
     """How often each instruction stands in the disassembly, modifiers left out: {"HGMMA": 4}."""
-    return Counter(match.group(1) for match in _SASS.finditer(sass))
+    return Counter(one.name for one in operations(sass)[0])
 
 
 def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool = False) -> int:
@@ -95,15 +92,10 @@ def weakened(program: Program, sass: str) -> list[Fault]:
     ``sass`` with line information (``nvdisasm -g``). A line that SASS does not mention is not judged.
     """
     strength: dict[tuple[str, int], set[str]] = {}
-    place = ("", 0)
-    for text in sass.splitlines():
-        if found := _SASS_LINE.match(text):
-            place = (found.group(1), int(found.group(2)))
-        elif found := _SASS.match(text):
-            name, modifiers = found.groups()
-            words = strength.setdefault(place, set())
-            if "SYS" in modifiers.split("."):
-                words.add("release" if name in ("MEMBAR", "FENCE") else "acquire")
+    for each in operations(sass)[0]:
+        words = strength.setdefault((each.frame.path, each.frame.line), set())
+        if "SYS" in each.modifiers:
+            words.add("release" if each.name in ("MEMBAR", "FENCE") else "acquire")
     found_faults = []
     for one in program.instructions:
         if "sys" not in one.parts or not one.chain:

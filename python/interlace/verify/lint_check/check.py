@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import RULES, Fault, selected
+from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
@@ -42,6 +43,7 @@ class LintReport:
     thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
     ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
     ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it took to compile and read.
+    ``loops`` are those of the machine code, with what a round of each does: barriers, loads in flight.
     """
 
     kernel: str
@@ -53,6 +55,7 @@ class LintReport:
     tensor_cores: int | None = None
     findings: tuple[Fault, ...] = ()
     seconds: float = 0.0
+    loops: tuple[Loop, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -176,6 +179,7 @@ def _report(request: Request, measured: Measurement) -> LintReport:
         measured.tensor_cores,
         selected(found, request.ignore),
         measured.seconds,
+        measured.loops,
     )
 
 

@@ -1,0 +1,199 @@
+"""What a round of each loop does, counted: on text of which the counts are known, and on kernels.
+
+Every count has a text or a kernel that differs in that one thing and must count otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import triton
+import triton.language as tl
+
+from interlace.runtime.compiler.lint.loops import Loop, loops
+from interlace.verify.lint_check.check import LintRequest, lint_many
+
+HEAD = "MOV R1, c[0x0][0x28]"
+BACK = "@P0 BRA `(.L_x_1)"
+END = "EXIT"
+LOAD = "LDG.E.128 R4, desc[UR4][R2.64]"
+NEXT = "LDG.E.128 R8, desc[UR4][R2.64+0x10]"
+USE = "FADD R20, R7, R20"
+POLL = "LDG.E.64.STRONG.SYS R12, [R2.64]"
+COPY = "LDGSTS.E.BYPASS.128 [R50+0x8000], desc[UR22][R8.64], P4"
+GROUP = "LDGDEPBAR"
+TMA = "@UP1 UTMALDG.2D [UR8], [UR16]"
+ARRIVED = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R156+URZ+0x34000], R19"
+
+
+def sass(*instructions: str) -> str:
+    """``nvdisasm -g``'s text of these, each a line of its own; what ends with ":" is a label."""
+    lines = []
+    for number, text in enumerate(instructions, 1):
+        code = f"        /*{16 * number:04x}*/                   {text} ;"
+        lines += [text] if text.endswith(":") else [f'\t//## File "/k.py", line {number}', code]
+    return "\n".join([*lines, ""])
+
+
+def in_loop(*instructions: str) -> Loop:
+    """What is counted of a loop around ``instructions``."""
+    _, found = loops(sass(HEAD, ".L_x_1:", *instructions, BACK, END, ".L_x_9:", "BRA `(.L_x_9)"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("instructions", "in_flight"),
+    [
+        ((LOAD, USE), 1),
+        ((LOAD, NEXT, USE), 2),
+        ((LOAD, USE, NEXT, USE.replace("R7", "R8")), 1),
+        ((LOAD, NEXT, USE.replace("R7", "R17")), 2),  # in the next round, by the load itself
+        ((USE, LOAD), 1),
+        ((USE, LOAD, NEXT, "STG.E [R2.64], R9"), 2),
+        ((LOAD, LOAD), 1),  # the second overwrites what the first brings
+        ((POLL, LOAD), 1),
+        ((POLL,), 0),
+        (("LDS.128 R4, [UR4]", USE), 0),
+        ((COPY, COPY, GROUP, "DEPBAR.LE SB0, 0x0"), 2),
+        ((COPY, COPY, GROUP, "DEPBAR.LE SB0, 0x1"), 4),
+        (("DEPBAR.LE SB0, 0x3", COPY, GROUP), 4),
+        ((COPY, GROUP, "DEPBAR.LE SB1, 0x1"), 1),
+        ((COPY, GROUP), 1),
+        ((ARRIVED, TMA, TMA), 2),
+        ((ARRIVED, TMA, ARRIVED, TMA), 1),
+        ((TMA, LOAD, LOAD.replace("R4", "R40"), USE), 3),
+    ],
+)
+def test_loads_in_flight(instructions: tuple[str, ...], in_flight: int) -> None:
+    assert in_loop(*instructions).loads_in_flight == in_flight
+
+
+@pytest.mark.parametrize(
+    ("count", "instruction", "other"),
+    [
+        ("tensor_maps", "UTMACCTL.IV [UR54]", "UTMACCTL.PF [UR54]"),
+        ("barriers", "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.ARRIVE.TRANS64 RZ, [R5], R162"),
+        ("wgmma_waits", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.ARRIVE"),
+    ],
+)
+def test_counts(count: str, instruction: str, other: str) -> None:
+    for times in (0, 1, 3):
+        assert getattr(in_loop(*[instruction] * times, other, "NOP"), count) == times
+        assert getattr(in_loop(*[other] * times, "NOP"), count) == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "size"),
+    [
+        (LOAD, 16),
+        (LOAD.replace("128", "64"), 8),
+        (LOAD.replace(".128", ""), 4),
+        (LOAD.replace("128", "U16"), 2),
+        (COPY, 16),
+        (POLL, 0),
+        (TMA, 0),
+    ],
+)
+def test_loaded_bytes(load: str, size: int) -> None:
+    assert in_loop(load, "NOP").loaded_bytes == size
+    assert in_loop(load, "@P1 " + load).loaded_bytes == 2 * size
+
+
+def test_loops_in_loops() -> None:
+    """Each instruction counts in the innermost; a loop is named by the line of its branch back."""
+    barrier, inner = "BAR.SYNC 0x0", "BRA.U UP0, `(.L_x_2)"
+    text = sass(HEAD, barrier, ".L_x_1:", barrier, ".L_x_2:", "NOP", barrier, inner, BACK, END)
+    assert loops(text) == (
+        Loop("", 0, 3, barriers=1),
+        Loop("k.py:9", 1, 2, barriers=1),
+        Loop("k.py:8", 2, 3, barriers=1),
+    )
+    once = text.replace(inner, inner.replace("x_2", "x_3") + " ;\n.L_x_3:\n")
+    assert [loop.barriers for loop in loops(once)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("target", "instructions"),
+    [
+        (".L_x_2", [6]),
+        ("$__internal_0_$__trap", [3, 3]),
+    ],
+)
+def test_a_far_jump_of_old_chips_does_not_return(target: str, instructions: list[int]) -> None:
+    """What goes back behind it is no loop then; behind the call of a function it is one."""
+    call = f"CALL.REL.NOINC `({target})"
+    text = sass(HEAD, ".L_x_1:", "NOP", call, "BRA `(.L_x_1)", ".L_x_2:", "NOP", END)
+    assert [loop.instructions for loop in loops(text)] == instructions
+
+
+@triton.jit
+def add_up_kernel(from_ptr, to_ptr, rounds, SOURCES: tl.constexpr, BARRIERS: tl.constexpr):
+    """16 bytes of each source per thread and round; without a barrier rounds would be unrolled."""
+    from_ptr += tl.arange(0, 512)
+    total = tl.zeros((512,), tl.float32)
+    for number in range(rounds):
+        for source in tl.static_range(SOURCES):
+            total += tl.load(from_ptr + (number * SOURCES + source) * 512)
+        for _ in tl.static_range(BARRIERS):
+            tl.debug_barrier()
+    tl.store(to_ptr + tl.arange(0, 512), total)
+
+
+@triton.jit
+def descriptors_kernel(a_ptr, b_ptr, c_ptr, chunks, M, N, K, ONCE: tl.constexpr):
+    """A product of 128 x 128 per chunk; the map of a is made once, or for each.
+
+    Of b too, as it says, but as it is the same in all rounds, the compiler makes it once.
+    """
+    if ONCE:
+        a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [128, 64])
+        b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
+    rows = tl.arange(0, 128)
+    for chunk in range(chunks):
+        if not ONCE:
+            a = tl.make_tensor_descriptor(a_ptr + chunk * 128 * K, [M, K], [K, 1], [128, 64])
+            b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
+        acc = tl.zeros((128, 128), tl.float32)
+        for k in range(0, K, 64):
+            acc = tl.dot(a.load([chunk * 128, k]), b.load([k, 0]), acc)
+        to_ptr = c_ptr + (chunk * 128 + rows)[:, None] * N + rows[None, :]
+        tl.store(to_ptr, acc.to(tl.bfloat16))
+
+
+ADD_UP = {"from_ptr": "*fp32", "to_ptr": "*fp32", "rounds": "i32"}
+PRODUCTS = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "chunks": "i32"}
+PRODUCTS |= dict.fromkeys("MNK", "i32")
+
+
+def test_kernels() -> None:
+    """What the source says is what is counted in the machine code of each architecture."""
+    adds = [(arch, sources) for arch in (80, 90, 100) for sources in (1, 3)]
+    requests = [
+        LintRequest(
+            add_up_kernel,
+            ADD_UP,
+            {"SOURCES": sources, "BARRIERS": sources},
+            arch,
+            divisible=("from_ptr", "to_ptr"),
+        )
+        for arch, sources in adds
+    ]
+    made = [
+        LintRequest(
+            descriptors_kernel, PRODUCTS, {"ONCE": once}, arch, divisible=("a_ptr", "b_ptr", *"NK")
+        )
+        for arch in (90, 100)
+        for once in (True, False)
+    ]
+    reports = lint_many([*requests, *made])
+    for (_, sources), report in zip(adds, reports, strict=False):
+        (loop,) = [loop for loop in report.loops if loop.depth]
+        assert (loop.loads_in_flight, loop.loaded_bytes) == (sources, 16 * sources), report
+        assert loop.barriers == sources, report
+    for request, report in zip(made, reports[len(adds) :], strict=True):
+        by_depth = [0, 0, 0, 0]
+        for loop in report.loops:
+            by_depth[loop.depth] += loop.tensor_maps
+        assert by_depth == ([2, 0, 0, 0] if request.constexprs["ONCE"] else [1, 1, 0, 0])
+        products = [loop for loop in report.loops if loop.depth == 2 and loop.loads_in_flight]
+        assert [loop.loads_in_flight for loop in products] == [2]
+        assert [loop.wgmma_waits for loop in products] == [1 if request.arch == 90 else 0]
