@@ -21,7 +21,8 @@ from pathlib import Path
 _ZERO = (
     "cuInit", "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleUnload", "cuFuncSetCacheConfig",
     "cuFuncSetAttribute", "cuCtxSetLimit", "cuCtxGetLimit", "cuTensorMapEncodeTiled",
-    "cuOccupancyMaxActiveClusters",
+    "cuOccupancyMaxActiveClusters", "cuStreamWriteValue64_v2", "cuStreamCreateWithPriority",
+    "cuStreamGetCaptureInfo_v2", "cuThreadExchangeStreamCaptureMode",
 )  # fmt: skip
 
 _SOURCE = """

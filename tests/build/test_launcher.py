@@ -69,63 +69,6 @@ print("the same")
 """
 
 
-BY_TRITON = """
-import ctypes, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import stub_libcuda
-stub = stub_libcuda.install(Path(sys.argv[2]))
-import torch
-from interlace.runtime.algorithms import gather_matmul
-from interlace.runtime.compiler.catalogue import RANKS, Operands
-from interlace.runtime.compiler.catalogue_group import launched
-from interlace.runtime.core.launch import KernelLaunch
-import gpu_timing
-import triton
-stub_libcuda.activate()
-count = ctypes.c_long.in_dll(stub, "stub_launches")
-
-def real(value):  # in place of torch's meta tensors, which have no address
-    if isinstance(value, torch.Tensor):
-        return torch.zeros(64, dtype=value.dtype)
-    return type(value)(*map(real, value)) if hasattr(value, "_fields") else value
-
-operands = Operands()  # bf16 by descriptors, which the kernel makes
-input, linear = operands.tensors(operands.rows)
-(launch,) = launched(
-    gather_matmul.all_gather_matmul_fused, input, [linear], [operands.rows] * RANKS, None,
-    operands.configuration(90),
-)
-arguments = {name: real(value) for name, value in launch.arguments.items()}
-launch = KernelLaunch(
-    launch.kernel, 4, arguments, "a", launch.num_warps, launch.num_stages, launch.options
-)
-torch.cuda.is_available = lambda: True
-empty, made = torch.empty, []
-torch.empty = lambda *sizes, device=None, **options: made.append(device) or empty(*sizes, **options)
-if sys.argv[3] == "without":
-    triton.set_allocator = lambda allocator: None
-gpu_timing.launch_now(launch, None)
-assert count.value == 1 and made == ["cuda"], (count.value, made)
-print("launched")
-"""
-
-
-@thorough
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-@pytest.mark.parametrize("allocator", ["with", "without"])
-def test_benchmarks_give_kernels_memory_for_descriptors(tmp_path: Path, allocator: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BY_TRITON, str(BENCHMARKS), str(tmp_path), allocator],
-        capture_output=True,
-        text=True,
-    )
-    if allocator == "with":
-        assert done.returncode == 0 and "launched" in done.stdout, done.stderr[-3000:]
-    else:
-        assert "no allocator was set" in done.stderr, done.stderr[-3000:]
-
-
 @thorough
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_direct_way_hands_over_what_tritons_own_does(tmp_path: Path) -> None:
