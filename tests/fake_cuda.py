@@ -51,7 +51,7 @@ from fake_items import (
     UseAfterFree,
     storage_of,
 )
-from fake_queues import HardwareQueues
+from fake_queues import hardware_queues
 from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
@@ -142,10 +142,10 @@ class FakeGpu:
         eager: float = 0.3,
         stream_words: bool = True,
         multiprocessors: int = 0,
-        connections: int = 0,
+        connections: int | None = None,
     ) -> None:
         self.multiprocessors = multiprocessors
-        self._hardware = HardwareQueues(connections) if connections else None
+        self._hardware = hardware_queues(connections)
         self._random = random.Random(seed)
         self._eager, self._has_words = eager, stream_words
         self._queues: dict[int, list[Item]] = {0: []}
@@ -249,6 +249,7 @@ class FakeGpu:
         capture = self.capture_of(handle)
         if capture is not None:
             capture.streams[handle].append(item)
+            capture.items.append((handle, item))
             return
         self._queues[handle].append(item)
         if self._hardware is not None:
@@ -382,28 +383,22 @@ class FakeGpu:
 
     def replay(self, capture: Capture) -> None:
         """Enqueue what was captured, after what is on the current stream and before what follows."""
-        markers = {
-            id(item.marker): item.marker
-            for items in capture.streams.values()
-            for item in items
-            if item.marker is not None
-        }
+        markers = [item.marker for _, item in capture.items if item.marker is not None]
         start = self.mark(self.current)
 
         def begin() -> Iterator[Callable[[], bool]]:
-            for marker in markers.values():
+            for marker in markers:
                 marker.reached = False
             return iter(())
 
         self.enqueue(self.current, "replay", begin)
-        begun, ends = self.mark(self.current), []
-        for items in capture.streams.values():
-            handle = self.new_stream()
+        begun = self.mark(self.current)
+        handles = {each: self.new_stream() for each in capture.streams}
+        for handle in handles.values():
             self.wait_marker(handle, begun)
-            for item in items:
-                self.enqueue(handle, item.label, item.steps, item.marker, item.programs)
-            ends.append(self.mark(handle))
-        for end in ends:
+        for each, item in capture.items:
+            self.enqueue(handles[each], item.label, item.steps, item.marker, item.programs)
+        for end in [self.mark(handle) for handle in handles.values()]:
             self.wait_marker(self.current, end)
         del start
 

@@ -73,6 +73,7 @@ class Capture:
     number: int
     origin: int
     streams: dict[int, list[Item]] = field(default_factory=dict)
+    items: list[tuple[int, Item]] = field(default_factory=list)  # in the order of the calls
     joined: set[int] = field(default_factory=set)
     thread: int = field(default_factory=threading.get_ident)
 

@@ -17,6 +17,9 @@ from typing import Any
 
 POOL = 32
 PRIORITIES = 4  # that torch makes streams for, each in turn
+CONNECTIONS = (
+    0  # of a fake GPU that is made without a number; 0: each stream has a queue of its own
+)
 
 
 class HardwareQueues:
@@ -60,3 +63,9 @@ class HardwareQueues:
         queue = self._waiting[self._queue_of.get(handle, (None, 0))]
         if (ended or not item.blocks) and queue and queue[0] is item:
             queue.pop(0)
+
+
+def hardware_queues(connections: int | None) -> HardwareQueues | None:
+    """So many, or CONNECTIONS; None if each stream has its own."""
+    count = CONNECTIONS if connections is None else connections
+    return HardwareQueues(count) if count else None

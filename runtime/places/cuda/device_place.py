@@ -42,6 +42,7 @@ from interlace.runtime.places.cuda.stream import (
     DeviceStream,
     Point,
     StreamTarget,
+    run_on,
     stream_of,
 )
 from interlace.runtime.places.cuda.watchdog import signal_report
@@ -328,15 +329,22 @@ class DevicePlace(Place):
         return None if completed else self.failure
 
     def wake_kernels(self) -> None:
-        """Let every rank's waits in kernels end, from any thread: by the copy engine, which is free."""
-        if self._one is None:
+        """Let every rank's waits in kernels end, from any thread: by the copy engine, which is free.
+
+        Where streams share one hardware queue this stands behind what was enqueued: then a wait may end
+        by its own bound first.
+        """
+        if (one := self._one) is None:
             return
-        with torch.cuda.stream(self.alarm_stream()):
+
+        def tell() -> None:
             for buffer in self.workspaces():
                 for rank in range(self.world_size):
                     if buffer.mapped(rank):
                         word = self.header(buffer, rank)[ABORT_WORD : ABORT_WORD + 1]
-                        word.copy_(self._one, non_blocking=True)
+                        word.copy_(one, non_blocking=True)
+
+        run_on(self.alarm_stream(), tell)
 
     def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor:
         return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)

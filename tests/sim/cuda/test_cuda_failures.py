@@ -5,6 +5,7 @@ On the fake GPU; the watchdog looks when it is told to.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 import fake_host
 import fake_kernels
+import fake_queues
 import interlace
-from fake_cuda import FakeGpu, FakeStream
+from fake_cuda import DeviceHang, FakeGpu, FakeStream
 from fake_driver import install
 from fake_host import look, own_place
 from interlace.groups.groups import default_group
@@ -30,6 +32,8 @@ from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda.stream import DeviceStream
 from interlace.runtime.places.cuda.watchdog import Watchdog
 
+pytestmark = pytest.mark.usefixtures("connections")
+
 
 def warm_up() -> None:
     interlace.all_reduce(torch.ones(4), algorithm="copy")
@@ -42,6 +46,20 @@ def failing(function: Any) -> Exception:
     return caught.value
 
 
+def _limit_where_no_alarm_comes() -> None:
+    """In one queue it stands behind what follows a wait; the wait is bounded all the same."""
+    if fake_queues.CONNECTIONS == 1:
+        _limit(20)
+
+
+def _run(on_rank: Any) -> None:
+    """On two ranks; where no alarm comes, the wait says so in the end."""
+    with contextlib.ExitStack() as stack:
+        if fake_queues.CONNECTIONS == 1:
+            stack.enter_context(pytest.raises(CollectiveTimeoutError, match="gave up waiting for"))
+        fake_host.run(on_rank, 2)
+
+
 def _limit(polls: int) -> None:
     """Bound the waits of this rank's channels."""
     place = own_place()
@@ -49,12 +67,9 @@ def _limit(polls: int) -> None:
         place.header(buffer, place.rank)[SPIN_LIMIT_WORD] = polls
 
 
-@pytest.mark.parametrize("connections", [0, 1, 8])
-def test_a_wait_of_a_stream_is_bounded_and_named(
-    connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the alarm would stand behind the wait, in the one hardware queue that there is."""
-    install(monkeypatch, FakeGpu(eager=0.0, connections=connections))
+    install(monkeypatch, FakeGpu(eager=0.0))
 
     def on_rank() -> Any:
         warm_up()
@@ -158,6 +173,7 @@ def test_a_dead_peer_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> 
         place = own_place()
         place.processes.dead = PeerDiedError(1, 4711, "work on the GPU")
         look()
+        torch.cuda.synchronize()
         for buffer in place.workspaces():
             assert int(place.header(buffer, 0)[ABORT_WORD]) == 1
         interlace.all_reduce(torch.ones(4))
@@ -221,6 +237,12 @@ def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_host.run(on_rank, 1)
 
 
+def _let_run(gpu: FakeGpu, turns: int) -> None:
+    """Also where all that there is to do is to poll."""
+    for _ in range(turns):
+        gpu.run_some(1)
+
+
 def _copied_in_time(monkeypatch: pytest.MonkeyPatch, credit: int, turns: int) -> bool:
     """Whether rank 0 copies into rank 1's memory ``turns`` after the abort; rank 1 then says ``credit``."""
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
@@ -235,17 +257,18 @@ def _copied_in_time(monkeypatch: pytest.MonkeyPatch, credit: int, turns: int) ->
             header = workspace.header(0)
             header[EPOCH_WORD] = header[CREDIT_WORDS] = 7
             header[CREDIT_WORDS + 1] = 6  # the credit of op 7 is missing
+            _limit_where_no_alarm_comes()
             group.compute.wait_credits(workspace)
             group.compute.copy(theirs, torch.ones(4), "into a peer's memory")
             place.wake_kernels()
-            gpu.run_some(50)
+            _let_run(gpu, 30)
             header[CREDIT_WORDS + 1] = credit
-            gpu.run_some(turns)
+            _let_run(gpu, turns)
             seen.append(bool(theirs[0] == 1))
             gpu.run_until(lambda: not any(gpu._queues.values()))
         place.processes.exchange(b"", "a meeting")
 
-    fake_host.run(on_rank, 2)
+    _run(on_rank)
     return seen[0]
 
 
@@ -273,12 +296,13 @@ def test_what_was_not_received_is_not_passed_on(
         monkeypatch.setattr(DeviceStream, "_depends", None, raising=False)
         monkeypatch.setattr(DeviceStream, "__setattr__", _forgetful, raising=False)
 
-    def on_rank() -> Any:
+    def on_rank() -> None:
         warm_up()
         group, place = default_group(), own_place()
         workspace = group.arena.lease(_layout(), "an op")
         epoch = int(workspace.header(place.rank)[EPOCH_WORD])
         if place.rank == 0:
+            _limit_where_no_alarm_comes()
             group.compute.wait(workspace, 1, 3)
             group.compute.publish(workspace, 1, 5)
             group.compute.finish(workspace)
@@ -287,9 +311,12 @@ def test_what_was_not_received_is_not_passed_on(
         place.processes.exchange(b"", "a meeting")
         slot = int(workspace.slots(place.rank, 5, 1)[0])
         header = workspace.header(place.rank)
-        return slot, int(header[CREDIT_WORDS]) - epoch, int(header[EPOCH_WORD]) - epoch
+        credit, now = int(header[CREDIT_WORDS]), int(header[EPOCH_WORD])
+        seen[place.rank] = slot, credit - epoch, now - epoch
 
-    gave_up, other = fake_host.run(on_rank, 2)
+    seen: dict[int, Any] = {}
+    _run(on_rank)
+    gave_up, other = seen[0], seen[1]
     assert gave_up[2] == 0 and other[1] < 0
     assert (other[0] == 0) == (looks or not stream_words)
 
@@ -301,13 +328,34 @@ def _forgetful(self: Any, name: str, value: Any) -> None:
 
 def test_an_alarm_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A future of an op that hangs holds a stream of the group's; not the one that ends the hang."""
+    _alarm_beside(monkeypatch, "a kernel that waits")
+
+
+@pytest.mark.parametrize("labels", [["wait for a word"], ["a kernel that waits", "what follows"]])
+def test_in_one_hardware_queue_an_alarm_stands_behind(
+    labels: list[str], connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: CUDA's own waits stand in the queue until they are over, kernels until they begin.
+
+    So what waits is a kernel, and has a bound.
+    """
+    if connections == 1:
+        with pytest.raises(DeviceHang, match=labels[0]):
+            _alarm_beside(monkeypatch, *labels)
+    else:
+        _alarm_beside(monkeypatch, *labels)
+
+
+def _alarm_beside(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
+    """What never ends in a stream of the group's, and behind it an alarm, which has to arrive."""
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
 
     def on_rank() -> None:
         warm_up()
         place = own_place()
         place.side_stream().wait_stream(torch.cuda.current_stream())
-        gpu.enqueue(place.side_stream().cuda_stream, "a hang", lambda: iter([lambda: False]))
+        for label in labels:
+            gpu.enqueue(place.side_stream().cuda_stream, label, lambda: iter([lambda: False]))
         place.wake_kernels()
         header = place.header(place.workspaces()[0], 0)
         gpu.run_until(lambda: bool(header[ABORT_WORD]))

@@ -26,12 +26,11 @@ from interlace.runtime.places.cuda.stream import DeviceStream
 REPLAYS = 100
 ROWS, INNER = 24, 8
 
+ANY_NUMBER_OF_QUEUES = pytest.mark.usefixtures("connections")
+
 
 def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
     return interlace.run(function, world_size, place="cuda")
-
-
-RUNS = pytest.mark.parametrize("run", [virtual, fake_host.run], ids=["virtual", "processes"])
 
 
 def gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -206,13 +205,27 @@ def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable
     return on_rank
 
 
-@RUNS
+@ANY_NUMBER_OF_QUEUES
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_replays_with_other_inputs(run: Any, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_with_other_inputs(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, FakeGpu(5))
-    assert all(run(replaying(gpu, op, REPLAYS), 2))
+    assert all(fake_host.run(replaying(gpu, op, REPLAYS), 2))
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_replays_of_virtual_ranks(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, FakeGpu(5))
+    assert all(virtual(replaying(gpu, op, REPLAYS), 2))
+
+
+def test_virtual_ranks_replay_in_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph goes to the GPU whole, and not in step: the limit that docs/gpu.md tells of."""
+    gpu = install(monkeypatch, FakeGpu(5, connections=1))
+    with pytest.raises(DeviceHang):
+        virtual(replaying(gpu, gather, 1), 2)
+
+
+@ANY_NUMBER_OF_QUEUES
 def test_two_graphs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, FakeGpu(2))
 

@@ -18,6 +18,8 @@ from fake_host import look, own_place
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.tuning import auto
 
+pytestmark = pytest.mark.usefixtures("connections")
+
 
 def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:
     interlace.all_reduce(torch.ones(length, dtype=dtype))

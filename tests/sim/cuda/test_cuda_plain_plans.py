@@ -22,6 +22,8 @@ from interlace.runtime.tuning import auto
 LENGTH = 12
 CALLS = 9
 
+pytestmark = pytest.mark.usefixtures("connections")
+
 
 def plans() -> Plans:
     found = default_group().plans

@@ -21,6 +21,8 @@ from interlace.runtime.tuning import configuration
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 
+pytestmark = pytest.mark.usefixtures("connections")
+
 
 def plans() -> Plans:
     found = default_group().plans

@@ -1,0 +1,15 @@
+"""How many hardware queues the fake GPU has, for tests that hold with any number."""
+
+from __future__ import annotations
+
+import pytest
+
+import fake_queues
+from tiers import few
+
+
+@pytest.fixture(params=few([0, 1, 8, 32], 0, 1))
+def connections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """That of every fake GPU which the test makes without saying one."""
+    monkeypatch.setattr(fake_queues, "CONNECTIONS", request.param)
+    return int(request.param)
