@@ -57,6 +57,14 @@ class Weight(NamedTuple):
     stride_n: Any
 
 
+class Extents(NamedTuple):
+    """Of a gather: rows of the own shard and of all ranks, and tiles of all chunks."""
+
+    own_rows: Any
+    all_rows: Any
+    tiles: Any
+
+
 class Experts(NamedTuple):
     """A ``Weight`` for every expert: ``[E, K, N]``."""
 

@@ -161,7 +161,7 @@ def give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr
     complete_descriptor_stores(COMPILED_STORES)
     header = peer_pointer(peers, peers.rank, 0)
     # tl.atomic_cas converts nothing: a plain 0 and 1 would be int32, for a word of 64 bits.
-    unclaimed = tl.zeros((), tl.int64)
+    unclaimed = tl.cast(0, tl.int64)
     claim = unclaimed + 1
     # Many programs may give up at once; one writes, so a record is never a mixture of two.
     if tl.atomic_cas(header + _CLAIMED, unclaimed, claim, sem="acq_rel", scope="sys") == 0:

@@ -152,6 +152,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     operands = catalogue.Operands(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
     catalogue.all_gather_matmul(90, operands)
+    catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
     catalogue.grouped_matmul(90, operands)
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))

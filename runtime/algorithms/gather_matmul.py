@@ -11,12 +11,12 @@ strides, results are contiguous. ``rows`` lists the rows of every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Table
+from interlace.kernels.arguments import Extents, Table, Tiles
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
 from interlace.runtime.algorithms import node_fused, plain
 from interlace.runtime.algorithms.node_fused import GatherMoves
@@ -41,14 +41,14 @@ MOST_SIZES = 1024  # kept for shapes that come again
 
 
 class _Sizes(NamedTuple):
-    """What calls of the same shapes have in common; ``launches``: by weight, its ``chunks`` and grid."""
+    """What calls of the same shapes have in common; ``launches``: by weight, ``chunks``, tiles, grid."""
 
     chunk_rows: int
     layout: Layout
     scales_at: int
     copiers: int
     sends: Table
-    launches: list[tuple[Table, int]]
+    launches: list[tuple[Table, int, int]]
     far: GatherMoves | None
 
 
@@ -93,7 +93,8 @@ def _sizes(
             mine + 1, plain.resident_programs(communicator, configuration, mine) - moving
         )
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
-        launches.append((Table(chunks, slots), formulas.persistent_grid(mine, tiles, resident)))
+        grid = formulas.persistent_grid(mine, tiles, resident)
+        launches.append((Table(chunks, slots), tiles, grid))
     made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
     if len(communicator.derived) >= MOST_SIZES:
         communicator.derived.clear()
@@ -140,25 +141,25 @@ def all_gather_matmul_fused(
             plain.send_by_copy_engine(communicator, workspace, lines, sent)
         path = multicast_path(communicator, configuration, workspace)
         copiers = sizes.copiers
-        for (chunks, grid), operand in zip(sizes.launches, operands, strict=True):
+        for (chunks, tiles, grid), operand in zip(sizes.launches, operands, strict=True):
             # a switch moves 16 bytes at a time
             multicast = path if copiers and operand["TILES"].ALIGNED else ""
+            kernel = all_gather_matmul_kernels.all_gather_matmul_kernel
+            arguments = {
+                **workspace.kernel_arguments(),
+                **operand,
+                **copies(configuration, copiers, multicast),
+                "scale_offset": workspace.data_offset + scales_at,
+                "sends": sizes.sends,
+                "chunks": chunks,
+                "multicast": workspace.buffer.multicast,
+            }
+            if not copiers and _may_have_roles(configuration, input, operand["TILES"]):
+                extents = Extents(rows[rank], total, tiles)
+                kernel, arguments = _with_roles(arguments, extents, configuration.num_stages)
+            options = launch_options(configuration)
             communicator.compute.launch(
-                KernelLaunch(
-                    all_gather_matmul_kernels.all_gather_matmul_kernel,
-                    grid,
-                    {
-                        **workspace.kernel_arguments(),
-                        **operand,
-                        **copies(configuration, copiers, multicast),
-                        "scale_offset": workspace.data_offset + scales_at,
-                        "sends": sizes.sends,
-                        "chunks": chunks,
-                        "multicast": workspace.buffer.multicast,
-                    },
-                    "all_gather_matmul",
-                    **launch_options(configuration),
-                )
+                KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **options)
             )
             copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):
@@ -178,6 +179,23 @@ def all_gather_matmul_fused(
             far.partners.put_credits(workspace)
 
     return communicator.enqueue("all_gather_matmul", sizes.layout, body)
+
+
+def _may_have_roles(configuration: Configuration, input: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether ``configuration.warp_roles`` is asked for and the kernel takes such operands and tiles."""
+    whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
+    simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and not tiles.BIAS and tiles.COMPILED
+    return configuration.warp_roles and whole and simple and input.element_size() == 2
+
+
+def _with_roles(arguments: dict[str, Any], extents: Extents, stages: int) -> Any:
+    """The kernel whose warps have roles, and what it takes of the other's ``arguments``."""
+    # Gluon is a language of its own, which most processes never need.
+    from interlace.kernels.fused.all_gather_matmul_roles import all_gather_matmul_roles_kernel
+
+    names = ("workspace", "input", "weight", "output_ptr", "chunks", "N", "K", "TILES")
+    taken = {name: arguments[name] for name in names}
+    return all_gather_matmul_roles_kernel, taken | {"extents": extents, "STAGES": stages}
 
 
 def multicast_path(

@@ -53,6 +53,8 @@ UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
 EXPERTS = 2
 BY_ENGINE = {"copiers": 0}
 """What makes the copy engine send, and no programs of the kernel."""
+ROLES = {**BY_ENGINE, "warp_roles": True}
+"""What has warps of the kernel load, multiply or store."""
 
 
 def entries(arch: int) -> list[Entry]:
@@ -241,6 +243,9 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield all_gather_matmul(arch, Operands(tma=tma, bias="n", activation=activation))
         yield matmul_reduce_scatter(arch, Operands(tma=tma, bias="n", activation=activation))
     yield matmul_all_reduce(arch, Operands(tma=tma, bias="n", activation="gelu"))
+    if arch == 90:
+        for operands in (bf16, transposed, Operands(dtype="fp16", activation="gelu")):
+            yield all_gather_matmul(arch, replace(operands, overrides=ROLES))
     if arch >= 90:
         yield all_gather_matmul(arch, Operands(tma=tma, multimem=True))
         yield all_gather_matmul(

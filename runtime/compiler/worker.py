@@ -105,7 +105,12 @@ def compile_kernel(request: Request) -> Any:
     if given.keys() != set(names):
         differing = sorted(given.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
-    source = ASTSource(fn=kernel, **_specialised(names, request))
+    kind: Any = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kind = GluonASTSource
+    source = kind(fn=kernel, **_specialised(names, request))
     options: dict[str, Any] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,

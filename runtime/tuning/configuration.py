@@ -31,6 +31,10 @@ class Configuration:
     a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
     of their own. Without TMA none of the last three applies.
 
+    ``warp_roles`` (9.x): each warp of all-gather + matmul loads, multiplies or stores, so nothing drains at
+    a chunk (``kernels/fused/all_gather_matmul_roles.py``). Where the copy engine sends, products leave by
+    TMA, operands have 16 bits, and there is neither bias nor scale. Never run on a GPU.
+
     ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
     """
 
@@ -51,6 +55,7 @@ class Configuration:
     output_descriptors: bool = False
     flatten: bool = False
     warp_specialize: bool = False
+    warp_roles: bool = False
     multimem: bool = False
 
     @functools.cached_property

@@ -27,7 +27,8 @@ def shared_needed(configuration: Configuration, itemsize: int, output_itemsize: 
     """
     c = configuration
     loads = c.num_stages * ((c.block_m + c.block_n) * c.block_k * itemsize + BARRIERS)
-    return loads + c.block_m * (c.block_n // c.epilogue_subtile) * output_itemsize
+    stored = c.block_m * (c.block_n // c.epilogue_subtile) * output_itemsize
+    return loads + (2 if c.warp_roles else 1) * stored
 
 
 def why_not(configuration: Configuration, capability: int, itemsize: int) -> str:
@@ -64,6 +65,8 @@ def without_effect(configuration: Configuration, capability: int) -> str:
             f"warp_specialize does nothing on sm_{capability} with {c.num_warps} warps: "
             "Triton takes 4 there"
         )
+    if c.warp_roles and capability // 10 != 9:
+        return f"warp_roles does nothing on sm_{capability}: its kernel is for 9.x"
     return ""
 
 

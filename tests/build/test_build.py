@@ -154,6 +154,8 @@ def test_catalogue_covers_every_kernel(arch: int) -> None:
         }
     if arch < 90:  # which has no multimem instructions
         shipped = {each for each in shipped if each[0] != "interlace.kernels.collectives.multimem"}
+    if arch != 90:
+        shipped = {each for each in shipped if each[1] != "all_gather_matmul_roles_kernel"}
     listed = entries(arch)
     assert {(entry.module, entry.kernel) for entry in listed} == shipped
     assert len({entry.name for entry in listed}) == len(listed)

@@ -49,6 +49,18 @@ ASSEMBLY_POLL = (
     "{ .reg .pred again; .reg .u32 seen;\nPOLL: ld.relaxed.sys.u32 seen, [%rd1];\n"
     "setp.ne.u32 again, seen, 1; @again bra POLL; }\nret;\n"
 )
+WARP_BARRIER = "bar.warp.sync -1;\n"
+
+
+def roles(one: str, other: str) -> str:
+    """Two parts of a kernel for warps of their own, as ``warp_specialize`` gives them out."""
+    return (
+        "$L__BB0_2:\nbarrier.sync 1;\n$L_brx_0: .branchtargets\n$L__BB0_7,\n$L__BB0_8;\n"
+        f"brx.idx %r1, $L_brx_0;\n$L__BB0_7:\n{one}bra.uni $L__BB0_2;\n"
+        f"$L__BB0_8:\n{other}bra.uni $L__BB0_2;\n"
+    )
+
+
 LOOP = "$L__BB0_1:\n{}@%p3 bra $L__BB0_1;\nret;\n"
 RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
     ptx_rules.release_without_barrier: (
@@ -58,8 +70,15 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             RELEASE + STORE,
             STORE + BARRIER + "@%p2 bra $L__BB0_1;\n" + RELEASE + "$L__BB0_1:\nret;\n",
             STORE + "ret;\n.func other()\n{\n" + RELEASE + "ret;\n}\n",
+            roles(STORE + WARP_BARRIER + RELEASE, STORE),
+            roles(STORE, RELEASE),
         ],
         [
+            roles(STORE + RELEASE, WARP_BARRIER),
+            roles(WARP_BARRIER, STORE + RELEASE),
+            roles(STORE + WARP_BARRIER + RELEASE + "bar.sync 2, 128;\n", ""),  # of four warps
+            roles("", LOOP.replace("ret;\n", "").format(RELEASE + STORE)),
+            STORE + WARP_BARRIER + RELEASE,
             STORE + RELEASE,
             BARRIER + STORE + RELEASE,
             ADD + RELEASE,
@@ -79,14 +98,26 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
         ],
     ),
     ptx_rules.published_descriptor_store: (
-        [BULK_STORE + BULK_DONE + RELEASE, RELEASE + BULK_STORE, STORE + RELEASE],
-        [BULK_STORE + RELEASE, BULK_STORE + BULK_READ + BARRIER + RELEASE],
+        [
+            BULK_STORE + BULK_DONE + RELEASE,
+            RELEASE + BULK_STORE,
+            STORE + RELEASE,
+            roles(BULK_STORE, RELEASE),
+            roles(RELEASE, BULK_STORE),
+        ],
+        [
+            BULK_STORE + RELEASE,
+            BULK_STORE + BULK_READ + BARRIER + RELEASE,
+            roles(STORE, BULK_STORE + WARP_BARRIER + RELEASE),
+        ],
     ),
     ptx_rules.unfenced_descriptor_load: (
         [ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD, ACQUIRE + "ret;\n" + BULK_LOAD],
         [
             ACQUIRE + BULK_LOAD,
             ACQUIRE + SHARED_FENCE + BULK_LOAD,
+            roles(ACQUIRE + BULK_LOAD, ""),
+            roles(FENCE, LOOP.replace("ret;\n", "").format(BULK_LOAD + ACQUIRE)),
             ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
             "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n",
         ],
@@ -104,6 +135,7 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             # two calls on one line, and a wait within the call that loads
             at(9, LOAD, "k.py:20:4") + at(8, ACQUIRE, "k.py:20:30"),
             at(9, LOAD, "k.py:20:4") + at(19, ACQUIRE, "k.py:20:4"),
+            roles(at(8, LOAD), at(7, ACQUIRE)),
         ],
         [
             at(8, LOAD) + at(7, ACQUIRE),
@@ -111,6 +143,7 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             at(8, "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 16;\n") + at(7, ACQUIRE),
             at(8, LOAD) + LOOP.format(at(7, ACQUIRE) + at(8, LOAD)),  # the prologue of a pipeline
             at(3, LOAD, "k.py:21:4") + at(9, ACQUIRE, "k.py:20:4"),
+            roles("", at(8, LOAD) + at(7, ACQUIRE)),
         ],
     ),
     ptx_rules.weak_poll: (

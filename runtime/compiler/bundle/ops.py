@@ -29,7 +29,7 @@ VALUES = {
 }
 
 # Not of one build: which path is an option, and how many programs is said at the launch.
-_NOT_OVERRIDDEN = ("descriptors", "programs")
+_NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 
 @dataclass(frozen=True)

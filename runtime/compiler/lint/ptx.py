@@ -14,7 +14,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.runtime.compiler.lint.control_flow import Flow
 from interlace.runtime.compiler.lint.lines import Chain, Frame
@@ -90,7 +90,18 @@ class Program:
         self._tables: dict[str, list[str]] = {}
         self._starts: set[int] = set()
         self._read(ptx)
+        self._dispatches = [
+            i
+            for i in self.where(lambda one: one.kind == "brx")
+            if any(one.operation == "barrier.sync" for one in self.instructions[max(0, i - 9) : i])
+        ]
         self.flow = Flow([self._successors(i) for i in range(len(self.instructions))])
+        for role in self._roles():
+            if not any(self.instructions[i].operation == "bar.sync" for i in role):
+                for i in role:
+                    one = self.instructions[i]
+                    if one.operation == "bar.warp.sync":  # of all its warps: it has one
+                        self.instructions[i] = replace(one, operation="bar.sync")
 
     def where(self, condition: Callable[[Instruction], bool]) -> list[int]:
         """Indices of the instructions for which ``condition`` holds."""
@@ -150,7 +161,15 @@ class Program:
         targets = {at for name in names for at in self._near(name, index)}
         if targets and not one.predicate:
             following = []
-        return sorted({*targets, *following})
+        # Back at the dispatch a warp is through: it never takes another's part.
+        through = {at for at in targets if any(at <= i < index for i in self._dispatches)}
+        return sorted({*(targets - through), *following})
+
+    def _roles(self) -> Iterator[set[int]]:
+        """What each kind of warps that ``warp_specialize`` adds runs; a dispatch gives them their parts."""
+        for dispatch in self._dispatches:
+            for first in self._successors(dispatch):
+                yield {first, *self.flow.reach([first], lambda i: False)}
 
     def _near(self, label: str, index: int) -> Iterator[int]:
         """The instruction at ``label``; of several scopes that use the name, the nearest."""
