@@ -26,7 +26,7 @@ FOLDERS = {
     "kernels": "",
     "kernels/collectives": "kernels",
     "kernels/fused": "kernels kernels/collectives",
-    "kernels/nodes": "kernels kernels/fused",
+    "kernels/nodes": "kernels kernels/collectives kernels/fused",
     "runtime": "",
     "runtime/core": "",
     "runtime/numerics": "",

@@ -14,6 +14,9 @@ from interlace.kernels.transfer import aligned_pointer, copy_elements, data_poin
 
 SEGMENT_COLUMNS = 4
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
+# Sources whose loads go first: with them a program has as much on its way as keeps the memory of its
+# multiprocessor busy, and their values still fit its registers.
+_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
@@ -30,16 +33,26 @@ def wait_contributions(peers, slot_byte, slots_per_source, epoch):
 
 
 @triton.jit
-def sum_contributions(world_size, contribution_ptr, elements_per_source, offsets, mask,
-                      AVERAGE: tl.constexpr, SHAPE: tl.constexpr):  # fmt: skip
-    """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32."""
-    total = tl.zeros(SHAPE, dtype=tl.float32)
+def sum_contributions(sources, contribution_ptr, elements_per_source, offsets, mask,
+                      AVERAGE: tl.constexpr = False):  # fmt: skip
+    """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32.
+
+    The loads of some sources are on their way before the first is added: one after the other, each round
+    would take as long as memory takes to answer. Where ``mask`` is false the sum is 0.
+    """
+    total = tl.zeros(offsets.shape, dtype=tl.float32)
     # Rank order, not the order of arrival: fp32 sums depend on it, and ranks must get the same bits.
-    for source in range(world_size):
-        part_ptr = contribution_ptr + source * elements_per_source
-        total += tl.load(part_ptr + offsets, mask=mask).to(tl.float32)
+    for first in range(0, sources, _AT_ONCE):
+        for number in tl.static_range(_AT_ONCE):
+            source = first + number
+            # Beyond the last source zeros are added, which change no bit: a sum that began as +0 is
+            # never -0.
+            valid = source < sources if mask is None else mask & (source < sources)
+            # int64 before the product: all contributions may pass 2**31 elements.
+            part_ptr = contribution_ptr + tl.cast(source, tl.int64) * elements_per_source
+            total += tl.load(part_ptr + offsets, mask=valid, other=0.0).to(tl.float32)
     if AVERAGE:
-        total = total / world_size
+        total = total / sources
     return total
 
 
@@ -62,15 +75,12 @@ def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
             offsets,
             None,
             AVERAGE,
-            (BLOCK,),
         )
         tl.store(aligned_pointer(output_ptr) + offsets, total.to(output_ptr.dtype.element_ty))
     else:
         offsets = first + tl.arange(0, BLOCK)
         mask = offsets < elements
-        total = sum_contributions(
-            world_size, contribution_ptr, elements, offsets, mask, AVERAGE, (BLOCK,)
-        )
+        total = sum_contributions(world_size, contribution_ptr, elements, offsets, mask, AVERAGE)
         tl.store(output_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=mask)
 
 

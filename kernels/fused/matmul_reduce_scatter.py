@@ -74,7 +74,6 @@ def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows,
                 offs_m[:, None] * N + offs_n[None, :],
                 (offs_m < rows)[:, None] & (offs_n < N)[None, :],
                 AVERAGE,
-                (SLICE, BLOCK_N),
             )
             total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, SLICE, BLOCK_N, TILES)
             total = activate(total, TILES)

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Span, Turn
+from interlace.kernels.collectives.reduction import sum_contributions
 from interlace.kernels.epilogue import activate, add_bias, store_tile
 from interlace.kernels.fused.matmul_reduce_scatter import produce_part
 from interlace.kernels.matmul import columns_operand, tile_offsets
@@ -42,17 +43,6 @@ DUTY_COLUMNS = 4
 _SEGMENT = tl.constexpr(NODE_SEGMENT_COLUMNS)
 _DUTY = tl.constexpr(DUTY_COLUMNS)
 _SLICE_ROWS = tl.constexpr(16)
-
-
-@triton.jit
-def sum_members(contributions_ptr, stride, num_members, offsets, mask, SHAPE: tl.constexpr):
-    """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
-    total = tl.zeros(SHAPE, tl.float32)
-    # In rank order: no result depends on who came first.
-    for member in range(num_members):
-        from_ptr = contributions_ptr + tl.cast(member, tl.int64) * stride
-        total += tl.load(from_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @triton.jit(do_not_specialize=["workspace", "node", "slots", "own_rows"])
@@ -146,9 +136,7 @@ def matmul_node_reduce_scatter_kernel(
             # Node by node, and within this one rank by rank: the same bits whoever came first.
             for other in range(node.num_nodes):
                 if other == node.own_node:
-                    total += sum_members(
-                        own_ptr, stride, node.num_members, places, mask, (SLICE, BLOCK_N)
-                    )
+                    total += sum_contributions(node.num_members, own_ptr, stride, places, mask)
                 else:
                     place = other * slots_each + tile
                     from_ptr = landed_ptr + tile_element(place, TILES.BLOCK_M, BLOCK_N)
@@ -241,17 +229,16 @@ def node_sums_kernel(
                 place = number * slots_each + tile
                 for part in range(BLOCK_M // SLICE):
                     offs_m = tile_offsets(tile_m * (BLOCK_M // SLICE) + part, SLICE)
-                    total = sum_members(
+                    total = sum_contributions(
+                        node.num_members,
                         own_ptr + first_part * stride,
                         stride,
-                        node.num_members,
                         offs_m[:, None] * N + offs_n[None, :],
                         (offs_m < rows)[:, None] & (offs_n < N)[None, :],
-                        (SLICE, BLOCK_N),
                     )
                     to_ptr = partials_ptr + tile_element(place, BLOCK_M, BLOCK_N)
-                    # A whole tile, also at the edge: beyond it are zeros (`other` in sum_members), which
-                    # the receiver loads, but masks out when it stores.
+                    # A whole tile, also at the edge: beyond it the sums are 0, which the receiver loads
+                    # and does not store.
                     tl.store(to_ptr + slice_offsets(part, SLICE, BLOCK_N), total)
                 landing = node.own_node * slots_each + tile
                 span = Span(

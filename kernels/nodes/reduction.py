@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Span
+from interlace.kernels.collectives.reduction import sum_contributions
 from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile
@@ -48,17 +49,6 @@ def wait_node(peers, node, slot_byte, slots_each, epoch):
 
 
 @triton.jit
-def sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK: tl.constexpr):
-    """Sum over the members of a node of ``contributions_ptr[member * stride + offsets]``, fp32."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    # In rank order, and rounded only when the total is stored: no result depends on timing.
-    for member in range(num_members):
-        part = tl.load(contributions_ptr + member * stride + offsets, mask=mask)
-        total += part.to(tl.float32)
-    return total
-
-
-@triton.jit
 def sum_nodes(
     contributions_ptr,
     landed_ptr,
@@ -75,7 +65,7 @@ def sum_nodes(
     for other in range(node.num_nodes):
         # Of the own node the contributions themselves are here: no partial sum of it is stored.
         if other == node.own_node:
-            total += sum_node(contributions_ptr, stride, node.num_members, offsets, mask, BLOCK)
+            total += sum_contributions(node.num_members, contributions_ptr, stride, offsets, mask)
         else:
             total += tl.load(landed_ptr + other * stride + offsets, mask=mask)
     if AVERAGE:
@@ -184,12 +174,12 @@ def node_reduce_scatter_kernel(
                 whole = count // BLOCK * BLOCK
                 for begin in range(0, whole, BLOCK):
                     offsets = begin + tl.arange(0, BLOCK)
-                    total = sum_node(contributions_ptr, stride, num_members, offsets, None, BLOCK)
+                    total = sum_contributions(num_members, contributions_ptr, stride, offsets, None)
                     tl.store(partial_ptr + offsets, total)
                 for begin in range(whole, count, BLOCK):
                     offsets = begin + tl.arange(0, BLOCK)
                     mask = offsets < count
-                    total = sum_node(contributions_ptr, stride, num_members, offsets, mask, BLOCK)
+                    total = sum_contributions(num_members, contributions_ptr, stride, offsets, mask)
                     tl.store(partial_ptr + offsets, total, mask=mask)
                 # One put per piece, as soon as it is summed. `* 4`: partial sums are fp32, whatever the
                 # dtype.

@@ -5,12 +5,19 @@ Every count has a text or a kernel that differs in that one thing and must count
 
 from __future__ import annotations
 
+import pathlib
+from dataclasses import replace
+
 import pytest
 import triton
 import triton.language as tl
 
+from interlace.runtime.compiler.build import build
+from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.lint.loops import Loop, loops
 from interlace.verify.lint_check.check import LintRequest, lint_many
+from mutations import Edit, Mutant, importable
+from tiers import few
 
 HEAD = "MOV R1, c[0x0][0x28]"
 BACK = "@P0 BRA `(.L_x_1)"
@@ -197,3 +204,38 @@ def test_kernels() -> None:
         products = [loop for loop in report.loops if loop.depth == 2 and loop.loads_in_flight]
         assert [loop.loads_in_flight for loop in products] == [2]
         assert [loop.wgmma_waits for loop in products] == [1 if request.arch == 90 else 0]
+
+
+ONE_BY_ONE = Mutant(
+    "one source at a time",
+    "kernels/collectives/reduction.py",
+    (Edit("_AT_ONCE = tl.constexpr(4)", "_AT_ONCE = tl.constexpr(1)"),),
+)
+
+
+@pytest.mark.parametrize("arch", few((80, 90, 100), 90))
+def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) -> None:
+    """They wait for memory once for four, where the mutant, or what is left of its rounds, does for one."""
+    chosen = (
+        "reduce_scatter bf16",
+        "reduce_scatter fp32",
+        "matmul_reduce_scatter bf16 nk pointers",
+    )
+    shipped = [entry for entry in entries(arch) if entry.name in chosen]
+    ONE_BY_ONE.write(tmp_path)
+    mutants = [
+        replace(entry, module=entry.module.replace("interlace.kernels", ONE_BY_ONE.package))
+        for entry in shipped
+    ]
+    with importable(tmp_path):
+        reports = build([*shipped, *mutants])
+    in_flight = []
+    for report in reports:
+        # By the file: the compiler's cache may name one that is gone, and then there is no function. Loads
+        # of whole blocks have 16 bytes each; at the edge they have an element.
+        sums = [loop for loop in report.loops if loop.where.startswith("reduction.py")]
+        whole = [loop for loop in sums if loop.loaded_bytes == 16 * loop.loads_in_flight > 0]
+        in_flight.append(min(loop.loads_in_flight for loop in whole))
+    # A program of the last has tiles of 128 columns on 8.0, and elsewhere of 256.
+    assert in_flight[: len(shipped)] == [8, 16, 4 if arch == 80 else 8], reports
+    assert in_flight[len(shipped) :] == [2, 4, 1 if arch == 80 else 2], reports
