@@ -69,3 +69,27 @@ def test_cupy_arrays() -> None:
     pytest.importorskip("cupy")
     expected = [3.0 * 16, 2.0 * 16**3]
     assert interlace.run(ranks.cupy_arrays, 2, place="cuda") == [expected] * 2
+
+
+@pytest.mark.parametrize("tile", [{}, {"num_stages": 3, "epilogue_subtile": 2}])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_warps_with_roles_give_what_the_reference_gives(
+    transposed: bool, tile: dict[str, int]
+) -> None:
+    """Rows that no tile divides, more tiles than programs, calls that follow each other."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("its kernel is for 9.x")
+
+    def products(warp_roles: bool) -> list[torch.Tensor]:
+        torch.manual_seed(interlace.get_rank())
+        device, found = interlace.device(), []
+        for rows, inner, columns in ((300, 4096, 512), (2048, 1040, 4112), (1, 64, 256)):
+            x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+            w = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).T
+            w = w if transposed else w.contiguous()
+            with interlace.configured(warp_roles=warp_roles, copiers=0, chunks=2, **tile):
+                found += [interlace.all_gather_matmul(x, w, algorithm="fused") for _ in range(3)]
+        return [each.cpu() for each in found]
+
+    wanted = interlace.run(products, 2, False, place="cuda")
+    torch.testing.assert_close(interlace.run(products, 2, True, place="cuda"), wanted)
