@@ -38,7 +38,8 @@ class Refusal:
 class Call:
     """What one rank asks for: what must be equal on all ranks, and what every rank adds of its own.
 
-    Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own.
+    Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own;
+    ``fitting`` are the messages of all ranks that fitted together last.
 
     Attributes
     ----------
@@ -58,6 +59,7 @@ class Call:
     equal_fits: bool = field(default=False, kw_only=True)
     message: bytes = field(init=False)
     prepared: Any = field(default=None, init=False)
+    fitting: Sequence[bytes] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.equal_fits = self.equal_fits or self.match is None
@@ -70,7 +72,9 @@ class Call:
         """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
         if self.equal_fits and all(message == self.message for message in messages):
             return
-        self.compared(messages)
+        if messages != self.fitting:
+            self.compared(messages)
+            self.fitting = messages  # a call that comes again is not read again
 
     def with_term(self, name: str, value: Any) -> Call:
         return replace(self, terms=(*self.terms, (name, value)))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,7 +30,7 @@ from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.stream import Event, Outcome, Settled
+from interlace.runtime.core.stream import NOTHING, Event, Outcome, Settled
 from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 
@@ -120,14 +120,9 @@ class Communicator:
             return self.place.exchange(call.message, call.op)
         return self.plans.agree(call)  # type: ignore[no-any-return]
 
-    @contextlib.contextmanager
-    def accepting(self, op: str) -> Iterator[None]:
+    def accepting(self, op: str) -> _Accepting:
         """Around the validation of an op's arguments: what one rank refuses, all ranks refuse."""
-        try:
-            yield
-        except Exception as error:
-            self.refuse(op, error)
-            raise
+        return _Accepting(self, op)
 
     def refuse(self, op: str, error: Exception) -> None:
         """Tell the other ranks that this one does not take part in ``op``, because of ``error``.
@@ -240,6 +235,8 @@ class Communicator:
         except BaseException as error:
             self._failed(op, error)
             raise
+        if made is None:
+            return NOTHING
         return made if isinstance(made, Outcome) else Outcome(None, made)
 
     def _failed(self, op: str, error: BaseException) -> None:
@@ -332,6 +329,22 @@ class Communicator:
             self._closed = True
             self.arena.close()
             self.place.close()
+
+
+class _Accepting:
+    """A class, because a generator as a context takes a microsecond."""
+
+    __slots__ = ("_communicator", "_op")
+
+    def __init__(self, communicator: Communicator, op: str) -> None:
+        self._communicator, self._op = communicator, op
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._communicator.refuse(self._op, error)
 
 
 def internal_form(

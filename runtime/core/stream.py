@@ -75,6 +75,9 @@ class Outcome:
     source: Callable[[], int] | None = None
 
 
+NOTHING = Outcome(None, None)
+
+
 class Stream(ABC):
     """An ordered queue of work of one rank."""
 

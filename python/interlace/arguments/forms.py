@@ -105,14 +105,18 @@ def one_per_rank(
     return tensors
 
 
+def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Address, number and bytes of those that are dense and not empty."""
+    return [
+        (tensor.data_ptr(), number, nbytes)
+        for number, tensor in enumerate(tensors)
+        if (nbytes := tensor.nbytes) and tensor.is_contiguous()
+    ]
+
+
 def _disjoint(name: str, tensors: Sequence[torch.Tensor], rank: int) -> None:
     """Raise if two dense entries share memory: the second would overwrite the first."""
-    ranges = sorted(
-        (tensor.data_ptr(), index, tensor.nbytes)
-        for index, tensor in enumerate(tensors)
-        if tensor.numel() and tensor.is_contiguous()
-    )
-    for (start, first, nbytes), (following, second, _) in pairwise(ranges):
+    for (start, first, nbytes), (following, second, _) in pairwise(sorted(_dense(tensors))):
         if following < start + nbytes:
             one, other = sorted((first, second))
             raise ValueError(f"{name}[{one}] and {name}[{other}] share memory on rank {rank}")
@@ -125,16 +129,12 @@ def apart(
 
     What is written there would change what peers have still to read. Looks at dense tensors only.
     """
-    if not like.is_contiguous() or not like.numel():
-        return
-    start, end = like.data_ptr(), like.data_ptr() + like.nbytes
-    for index, tensor in enumerate(tensors):
-        if tensor.is_contiguous() and tensor.numel():
-            other = tensor.data_ptr()
-            shared = start < other + tensor.nbytes and other < end
-            if shared and not (index == rank and other == start):
+    for start, _, nbytes in _dense([like]):
+        for other, number, size in _dense(tensors):
+            shared = start < other + size and other < start + nbytes
+            if shared and not (number == rank and other == start):
                 raise ValueError(
-                    f"{like_name} shares memory with {name}[{index}] on rank {rank}; it may be the same "
+                    f"{like_name} shares memory with {name}[{number}] on rank {rank}; it may be the same "
                     f"memory as {name}[{rank}], or none of it"
                 )
 

@@ -137,13 +137,18 @@ class HostEngine(Engine):
                     if to is not None and not (apart and number == rank):
                         beside(doing, to, address, nbytes)
 
-            def collect(doing: Doing, extents: Sequence[int]) -> None:
+            def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
+                """The extents of what needs a ring; 0 for what was beside its message."""
+                large = list(extents)
                 for peer, target in enumerate(targets):
                     source = beside_message(peer, rank, extents[peer])
-                    if target is not None and source is not None:
-                        if peer == rank and own is not None:
-                            source = own[0]
-                        doing.copy(target[0], source, target[1])
+                    if source is not None:
+                        large[peer] = 0
+                        if target is not None:
+                            if peer == rank and own is not None:
+                                source = own[0]
+                            doing.copy(target[0], source, target[1])
+                return large
 
             longest = most or extent
             together = key is not None and not where[0]
@@ -164,8 +169,7 @@ class HostEngine(Engine):
                 self._direct.share(found, rank if apart else 0)
                 return
             extents = [control.extent(peer, steps.sequence) for peer in range(self.world_size)]
-            collect(steps.at_once(addresses), extents)
-            large = [each * (beside_message(rank, 0, each) is None) for each in extents]
+            large = collect(steps.at_once(addresses), extents)
             if any(large):
                 rounds.open()
                 key = key if alike else None

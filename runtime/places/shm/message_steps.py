@@ -128,7 +128,7 @@ def _tensor(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 Doing = Listed | AtOnce
-Write = Callable[[Doing], None]
+Write = Callable[[Doing], object]
 
 
 class HostSteps:

@@ -117,7 +117,7 @@ class Rounds:
         own = parts[number][0] if parts else 0
         found = [
             (peer, *target)
-            for peer in (rank, *self._around)
+            for peer in (*self._around, rank)
             if (target := targets[peer]) is not None and large[peer]
         ]
         past = sum(total for *_, total in found) >= STREAMED
