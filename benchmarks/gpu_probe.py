@@ -1,8 +1,8 @@
 """What the driver does while a kernel runs, in 15 seconds on a GPU: ``python benchmarks/gpu_probe.py``.
 
 Which streams share a hardware queue, and what waits for the whole context: first uses of kernels and
-libraries, allocations, pageable copies. One line per question, JSON at the end. The stand-in for CUDA
-(tests/fake_queues.py) assumes the worst of each.
+libraries, allocations, pageable copies. And how long a poll takes, for waits are bounded in polls. One line
+per question, JSON at the end. The stand-in for CUDA (tests/fake_queues.py) assumes the worst of each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 CYCLES = 1.9e6  # of a millisecond, about
 POOL = 32
+POLLS = 200_000
 
 
 def _busy(milliseconds: float) -> None:
@@ -51,10 +52,10 @@ class Probe:
             _busy(12)
         self.add(one)  # at the head of its queue until the kernel has ended
         event, end = self.add(other), time.perf_counter() + 0.006
-        while time.perf_counter() < end:
-            if event.query():
-                return False
-        return True
+        while not event.query():
+            if time.perf_counter() > end:
+                return True
+        return False
 
     def beside(self, function: Callable[[], object], milliseconds: float = 300.0) -> dict[str, Any]:
         """How long ``function`` takes on one stream while another is busy."""
@@ -75,6 +76,31 @@ class Probe:
         return {name: round(seconds * 1e3, 2) for name, seconds in figures.items()} | {
             "waited_for_the_other": done > 0.8 * whole
         }
+
+
+def poll_microseconds() -> float:
+    """Of a wait that is given up: ``POLLS_PER_SECOND`` of runtime/places/cuda takes it for 1."""
+    from gpu_timing import launch_now
+
+    from interlace.kernels import signal
+    from interlace.kernels.arguments import Peers
+    from interlace.runtime.core.launch import KernelLaunch
+
+    header = torch.zeros(signal.HEADER_WORDS, dtype=torch.int64, device="cuda")
+    table = torch.tensor([header.data_ptr()]).to("cuda")
+    arguments = {"peers": Peers(table, 0, 1), "source": 0, "slot_byte": 8 * signal.CREDIT_WORDS}
+    launch = KernelLaunch(signal.wait_kernel, 1, arguments, "a wait", num_warps=1)
+    times = []
+    for _ in range(3):  # the first loads the kernel
+        header.zero_()
+        header[signal.SPIN_LIMIT_WORD] = POLLS
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        launch_now(launch, None)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(float(events[0].elapsed_time(events[1])) * 1e3 / POLLS)
+    return round(min(times), 3)
 
 
 def questions(probe: Probe) -> dict[str, Callable[[], object]]:
@@ -130,6 +156,7 @@ def questions(probe: Probe) -> dict[str, Callable[[], object]]:
             for name, use in uses.items()
         },
         "beside a kernel: the first replay of a graph": first_replay,
+        "microseconds of a poll": poll_microseconds,
     }
 
 

@@ -111,7 +111,7 @@ class FakeGraph:
     def __init__(self) -> None:
         self._capture: Capture | None = None
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, *pool: Any, **options: Any) -> None:
         self._capture = gpu().begin_capture()
 
     def capture_end(self) -> None:

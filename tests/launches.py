@@ -210,10 +210,12 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
     def of_benchmarks() -> int:
         """The parts of ``gpu.py`` that launch by themselves."""
         import gpu_overlap
+        import gpu_probe
         import gpu_shapes
         import torch
 
         gpu_shapes.dtype_here = gpu_overlap.dtype_here = lambda: torch.bfloat16  # by descriptors
+        gpu_probe.poll_microseconds()
         gpu_shapes._alone("tiny", 256, 64, 64, 1)
         gpu_overlap._over_pcie(2, 256, 64, 64, 1)
         return 20
@@ -266,6 +268,20 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
     }
 
 
+def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` for device "cuda", which is not there."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        if named.get("device") == "cuda":
+            named["device"] = "cpu"
+        return function(
+            *("cpu" if isinstance(each, str) and each == "cuda" else each for each in given),
+            **named,
+        )
+
+    return made
+
+
 @contextlib.contextmanager
 def graph_of(graph: object) -> Iterator[None]:
     yield
@@ -294,10 +310,8 @@ def main(folder: Path, chosen: str) -> None:
         torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
         torch.cuda.graph, torch.cuda.synchronize = graph_of, lambda device=None: None
         torch.cuda.is_available = lambda: True
-        empty = torch.empty
-        torch.empty = lambda *sizes, device=None, **more: empty(
-            *sizes, **more, device="cpu" if device == "cuda" else device
-        )
+        torch.empty, torch.zeros = on_cpu(torch.empty), on_cpu(torch.zeros)
+        torch.Tensor.to = on_cpu(torch.Tensor.to)
         for name, part in parts(folder).items():
             if chosen in ("", name):
                 before, problem, wanted = count.value, "", 0

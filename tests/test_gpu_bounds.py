@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -26,18 +28,36 @@ def test_after(): pass
 """
 
 
+def prepared(folder: pathlib.Path, tests: str, limit: float) -> list[str]:
+    """The command that runs ``tests`` there."""
+    shutil.copy(GPU, folder / "conftest.py")
+    with (folder / "conftest.py").open("a") as file:
+        file.write(f"\nLIMIT = {limit}\ntorch.cuda.is_available = lambda: True\n")
+    (folder / "test_them.py").write_text(tests)
+    return [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", str(folder)]
+
+
 def test_one_that_hangs_or_dies_fails_alone(tmp_path: pathlib.Path) -> None:
-    shutil.copy(GPU, tmp_path / "conftest.py")
-    with (tmp_path / "conftest.py").open("a") as file:
-        file.write("\nLIMIT = 2.0\ntorch.cuda.is_available = lambda: True\n")
-    (tmp_path / "test_them.py").write_text(TESTS)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = prepared(tmp_path, TESTS, 2.0)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "3 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "test_hangs took more than 2 s" in done.stdout
     assert "test_dies ended with status 6" in done.stdout
     assert "assert 1 == 2" in done.stdout
+
+
+def test_one_that_hangs_ends_with_the_run(tmp_path: pathlib.Path) -> None:
+    """Or it would keep the GPU from what comes next: a step of gpu_first_run.sh has a limit of its own."""
+    report, told = os.pipe()
+    hangs = (
+        f"import os, signal\ndef test_hangs():\n    os.write({told}, b'.')\n    signal.pause()\n"
+    )
+    command = prepared(tmp_path, hangs, 600.0)
+    with subprocess.Popen(
+        command, cwd=tmp_path, pass_fds=[told], stdout=subprocess.DEVNULL
+    ) as running:
+        os.close(told)
+        assert os.read(report, 1) == b"."
+        running.send_signal(signal.SIGKILL)
+        assert os.read(report, 1) == b""  # nobody has the other end any more
+    os.close(report)

@@ -41,6 +41,7 @@ SITES = {
         f"{PLACES}/stream.py::DeviceStream._signal",
     ],
     "benchmarks": [
+        "benchmarks/gpu_probe.py::poll_microseconds",
         "benchmarks/gpu_timing.py::launch_now",
         "benchmarks/lone_rank.py::LoneRank.consumer",
         "benchmarks/lone_rank.py::LoneRank.copiers",

@@ -7,6 +7,7 @@ lost. So the process that collects the tests never uses CUDA, and forks one for 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -20,6 +21,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 LIMIT = 120.0  # seconds for a test, compilations included
+PR_SET_PDEATHSIG = 1
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -39,7 +41,8 @@ def reports_of(item: pytest.Item, limit: float) -> Sequence[pytest.TestReport]:
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
-        os.setsid()  # what it starts ends with it
+        os.setsid()  # what it starts ends with it, and it with pytest
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(receiving)
         reports = runtestprotocol(item, nextitem=None, log=False)
         data = [

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import interlace
-from fake_cuda import FakeGpu
+from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from fake_driver import install
+from tiers import thorough
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -87,6 +92,53 @@ def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight(monkeypatch: pytest.Mo
         return int(lone_rank.LoneRank(8, 1024, 2048, 4096, torch.bfloat16).configuration.chunks)
 
     assert interlace.run(chunks, 1) == [1]
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors for "cuda" are the CPU's."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs |= {"device": "cpu"} if kwargs.get("device") == "cuda" else {}
+        kwargs.pop("pin_memory", None)
+        args = ["cpu" if isinstance(each, str) and each == "cuda" else each for each in args]
+        return function(*args, **kwargs)
+
+
+@thorough
+@pytest.mark.parametrize("connections", [1, 8])
+def test_the_probe_sees_which_streams_share_a_queue(
+    connections: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.delenv(name, raising=False)
+    gpu = install(monkeypatch, FakeGpu(connections=connections))
+    gpu.let_hosts_run = lambda: time.sleep(1e-4)  # what is enqueued may take a while
+    probe, timing = module("gpu_probe"), module("gpu_timing")
+
+    def sleep(cycles: int) -> None:
+        end = time.perf_counter() + cycles / probe.CYCLES / 1e3
+        gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: time.perf_counter() > end]))
+
+    for name, value in {"init": None, "caching_allocator_alloc": 1 << 40}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", lambda memory: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda event, end: 150.0, raising=False)
+    monkeypatch.setattr(FakeStream, "__hash__", lambda stream: stream.cuda_stream)
+    monkeypatch.setattr(timing, "launch_now", lambda launch, stream: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_probe.py"])
+    with OnCpu():
+        assert probe.main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not [each for each in found.values() if isinstance(each, str) and each]  # errors
+    assert found["the 33rd stream is the first again"] and found["microseconds of a poll"] == 0.75
+    step = connections // 4 or 1  # torch makes streams of four priorities in turn
+    sharing = {*found["low stream 0 shares its queue with low"]}
+    assert len(sharing ^ {*range(step, 32, step)}) < 4  # on a busy machine a look may come late
 
 
 def test_torchs_algorithms_do_not_stop_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[3]
 
 HIDING = """
 import sys
-for name in "rich matplotlib hypothesis cuda cupy greenlet llvmlite nvshmem".split():
-    sys.modules[name] = None  # as if it were not installed, for find_spec too
+sys.path[:0] = [f"{sys.argv[1]}/{folder}" for folder in ("tests", "benchmarks", "python")]
+import bare
+bare.refuse()
 """
 
 
@@ -22,21 +23,43 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", HIDING + script, str(ROOT)],
         capture_output=True,
         text=True,
+        cwd=ROOT,
     )
 
 
 @thorough
 def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
-        "sys.path[:0] = [sys.argv[1] + '/benchmarks', sys.argv[1] + '/tests']\n"
         "import interlace.cli.main, interlace.cli.commands.check, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
-        "import gpu_host, gpu_overlap, gpu_shapes, host_cost, lone_rank, torch_pipelined\n"
+        "import gpu_host, gpu_overlap, gpu_probe, gpu_shapes, host_cost, lone_rank, torch_pipelined\n"
         "import circumstances; print(circumstances.circumstances()['torch'])\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    done = run("sys.path.insert(0, sys.argv[1] + '/tests')\nfrom gpu import device_ranks\n")
-    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@thorough
+def test_the_tests_for_a_gpu_are_found() -> None:
+    done = run(
+        "import pytest\n"
+        "sys.path.remove(sys.argv[1] + '/benchmarks')  # which has a gpu.py\n"
+        "sys.exit(pytest.main(['-q', '--collect-only', 'tests/gpu']))\n"
+    )
+    assert done.returncode == 0 and "tests collected" in done.stdout, done.stdout[-2000:]
+
+
+def test_what_is_not_there_is_refused() -> None:
+    """The control: to the project, not to others; also what somebody else has imported."""
+    done = run(
+        "import filelock\n"
+        "for file in ('runtime/a.py', '.venv/lib/python3/site-packages/a.py'):\n"
+        "    try:\n"
+        "        exec('import filelock', {'__file__': f'{sys.argv[1]}/{file}'})\n"
+        "        print('taken')\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        print(error)\n"
+    )
+    assert done.stdout.splitlines() == ["No module named 'filelock'", "taken"], done.stderr[-2000:]
 
 
 @thorough
