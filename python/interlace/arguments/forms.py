@@ -32,48 +32,41 @@ def parts(
     Raises unless this rank's has the shape of ``like``, and is the only one that may share its memory.
     ``written``: whether the op fills them.
     """
-    tensors = _parts(name, whole, like_name, like, communicator, written=written)
-    apart(name, tensors, like_name, like, communicator.rank)
-    return tensors
-
-
-def _parts(
-    name: str,
-    whole: Any,
-    like_name: str,
-    like: torch.Tensor,
-    communicator: Communicator,
-    *,
-    written: bool,
-) -> list[torch.Tensor]:
-    rank, world_size = communicator.rank, communicator.world_size
-    take = checks.target if written else checks.source
+    rank = communicator.rank
     whole = checks.imported(name, whole, rank)
     if isinstance(whole, torch.Tensor):
-        tensor = take(name, whole, communicator)
+        tensor = (checks.target if written else checks.source)(name, whole, communicator)
         if tensor.dtype is not like.dtype:
             checks.same_dtype(name, tensor.dtype, like_name, like.dtype, rank)
-        shape, given = like.shape, tensor.shape
-        if given == (world_size, *shape):
-            return list(tensor.unbind(0))
-        if shape and given == (world_size * shape[0], *shape[1:]):
-            if shape[0]:
-                return list(tensor.chunk(world_size))
-            return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
-        forms = [str((world_size, *shape))]
-        if shape:
-            forms.insert(0, str((world_size * shape[0], *shape[1:])))
-        raise ValueError(
-            f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
-            f"{world_size}, got {tuple(given)} on rank {rank}"
-        )
-    tensors = one_per_rank(name, whole, like_name, like.dtype, communicator, written=written)
-    if tensors[rank].shape != like.shape:
-        raise ValueError(
-            f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has {tuple(like.shape)}, "
-            f"on rank {rank}"
-        )
+        tensors = _cut(name, tensor, like.shape, communicator)
+    else:
+        tensors = one_per_rank(name, whole, like_name, like.dtype, communicator, written=written)
+        if tensors[rank].shape != like.shape:
+            raise ValueError(
+                f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has "
+                f"{tuple(like.shape)}, on rank {rank}"
+            )
+    apart(name, tensors, like_name, like, rank)
     return tensors
+
+
+def _cut(
+    name: str, tensor: torch.Tensor, shape: torch.Size, communicator: Communicator
+) -> list[torch.Tensor]:
+    world_size, given = communicator.world_size, tensor.shape
+    if given == (world_size, *shape):
+        return list(tensor.unbind(0))
+    if shape and given == (world_size * shape[0], *shape[1:]):
+        if shape[0]:
+            return list(tensor.chunk(world_size))
+        return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
+    forms = [str((world_size, *shape))]
+    if shape:
+        forms.insert(0, str((world_size * shape[0], *shape[1:])))
+    raise ValueError(
+        f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
+        f"{world_size}, got {tuple(given)} on rank {communicator.rank}"
+    )
 
 
 def one_per_rank(

@@ -169,30 +169,34 @@ def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
         )
 
 
-def _call(
-    communicator: Communicator,
-    op: str,
-    list_name: str,
-    data: torch.Tensor,
-    tensors: list[torch.Tensor] | None,
-    root: int,
-) -> Call:
+def _agreed(
+    communicator: Communicator, op: str, tensor: torch.Tensor, given: Any, root: int
+) -> tuple[torch.Tensor, list[torch.Tensor] | None, Call]:
+    """The own tensor, on the root those of the list that was ``given``, and the call."""
+    rank, name, gathers = communicator.rank, f"{op}_list", op == "gather"
+    data = (checks.source if gathers else checks.target)("tensor", tensor, communicator)
+    _only_on_root(name, given, root, rank)
+    tensors: list[torch.Tensor] | None = None
+    if rank == root:
+        tensors = one_per_rank(name, given, "tensor", data.dtype, communicator, written=gathers)
+        apart(name, tensors, "tensor", data, rank)
     key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
     if call is not None:
-        return call
+        return data, tensors, call
 
     def match(answers: Sequence[Any]) -> None:
         for rank, shape in enumerate(answers[root][1]):
             if shape != answers[rank][0]:
                 raise ValueError(
-                    f"{op}: {list_name}[{rank}] has shape {shape} on rank {root}, tensor has "
+                    f"{op}: {name}[{rank}] has shape {shape} on rank {root}, tensor has "
                     f"{answers[rank][0]} on rank {rank}"
                 )
 
     shapes = None if tensors is None else [tuple(each.shape) for each in tensors]
     terms, part = (("dtype of tensor", data.dtype), ("root", root)), (tuple(data.shape), shapes)
-    return dense.remember(communicator, key, Call(op, terms, part=part, match=match))
+    call = dense.remember(communicator, key, Call(op, terms, part=part, match=match))
+    return data, tensors, call
 
 
 def checked_gather(
@@ -202,19 +206,8 @@ def checked_gather(
     dst: Rank,
     group_dst: Rank,
 ) -> PreparedCall:
-    rank, root = (
-        communicator.rank,
-        checks.group_rank("dst", dst, group_dst, communicator, default=0),
-    )
-    data = checks.source("tensor", tensor, communicator)
-    _only_on_root("gather_list", gather_list, root, rank)
-    outputs: list[torch.Tensor] | None = None
-    if rank == root:
-        outputs = one_per_rank(
-            "gather_list", gather_list, "tensor", data.dtype, communicator, written=True
-        )
-        apart("gather_list", outputs, "tensor", data, rank)
-    call = _call(communicator, "gather", "gather_list", data, outputs, root)
+    root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
+    data, outputs, call = _agreed(communicator, "gather", tensor, gather_list, root)
 
     def start() -> Event | None:
         engine, made = communicator.engine, data.contiguous()
@@ -263,19 +256,8 @@ def checked_scatter(
     src: Rank,
     group_src: Rank,
 ) -> PreparedCall:
-    rank, root = (
-        communicator.rank,
-        checks.group_rank("src", src, group_src, communicator, default=0),
-    )
-    out = checks.target("tensor", tensor, communicator)
-    _only_on_root("scatter_list", scatter_list, root, rank)
-    inputs: list[torch.Tensor] | None = None
-    if rank == root:
-        inputs = one_per_rank(
-            "scatter_list", scatter_list, "tensor", out.dtype, communicator, written=False
-        )
-        apart("scatter_list", inputs, "tensor", out, rank)
-    call = _call(communicator, "scatter", "scatter_list", out, inputs, root)
+    root = checks.group_rank("src", src, group_src, communicator, default=0)
+    out, inputs, call = _agreed(communicator, "scatter", tensor, scatter_list, root)
 
     def start() -> Event | None:
         engine = communicator.engine
