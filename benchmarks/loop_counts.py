@@ -1,52 +1,62 @@
-"""Rows for the table of loops in docs/performance.md: what a round of a kernel's loops does, no GPU needed.
+"""Counts of the loops that matter, from machine code, for the table in docs/performance.md; no GPU needed.
 
-    python benchmarks/loop_counts.py --of sum_contributions "reduce_scatter bf16" "all_reduce fp32"
+    python benchmarks/loop_counts.py benchmarks/results/loops.json --before benchmarks/results/loops.json
 
-Names are those of ``python -m interlace build``, which has the same counts in its JSON; ``--of`` names the
-functions whose loops are wanted, and ``--arch`` the architectures. What stands outside of all loops is "-".
+writes what the kernels of the imported interlace compile to, beside what they did before: ``--before`` is a
+file of this script's, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. Where it
+has counts from before itself, those are kept. ``python -m interlace build --json`` has all loops.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
 
-from interlace.runtime.compiler.build import Report, build
+from circumstances import circumstances, said_by
+
+import interlace
+from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, entries
-from interlace.runtime.compiler.lint.loops import Loop
+
+# Kernels by the names of ``interlace build``, and in which functions the loops stand that are counted.
+CASES = {
+    "all_gather bf16": "copy_elements",
+    "reduce_scatter bf16": r"sum_\w+",
+    "reduce_scatter fp32": r"sum_\w+",
+    "all_reduce bf16": r"sum_\w+",
+    "matmul_reduce_scatter bf16 nk tma": r"sum_\w+",
+    "matmul_reduce_scatter bf16 nk pointers": r"sum_\w+",
+    "node_sums stores": r"sum_\w+",
+}
 
 
-def row(report: Report, loop: Loop) -> str:
-    cells = (
-        report.name,
-        f"sm_{report.arch}",
-        report.registers,
-        loop.where.split(" in ")[-1] or "-",
-        loop.instructions,
-        loop.tensor_maps,
-        loop.barriers,
-        loop.wgmma_waits,
-        loop.loads_in_flight,
-        loop.loaded_bytes,
-    )
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+def counted() -> dict[str, Any]:
+    """Every loop of ``CASES``, but those that load an element at a time: they are for edges."""
+    package = Path(interlace.__file__).parent
+    wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in CASES]
+    rows = [
+        {"kernel": report.name, "arch": report.arch, "registers": report.registers, **vars(loop)}
+        for report in sorted(build(wanted), key=lambda report: list(CASES).index(report.name))
+        for loop in report.loops
+        if re.fullmatch(CASES[report.name], loop.where.split(" in ")[-1])
+        and not 0 < loop.loaded_bytes < 16 * loop.loads_in_flight
+    ]
+    return {"commit": said_by("git", "-C", str(package), "rev-parse", "HEAD"), "loops": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kernels", nargs="+", metavar="NAME")
-    parser.add_argument("--of", default="-", metavar="FUNCTION,...")
-    parser.add_argument("--arch", default=",".join(str(arch) for arch in ARCHES))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--before", type=Path)
     options = parser.parse_args()
-    arches = [int(arch) for arch in options.arch.split(",")]
-    found = [entry for arch in arches for entry in entries(arch) if entry.name in options.kernels]
-    print(
-        "| kernel | sm | registers | loop of | instructions | maps | barriers | waits | loads | bytes |"
-    )
-    print("|" + " --- |" * 10)
-    for report in sorted(build(found), key=lambda report: options.kernels.index(report.name)):
-        for loop in report.loops:
-            if (loop.where.split(" in ")[-1] or "-") in options.of.split(","):
-                print(row(report, loop))
+    document = {**circumstances(), "protocol": "counts of instructions", **counted()}
+    if options.before:
+        older = json.loads(options.before.read_text())
+        document["before"] = older.get("before", {key: older[key] for key in ("commit", "loops")})
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
     dispatch  torch_backend in a world of one
     fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
     gpu       the records of gpu.py
+    loops     loop_counts.py: what a round of some loops does, before and now
 
 ``--plots`` draws bandwidth over size for each backend table, and overlap for each gpu table, into
 ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
@@ -135,11 +136,34 @@ def gpu(document: Document) -> str:
     return _table(["part", "case", "us", "derived"], rows)
 
 
+def loops(document: Document) -> str:
+    """A line per loop and architecture, of the kernels as they were and as they are."""
+    counts = ("instructions", "tensor_maps", "barriers", "wgmma_waits", "loads_in_flight")
+
+    def rows() -> Rows:
+        old, new = document["before"]["loops"], document["loops"]
+        both = [("both" if loop in new else "before", loop) for loop in old]
+        both += [("now", loop) for loop in new if loop not in old]
+        kernels = list(dict.fromkeys(loop["kernel"] for _, loop in both))
+        both.sort(key=lambda pair: (kernels.index(pair[1]["kernel"]), pair[1]["arch"]))
+        for when, loop in both:
+            name = loop["where"].split(" in ")[-1]
+            numbers = [loop["registers"], *(loop[each] for each in counts), loop["loaded_bytes"]]
+            yield [loop["kernel"], f"sm_{loop['arch']}", when, f"`{name}`", *map(str, numbers)]
+
+    head = [
+        "kernel", "chip", "", "loop of", "registers", "instructions", "tensor maps", "barriers",
+        "wgmma waits", "loads in flight", "bytes loaded",
+    ]  # fmt: skip
+    return _table(head, rows())
+
+
 KINDS: dict[str, Callable[[Document], str]] = {
     "backend": backend,
     "dispatch": dispatch,
     "fused": fused,
     "gpu": gpu,
+    "loops": loops,
 }
 
 

@@ -127,7 +127,8 @@ def matmul_reduce_scatter(
                 },
                 "matmul_reduce_scatter",
                 num_warps=configuration.num_warps,
-                options=nodes.options,
+                # Left alone, ptxas takes so few that a load waits for the one before it.
+                options={**nodes.options, "maxnreg": 128},
             )
         )
         communicator.compute.launch(

@@ -125,8 +125,8 @@ def _decode_constant(value: dict[str, Any]) -> Any:
 
 def decode_measurement(line: str) -> Measurement:
     found = json.loads(line)
-    found["faults"] = tuple(Fault(**one) for one in found["faults"])
-    found["loops"] = tuple(Loop(**one) for one in found["loops"])
+    for name, kind in (("faults", Fault), ("loops", Loop)):
+        found[name] = tuple(kind(**one) for one in found[name])
     return Measurement(**found)
 
 

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class Flow:
-    """The graph of ``successors``: for each instruction, those that may run directly after it.
-
-    ``loops`` has the instructions of each loop, inner ones included, by the first that a round runs.
-    """
+    """The graph of ``successors``: for each instruction, those that may run directly after it."""
 
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self._next = successors
@@ -24,7 +21,7 @@ class Flow:
             for after in successors[index]:
                 if (index, after) not in back:
                     self._later[index] |= self._later[after] | 1 << after
-        self.loops = self._natural_loops(back)
+        self.loops = self._natural_loops(back)  # by the first instruction, inner loops included
 
     def before(self, first: int, second: int) -> bool:
         """Whether ``second`` may run after ``first`` in the same round of every loop."""

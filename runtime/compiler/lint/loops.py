@@ -1,14 +1,12 @@
 """What every loop of a compiled kernel does in a round, counted in its SASS.
 
-Counts tell what limits a loop before any GPU has run it: one that waits for each load as soon as it is
-issued is bound by latency, one that makes tensor maps or meets at barriers in every round pays for them
-every time. They are counts of instructions, not of time.
+They tell what limits a loop before any GPU has run it: one that waits for each load as soon as it is issued
+is bound by latency, one that makes tensor maps in every round pays for them every time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.runtime.compiler.lint.lines import place
@@ -54,7 +52,7 @@ def loops(sass: str) -> tuple[Loop, ...]:
     return tuple(found)
 
 
-def _counted(where: str, depth: int, code: Sequence[Operation], rounds: int) -> Loop:
+def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop:
     def count(name: str, modifier: str = "") -> int:
         return sum(one.name == name and modifier in one.modifiers for one in code)
 
@@ -70,7 +68,7 @@ def _bytes(one: Operation) -> int:
     return next((size for word, size in _SIZES.items() if word in one.modifiers), 4)
 
 
-def _in_flight(code: Sequence[Operation], rounds: int) -> int:
+def _in_flight(code: list[Operation], rounds: int) -> int:
     registers: list[set[int]] = []  # of each load that nothing has used yet
     groups, most = [0], 0  # copies into shared memory by group, the last one open
     waits = any(one.name == "DEPBAR" and _KEPT.match(one.operands) for one in code)
