@@ -57,6 +57,28 @@ def offline(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def missing(text: str) -> list[str]:
+    """Files of tests and benchmarks that a page names and that are not there, or lack the function."""
+    found = []
+    for file, function in re.findall(r"`((?:tests|benchmarks)/[\w./]+\.\w+)(?:::(\w+))?", text):
+        path = ROOT / file
+        if not path.exists() or (function and f"def {function}(" not in path.read_text()):
+            found.append(f"{file}::{function}")
+    return found
+
+
+def test_what_pages_say_proves_something_is_there() -> None:
+    assert not {
+        page.name: gone
+        for page in (ROOT / "docs").rglob("*.md")
+        if (gone := missing(page.read_text()))
+    }
+    assert missing("`tests/test_site.py::test_none`, `tests/gone.py`, `tests/test_site.py`") == [
+        "tests/test_site.py::test_none",
+        "tests/gone.py::",
+    ]
+
+
 @thorough
 def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     here = ("-o", ".venv/docs", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv

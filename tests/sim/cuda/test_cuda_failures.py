@@ -6,7 +6,12 @@ On the fake GPU; the watchdog looks when it is told to.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import pathlib
+import re
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +38,7 @@ from interlace.runtime.places.cuda.stream import DeviceStream
 from interlace.runtime.places.cuda.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("connections")
+DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/gpu.md"
 
 
 def warm_up() -> None:
@@ -88,6 +94,38 @@ def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte"):
         fake_host.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["fast polls", "slow polls"])
+def test_the_bound_is_the_timeout_times_a_poll(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the factors that docs/gpu.md says, of its estimate of a poll; here of 100 us."""
+    text = " ".join(DOCUMENT.read_text().split())
+    said = re.search(
+        r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes are (\d+) to (\d+)\.", text
+    )
+    assert said is not None
+    poll, minutes = float(said[1 + which]), float(said[3 + which])
+    install(monkeypatch, FakeGpu(eager=0.0))
+    passed = [0.0]
+
+    def polls(start: int) -> Iterator[int]:
+        for number in itertools.count(start):
+            passed[0] += poll
+            yield number
+
+    def on_rank() -> None:
+        warm_up()
+        own_place().set_timeout(1e-4)
+        if interlace.get_rank() == 0:
+            passed[0] = 0.0
+            workspace = default_group().arena.lease(_layout(), "an op")
+            default_group().compute.wait(workspace, 1, 3)
+            torch.cuda.synchronize()
+
+    monkeypatch.setattr(fake_kernels, "itertools", SimpleNamespace(count=polls))
+    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
+        fake_host.run(on_rank, 2)
+    assert passed[0] == pytest.approx(100 * minutes / 10, rel=0.02)
 
 
 def test_a_new_timeout_bounds_waits_in_channels_that_are_there(
