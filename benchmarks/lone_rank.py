@@ -109,7 +109,7 @@ class LoneRank:
                 **copies(blocks, 0),
                 "scale_offset": 0,
                 "sends": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),
-                "chunks": Table(self._table(lines), self.slots),
+                "chunks": Table(self._table(lines), len(lines)),
                 "multicast": 0,
             },
             "all_gather_matmul",

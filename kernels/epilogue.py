@@ -80,7 +80,7 @@ def store_tile(c_ptr, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
-def output_operand(c_ptr, rows, N, TILES: tl.constexpr):
+def output_operand(c_ptr, N, TILES: tl.constexpr, rows=(1 << 31) - 1):
     """C as ``emit_tile`` takes it: a pointer, or a descriptor of ``rows x N``, dense from ``c_ptr`` on."""
     if TILES.OUT_DESCRIPTOR:
         operand = tl.make_tensor_descriptor(
@@ -89,6 +89,20 @@ def output_operand(c_ptr, rows, N, TILES: tl.constexpr):
     else:
         operand = c_ptr
     return operand
+
+
+@triton.jit
+def part_of_output(whole, part_ptr, first_row, rows, N, TILES: tl.constexpr):
+    """``rows`` of C from ``first_row`` on, as ``part_of_rows`` has those of A."""
+    row = tl.zeros((), tl.int32)
+    operand = part_ptr
+    if TILES.OUT_DESCRIPTOR:
+        operand = whole
+        if rows % TILES.BLOCK_M == 0:
+            row = first_row.to(tl.int32)
+        else:
+            operand = output_operand(part_ptr, N, TILES, rows)
+    return operand, row
 
 
 @triton.jit
@@ -101,7 +115,7 @@ def _halves(acc):
 
 @triton.jit
 def _emit_part(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
-               PARTIAL: tl.constexpr):  # fmt: skip
+               PARTIAL: tl.constexpr, first_row):  # fmt: skip
     PART: tl.constexpr = TILES.BLOCK_N // TILES.SUBTILE
     acc = scale_tile(acc, epilogue, tile_m, tile_n, rows, N, PART, TILES)
     # Scales are this rank's, and go into its contribution; the bias is added once, to the sum, and no
@@ -111,7 +125,7 @@ def _emit_part(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
         acc = activate(acc, TILES)
     if TILES.OUT_DESCRIPTOR:
         # No mask: a descriptor stores nothing beyond its shape. Coordinates of TMA are 32 bits wide.
-        row = (tile_m * TILES.BLOCK_M).to(tl.int32)
+        row = (first_row + tile_m * TILES.BLOCK_M).to(tl.int32)
         column = (tile_n * PART).to(tl.int32)
         c.store([row, column], acc.to(c.dtype))
     else:
@@ -120,9 +134,10 @@ def _emit_part(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
 
 @triton.jit
 def emit_tile(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
-              PARTIAL: tl.constexpr = False):  # fmt: skip
+              PARTIAL: tl.constexpr = False, first_row=0):  # fmt: skip
     """Scale, add the bias, activate and store the tile ``acc`` of ``rows x N``, part by part.
 
+    ``first_row``: of a descriptor, where the rows begin.
     ``PARTIAL``: one of the contributions to a sum, which get neither bias nor activation; the sum does.
     Part i of tile n is tile ``n * SUBTILE + i`` of a matrix whose tiles are ``BLOCK_N / SUBTILE`` wide.
     """
@@ -137,4 +152,4 @@ def emit_tile(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
     # Unrolled: a tuple is indexed by constants only.
     for part in tl.static_range(PARTS):
         place = tile_n * PARTS + part
-        _emit_part(c, parts[part], epilogue, tile_m, place, rows, N, TILES, PARTIAL)
+        _emit_part(c, parts[part], epilogue, tile_m, place, rows, N, TILES, PARTIAL, first_row)

@@ -93,10 +93,18 @@ def arrival_lines(
 def chunk_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
 ) -> list[Line]:
-    """Lines of ``all_gather_matmul_kernel``'s ``chunks``: arrivals, with the number of the first tile."""
-    lines = []
-    start = 0
-    for line in arrival_lines(rank, world_size, rows, chunk_size, True):
+    """Lines of ``all_gather_matmul_kernel``'s ``chunks``."""
+    arrivals = arrival_lines(rank, world_size, rows, chunk_size, False)
+    return numbered_lines(rank, rows, arrivals, block_m, tiles_n)
+
+
+def numbered_lines(
+    rank: int, rows: Sequence[int], arrivals: Sequence[Line], block_m: int, tiles_n: int
+) -> list[Line]:
+    """The own shard, one chunk as nobody waits for it, then ``arrivals``; each with its first tile."""
+    lines = [[rank, 0, rows[rank], sum(rows[:rank]), 0, 0]] if rows[rank] else []
+    start = ceil_div(rows[rank], block_m) * tiles_n
+    for line in arrivals:
         lines.append([*line, start])
         start += ceil_div(line[2], block_m) * tiles_n
     return lines

@@ -10,8 +10,8 @@ Two paths, chosen by the constant ``TILES.DESCRIPTORS``:
 ``"nk"``  descriptors (TMA), B contiguous along K: a transposed ``nn.Linear`` weight, read in place.
 
 ``rows_operand`` and ``columns_operand`` turn A and B into what ``multiply_tile`` takes: pointers, or
-descriptors. Making a descriptor costs a write and a fence, so callers make B's once per program and A's
-once per chunk or segment, outside their tile loops.
+descriptors. Making a descriptor costs a write and a fence, so callers make those of whole matrices once per
+program. Chunks and segments of A are taken out of these (``part_of_rows``).
 
 Each tile's k loop is nested in the caller's tile loop. A caller may let the compiler flatten the two into
 one (``flatten``), so that the loads of the next tile are under way while this one is stored; or give loads,
@@ -75,8 +75,8 @@ def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile
 
 
 @triton.jit
-def rows_operand(a_ptr, stride_am, rows, K, TILES: tl.constexpr):
-    """A as ``multiply_tile`` takes it."""
+def rows_operand(a_ptr, stride_am, K, TILES: tl.constexpr, rows=(1 << 31) - 1):
+    """A as ``multiply_tile`` takes it. Without ``rows``, for whole tiles: none of them ends anything."""
     # Constants, so that one path is compiled. Triton cannot join a pointer and a descriptor after a
     # branch that is taken at run time.
     if TILES.DESCRIPTORS == "":
@@ -86,6 +86,26 @@ def rows_operand(a_ptr, stride_am, rows, K, TILES: tl.constexpr):
             a_ptr, [rows, K], [stride_am, 1], [TILES.BLOCK_M, TILES.BLOCK_K]
         )
     return operand
+
+
+@triton.jit
+def part_of_rows(whole, part_ptr, stride_am, first_row, rows, K, TILES: tl.constexpr):
+    """``rows`` of A from ``first_row`` on, which are at ``part_ptr``: (operand, its row where they begin).
+
+    ``whole``: a descriptor of all rows, which does for whole tiles. A part that ends within a tile gets a
+    descriptor of its own, so that nothing beyond its last row is loaded: that may not have come.
+    """
+    row = tl.zeros((), tl.int32)
+    operand = whole
+    if TILES.DESCRIPTORS == "":
+        operand = part_ptr
+    else:
+        # A branch may join descriptors, of the same block and dtype.
+        if rows % TILES.BLOCK_M == 0:
+            row = first_row.to(tl.int32)
+        else:
+            operand = rows_operand(part_ptr, stride_am, K, TILES, rows)
+    return operand, row
 
 
 @triton.jit
@@ -105,12 +125,12 @@ def columns_operand(b_ptr, weight, N, K, TILES: tl.constexpr):
 
 
 @triton.jit
-def _multiply_descriptors(a, b, K, tile_m, tile_n, TILES: tl.constexpr):
+def _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES: tl.constexpr):
     # Coordinates of TMA are 32 bits wide, whatever counts the tiles. No masks: beyond the shape that the
     # descriptor was made with, TMA reads zeros.
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    row = (tile_m * BLOCK_M).to(tl.int32)
+    row = (first_row + tile_m * BLOCK_M).to(tl.int32)
     column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # A loop of its own below the caller's wait: flattened by hand into the tile loop, with the wait
@@ -127,10 +147,11 @@ def _multiply_descriptors(a, b, K, tile_m, tile_n, TILES: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr):
-    """``A[tile_m] @ B[:, tile_n]`` in fp32, ``[BLOCK_M, BLOCK_N]``, of operands made as above."""
+def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr,
+                  first_row=0):  # fmt: skip
+    """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin."""
     if TILES.DESCRIPTORS == "":
         acc = _multiply_pointers(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
     else:
-        acc = _multiply_descriptors(a, b, K, tile_m, tile_n, TILES)
+        acc = _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES)
     return acc

@@ -8,7 +8,7 @@ _GROUPED = "kernels/fused/grouped_matmul.py"
 _LOW, _SIGNAL = "kernels/collectives/low_latency.py", "kernels/signal.py"
 _SWITCH = "kernels/collectives/multimem.py"
 _A2A = "all_to_all_grouped_matmul fused"
-_WAIT_ROWS = "                        wait(workspace, source, slot_byte, epoch, COMPILED"
+_WAIT_ROWS = "                    wait(workspace, source, slot_byte, epoch, COMPILED"
 _WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
@@ -17,7 +17,7 @@ CASES = [
         mutant_of(
             _GROUPED,
             "grouped rows of some ranks not waited for",
-            (_WAIT_ROWS, f"                        if source > workspace.rank:\n    {_WAIT_ROWS}"),
+            (_WAIT_ROWS, f"                    if source > workspace.rank:\n    {_WAIT_ROWS}"),
         ),
         "races",
         _A2A,
@@ -45,8 +45,8 @@ CASES = [
             _GROUPED,
             "fence of grouped descriptor loads dropped",
             (
-                "                        fence_descriptor_loads(TILES.COMPILED)\n",
-                "                        pass\n",
+                "                    fence_descriptor_loads(TILES.COMPILED)\n",
+                "                    pass\n",
             ),
         ),
         "lint",

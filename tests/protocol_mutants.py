@@ -286,6 +286,41 @@ CASES = [
         "all_gather_matmul fused",
         "all_gather_matmul_kernel",
     ),
+    Case(
+        mutant_of(
+            "kernels/fused/all_gather_matmul.py",
+            "copiers wait before they have sent",
+            (
+                '            SCALED: tl.constexpr = TILES.SCALES == "row"\n',
+                '            SCALED: tl.constexpr = TILES.SCALES == "row"\n'
+                "            last = chunks.ptr + (chunks.count - 1) * _CHUNK\n"
+                "            slot_byte = workspace.slot_offset + tl.load(last + 4) * 8\n"
+                "            wait(workspace, tl.load(last), slot_byte, epoch)\n",
+            ),
+        ),
+        "schedules",
+        "all_gather_matmul fused",
+    ),
+    Case(
+        mutant_of(
+            "kernels/matmul.py",
+            "descriptor beyond a chunk that ends within a tile",
+            # of the first rank's only, as its rows are not the last
+            ("rows % TILES.BLOCK_M == 0", "(rows % TILES.BLOCK_M == 0) | (first_row == 16)"),
+        ),
+        "races",
+        "all_gather_matmul fused",
+    ),
+    Case(
+        mutant_of(
+            "kernels/epilogue.py",
+            "descriptor stores beyond a chunk that ends within a tile",
+            # of the first rank's only, as its rows are not the last
+            ("rows % TILES.BLOCK_M == 0", "(rows % TILES.BLOCK_M == 0) | (first_row == 16)"),
+        ),
+        "races",
+        "all_gather_matmul switch",
+    ),
     *algorithm_mutants.CASES,
     # -- a counter that elects the last program, in a user's kernel ----------------------------------
     Case(

@@ -6,7 +6,7 @@ so what one rank sends to one expert is contiguous: a *segment*. Segments are cu
 consumers take their own segments first, in place, then those of rank - 1, rank - 2 ...: the order in which
 the peers, which send to rank + 1, rank + 2 ... in turn, make them arrive::
 
-    rank 0  copiers    | to 1: expert a, b | to 2: expert c, d |
+    rank 0  copiers    | to 1: expert a, b | to 2: expert c, d | wait 1: tiles of a, b
             consumers  | own tiles, a, b ..... | wait 2: tiles of a, b | wait 1: tiles of a, b |
 
 Whether all ranks' rows go to all ranks (all-gather) or each row to the rank that has its expert
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Epilogue
-from interlace.kernels.epilogue import emit_tile, output_operand
-from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
+from interlace.kernels.epilogue import emit_tile, output_operand, part_of_output
+from interlace.kernels.matmul import columns_operand, multiply_tile, part_of_rows, rows_operand
 from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import push_chunks
@@ -55,93 +55,105 @@ def grouped_matmul_kernel(
     this rank itself; then, for every expert and in it for every source, the output row where that
     segment begins; and R. What arrives lies in the workspace in output order, with holes where own rows
     would be. ``sends``: see ``kernels/transfer.py``. Tiles are numbered through in the order of
-    consumption; consumer p of P takes tiles t with ``t % P == p``.
+    consumption; program p of the P that take part takes tiles t with ``t % P == p``: all programs in rows
+    of the last source, consumers alone in those before.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
     after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
-    the lowest program ids and wait for no consumer, so the grid makes progress in any residency that
-    admits one program per rank.
+    the lowest program ids, and wait for chunks only when they have sent all of theirs, so the grid makes
+    progress in any residency that admits one program per rank.
 
     Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
     and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``offsets`` is [0, 0, 3, 5,
     6, 10]. Its program 1 computes tile 0: output rows 0-2, own rows of expert 0. Program 2: tile 1, row 5,
-    the own row of expert 1. Program 1 waits for slot 1 + 3 // 4 + 0 = 1 (expert 0 of rank 1) and computes
-    tile 2, rows 3-4; program 2 waits for slot 3 + 6 // 4 + 0 = 4 and computes tile 3, rows 6-9.
+    the own row of expert 1. Program 2 waits for slot 1 + 3 // 4 + 0 = 1 (expert 0 of rank 1) and computes
+    tile 2, rows 3-4; program 0, when it has sent, waits for slot 3 + 6 // 4 + 0 = 4: tile 3, rows 6-9.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
-    consumes = True
     # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
-        consumes = program >= COPIES.COPIERS
         if program < COPIES.COPIERS:
             push_chunks(workspace, input, sends, K, epoch, COPIES)
-    if consumes:
-        # Consumers count from 0: copiers take no tile, and a tile number must not fall on one.
-        consumer = program - COPIES.COPIERS
-        consumers = tl.num_programs(0) - COPIES.COPIERS
-        gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
-        # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
-        input_address = input.ptr.to(tl.int64)
-        element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
-        COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
-        VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-        world_size = workspace.world_size
-        tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-        own_row = tl.load(offsets_ptr)
-        start = tl.zeros((), tl.int32)
-        # Source by source, the own rows first, then as the peers' send order makes them arrive.
-        for index in range(world_size * num_experts):
-            expert = index % num_experts
-            # `+ world_size`, as a remainder on a GPU has the sign of the dividend.
-            source = (workspace.rank + world_size - index // num_experts) % world_size
-            segment = expert * world_size + source
-            segment_row = tl.load(offsets_ptr + 1 + segment)
-            segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
-            # Computed, not looked up: the module says why no two chunks get the same slot.
-            first_slot = segment + segment_row // chunk_rows
-            b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
-            of_expert = Epilogue(bias_ptr + expert * N, None, None)
-            for first_row in range(0, segment_rows, chunk_rows):
-                rows = min(chunk_rows, segment_rows - first_row)
-                tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
-                end = start + tiles_m * tiles_n
-                first = first_tile(start, consumer, consumers)
-                if first < end:
-                    output_row = segment_row + first_row
-                    address = input_address + (own_row + first_row) * input.stride * element_bytes
-                    stride = input.stride + tl.zeros((), tl.int64)
-                    if source != workspace.rank:
-                        # One wait per chunk. What it returns is not looked at: tiles go into this rank's
-                        # own output.
-                        slot = first_slot + first_row // chunk_rows
-                        slot_byte = workspace.slot_offset + slot * 8
-                        wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
-                        if TILES.DESCRIPTORS != "":
-                            fence_descriptor_loads(TILES.COMPILED)
-                        address = gathered_address + output_row * K * element_bytes
-                        stride = K + tl.zeros((), tl.int64)
-                    a_ptr = address.to(input.ptr.dtype)
-                    if TILES.ALIGNED:
-                        a_ptr = tl.multiple_of(a_ptr, 16)
-                        stride = tl.multiple_of(stride, VECTOR)
-                    a = rows_operand(a_ptr, stride, rows, K, TILES)
-                    # Here and not per expert: most programs have no tile of most experts.
-                    b = columns_operand(b_ptr, weight, N, K, TILES)
-                    c = output_operand(output_ptr + output_row * N, rows, N, TILES)
-                    for tile in tl.range(
-                        first,
-                        end,
-                        consumers,
-                        flatten=TILES.FLATTEN,
-                        warp_specialize=TILES.WARP_SPECIALIZE,
-                    ):
-                        tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
-                        acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES)
-                        emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES)
-                # Also by a program without a tile of this chunk: all must count the same tiles.
-                start = end
-            # The own rows lie in the input by expert, with nothing in between.
-            if source == workspace.rank:
-                own_row += segment_rows
+            # The waits for credits guarded no load; but nothing that follows a wait goes unfenced.
+            fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS != "")
+    gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
+    # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
+    input_address = input.ptr.to(tl.int64)
+    element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
+    COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
+    VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
+    world_size = workspace.world_size
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: to make a descriptor costs a write and a fence.
+    own = rows_operand(input.ptr, input.stride, K, TILES)
+    gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
+    whole_c = output_operand(output_ptr, N, TILES)
+    own_row = tl.load(offsets_ptr)
+    start = tl.zeros((), tl.int32)
+    # Source by source, the own rows first, then as the peers' send order makes them arrive.
+    for index in range(world_size * num_experts):
+        expert = index % num_experts
+        # `+ world_size`, as a remainder on a GPU has the sign of the dividend.
+        source = (workspace.rank + world_size - index // num_experts) % world_size
+        segment = expert * world_size + source
+        segment_row = tl.load(offsets_ptr + 1 + segment)
+        segment_rows = (tl.load(offsets_ptr + 2 + segment) - segment_row).to(tl.int32)
+        # Computed, not looked up: the module says why no two chunks get the same slot.
+        first_slot = segment + segment_row // chunk_rows
+        b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
+        # Rows of the last source come when this rank has sent its own last: copiers have part in these.
+        # Those that take part count from 0: a tile number must not fall on a program that takes none.
+        absent = tl.where(index < (world_size - 1) * num_experts, COPIES.COPIERS, 0)
+        programs = tl.num_programs(0) - absent
+        of_expert = Epilogue(bias_ptr + expert * N, None, None)
+        for first_row in range(0, segment_rows, chunk_rows):
+            rows = min(chunk_rows, segment_rows - first_row)
+            tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
+            end = start + tiles_m * tiles_n
+            first = first_tile(start, program - absent, programs)
+            if (first < end) & (program >= absent):
+                output_row = segment_row + first_row
+                address = input_address + (own_row + first_row) * input.stride * element_bytes
+                stride = input.stride + tl.zeros((), tl.int64)
+                whole = own
+                whole_row = own_row + first_row
+                if source != workspace.rank:
+                    # One wait per chunk. What it returns is not looked at: tiles go into this rank's
+                    # own output.
+                    slot = first_slot + first_row // chunk_rows
+                    slot_byte = workspace.slot_offset + slot * 8
+                    wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
+                    if TILES.DESCRIPTORS != "":
+                        fence_descriptor_loads(TILES.COMPILED)
+                    address = gathered_address + output_row * K * element_bytes
+                    stride = K + tl.zeros((), tl.int64)
+                    whole = gathered
+                    whole_row = output_row
+                a_ptr = address.to(input.ptr.dtype)
+                if TILES.ALIGNED:
+                    a_ptr = tl.multiple_of(a_ptr, 16)
+                    stride = tl.multiple_of(stride, VECTOR)
+                a, a_row = part_of_rows(whole, a_ptr, stride, whole_row, rows, K, TILES)
+                # Here and not per expert: most programs have no tile of most experts.
+                b = columns_operand(b_ptr, weight, N, K, TILES)
+                c_ptr = output_ptr + output_row * N
+                c, c_row = part_of_output(whole_c, c_ptr, output_row, rows, N, TILES)
+                for tile in tl.range(
+                    first,
+                    end,
+                    programs,
+                    flatten=TILES.FLATTEN,
+                    warp_specialize=TILES.WARP_SPECIALIZE,
+                ):
+                    tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
+                    acc = multiply_tile(
+                        a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES, a_row
+                    )
+                    emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES, False, c_row)
+            # Also by a program without a tile of this chunk: all must count the same tiles.
+            start = end
+        # The own rows lie in the input by expert, with nothing in between.
+        if source == workspace.rank:
+            own_row += segment_rows

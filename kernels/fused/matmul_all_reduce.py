@@ -52,7 +52,7 @@ def matmul_all_reduce_kernel(
     tiles = tiles_m * tiles_n
     # int64 before the products with rank and N: a region may begin beyond 2**31 elements.
     rows = M + tl.zeros((), tl.int64)
-    a = rows_operand(input.ptr, input.stride, M, K, TILES)
+    a = rows_operand(input.ptr, input.stride, K, TILES, M)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     partial = Epilogue(None, None, None)
     for tile in range(program, tiles, programs):

@@ -30,7 +30,13 @@ from interlace.kernels.collectives.reduction import (
     wait_contributions,
 )
 from interlace.kernels.epilogue import activate, add_bias, emit_tile, output_operand, store_tile
-from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand, tile_offsets
+from interlace.kernels.matmul import (
+    columns_operand,
+    multiply_tile,
+    part_of_rows,
+    rows_operand,
+    tile_offsets,
+)
 from interlace.kernels.signal import (
     complete_descriptor_stores,
     current_epoch,
@@ -81,15 +87,16 @@ def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows,
 
 
 @triton.jit
-def produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
+def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                  TILES: tl.constexpr):  # fmt: skip
     """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, to publish."""
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     # 32 bits, as the shape of a descriptor has; `rows` comes from a table of int64.
     count = rows.to(tl.int32)
-    a = rows_operand(input.ptr + first_row * input.stride, input.stride, count, K, TILES)
-    c = output_operand(to_ptr, count, N, TILES)
+    a_ptr = input.ptr + first_row * input.stride
+    a, a_row = part_of_rows(whole, a_ptr, input.stride, first_row, count, K, TILES)
+    c = output_operand(to_ptr, N, TILES, count)
     row_scale_ptr = epilogue.row_scale_ptr
     if TILES.SCALES == "row":
         row_scale_ptr += first_row
@@ -103,7 +110,7 @@ def produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K
         warp_specialize=TILES.WARP_SPECIALIZE,
     ):
         tile_m, tile_n = grouped_tile(number - turn.start, tiles_m, tiles_n, TILES.GROUP_M)
-        acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES)
+        acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES, a_row)
         # The bias and the activation are for the sum: see reduce_tiles.
         emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, True)
     # A release does not order what TMA has under way: the caller may publish after this only.
@@ -148,6 +155,7 @@ def matmul_reduce_scatter_kernel(
     rank = workspace.rank
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     # Once per program: to make a descriptor costs a write and a fence.
+    whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
@@ -165,7 +173,8 @@ def matmul_reduce_scatter_kernel(
                 # Region [rank] of the owner: every source has its own, so none overwrites another.
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 turn = Turn(first, start, programs)
-                produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K, TILES)
+                produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
+                             TILES)  # fmt: skip
                 # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
                 for number in range(first, start + tiles, programs):
                     slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8

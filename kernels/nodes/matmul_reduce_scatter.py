@@ -31,7 +31,7 @@ from interlace.kernels.arguments import Span, Turn
 from interlace.kernels.collectives.reduction import sum_contributions
 from interlace.kernels.epilogue import activate, add_bias, store_tile
 from interlace.kernels.fused.matmul_reduce_scatter import produce_part
-from interlace.kernels.matmul import columns_operand, tile_offsets
+from interlace.kernels.matmul import columns_operand, rows_operand, tile_offsets
 from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.nodes.reduction import float_region, wait_node
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
@@ -86,6 +86,7 @@ def matmul_node_reduce_scatter_kernel(
     programs = tl.num_programs(0)
     stride, slots_each = regions.region_stride, slots.slots_each
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
         segment = segments_ptr + line * _SEGMENT
@@ -103,7 +104,8 @@ def matmul_node_reduce_scatter_kernel(
             if wait_credit(workspace, taker, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, taker, output_ptr) + part * stride
                 turn = Turn(first, start, programs)
-                produce_part(input, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K, TILES)
+                produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
+                             TILES)  # fmt: skip
                 # In a loop of its own: a publish begins with a barrier, which would end the pipeline of
                 # the tiles.
                 for number in range(first, start + tiles, programs):

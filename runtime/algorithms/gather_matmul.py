@@ -81,20 +81,19 @@ def _sizes(
     launches = []
     for index, each in enumerate(columns):
         tiles_n = formulas.ceil_div(each, configuration.block_n)
-
-        def lines(tiles_n: int = tiles_n) -> list[list[int]]:
-            if far is not None:
-                return far.chunk_lines(block_m, tiles_n)
-            return formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
-
-        chunks = communicator.table(("chunks", tuple(rows), size, block_m, tiles_n), lines)
+        if far is not None:
+            lines = far.chunk_lines(block_m, tiles_n)
+        else:
+            lines = formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+        named = "chunks", tuple(rows), size, block_m, tiles_n
+        chunks = communicator.table(named, lines.copy)
         mine = copiers if index == 0 else 0
         resident = max(
             mine + 1, plain.resident_programs(communicator, configuration, mine) - moving
         )
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
         grid = formulas.persistent_grid(mine, tiles, resident)
-        launches.append((Table(chunks, slots), tiles, grid))
+        launches.append((Table(chunks, len(lines)), tiles, grid))
     made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
     if len(communicator.derived) >= MOST_SIZES:
         communicator.derived.clear()

@@ -58,12 +58,9 @@ class GatherMoves:
 
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
         """As ``launch_formulas.chunk_lines``, in the order in which chunks come between nodes."""
-        lines, start = [], 0
         known = self._rank, self._nodes, self._rows, self._size
-        for line in algorithms.arrival_lines(*known, own=True):
-            lines.append([*line, start])
-            start += formulas.ceil_div(line[2], block_m) * tiles_n
-        return lines
+        arrivals = algorithms.arrival_lines(*known, own=False)
+        return formulas.numbered_lines(self._rank, self._rows, arrivals, block_m, tiles_n)
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
         """Begin to move rows of ``input`` on the copy stream."""

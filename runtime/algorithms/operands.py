@@ -154,6 +154,7 @@ def product(
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     descriptors = descriptor_path(configuration, input, weight) if aligned else ""
     specialized = configuration.warp_specialize and bool(descriptors)
+    activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
     tiles = Tiles(
         BLOCK_M=configuration.block_m,
         BLOCK_N=configuration.block_n,
@@ -169,7 +170,7 @@ def product(
         SCALES=linear.scales,
         BIAS="" if linear.bias is None else linear.bias_along,
         ACTIVATION=linear.activation,
-        SUBTILE=configuration.stored_parts,
+        SUBTILE=configuration.activated_parts if activated else configuration.stored_parts,
         OUT_DESCRIPTOR=stores_by_descriptor(configuration, linear, descriptors)
         and not (published and specialized),
     )

@@ -42,8 +42,9 @@ class Chip:
     """Round figures of an architecture with NVLink; ``tflops`` by bytes per element, 4 without TF32.
 
     ``copy_gbs``: of one SM that copies to a peer. ``small_tile_rate``: of a tile half as large as
-    128 x 256, relative to that. ``tile_us``: of a tile, what does not overlap. ``copy_us``: before each
-    copy of a copy engine, with its signal.
+    128 x 256, relative to that. ``tile_us``: of a tile, what does not overlap. ``chunk_us``: of a chunk
+    that a program has tiles of: the wait, and a pipeline that runs empty and fills again. ``copy_us``:
+    before each copy of a copy engine, with its signal.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Chip:
     copy_gbs: float = 4.6  # published: arXiv 2511.13940, on Hopper
     small_tile_rate: float = 0.83  # published: symm-mem-recipes, cuBLAS against Triton, on Hopper
     tile_us: float = 2.0
+    chunk_us: float = 3.0
     copy_us: float = 3.0
 
 

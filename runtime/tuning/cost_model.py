@@ -2,9 +2,10 @@
 
 Closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
-    matmul  = max(waves of tiles * time of a tile, bytes read / memory bandwidth)
+    matmul  = max(waves of tiles * time of a tile + chunks of a program * what one costs,
+                  bytes read / memory bandwidth)
     gather  = bytes received / bandwidth of who sends, and some time per chunk
-    fused   = max(matmul, gather + what is left to multiply when the last chunk has come)
+    fused   = max(matmul, gather + what is left to multiply when the last chunks have come)
 
 It ranks configurations and is good for nothing else: its figures are predictions from data sheets and
 guesses (``chips.py``), held against no measurement. Only sums, products and quotients, so that every
@@ -16,7 +17,7 @@ for meshes, ``interlace.tensor``; of whole ops, for the fusion pass, ``interlace
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +66,12 @@ def tile_rate(chip: Chip, configuration: Configuration) -> float:
 
 
 def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks: int = 1) -> float:
-    """The persistent matmul alone, its rows in ``chunks`` per shard, on the SMs that copy nothing."""
+    """The persistent matmul alone, the rows of others in ``chunks`` per shard, on SMs that copy nothing."""
     c, p = configuration, problem
     itemsize = p.dtype.itemsize
     if itemsize not in chip.tflops:
         return float("inf")
-    sms = max(1, chip.sms - c.copiers)
+    sms = max(1, chip.sms - (c.copiers if p.op == "all_gather_matmul" else 0))
     tiles_m = p.whole * ceil_div(p.rows, c.block_m)
     waves = ceil_div(tiles_m * ceil_div(p.columns, c.block_n), sms)
     rate = chip.tflops[itemsize] * 1e6 / chip.sms * tile_rate(chip, c)
@@ -80,7 +81,9 @@ def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks
     if weight > chip.l2_mb * 1e6 / 2:
         bands = p.whole * chunks * ceil_div(ceil_div(p.rows, c.block_m * chunks), c.group_m)
     reads = p.whole * p.rows * p.inner * itemsize + bands * weight
-    return max(waves * tile, reads / (chip.memory_gbs * 1e3))
+    # one for each tile at most, as a program passes over chunks of which it has none
+    visited = min(waves, 1 + (p.whole - 1) * chunks)
+    return max(waves * tile + visited * chip.chunk_us, reads / (chip.memory_gbs * 1e3))
 
 
 def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> float:
@@ -94,7 +97,9 @@ def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> floa
         sending = others * p.rows * p.inner * itemsize / (by * 1e3)
         sending += 0.0 if c.copiers else others * chunks * chip.copy_us
         matmul = matmul_us(chip, p, c, chunks)
-        fused = max(matmul, sending + matmul * min(p.rows, size) / max(1, p.rows * p.world_size))
+        # copiers send a chunk each, all at once, so as many are the last to come; an engine one by one
+        last = min(p.rows * others, size * max(1, c.copiers))
+        fused = max(matmul, sending + matmul * last / max(1, p.rows * p.world_size))
         # sends by copy engine are not planned (cuda/plans.py): the host issues each of them anew
         host = 0.0 if c.copiers else HOST_US + others * chunks * SEND_US
         return max(fused, host)
@@ -103,10 +108,14 @@ def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> floa
 
 
 def best(
-    chip: Chip, problem: Problem, default: Configuration, candidates: Iterable[Configuration]
+    chip: Chip,
+    problem: Problem,
+    default: Configuration,
+    candidates: Iterable[Configuration],
+    predicted: Callable[[Chip, Problem, Configuration], float] = fused_us,
 ) -> tuple[Configuration, float]:
-    """The candidate that is predicted fastest, if by ``WORTH_IT``, else ``default``; and its gain."""
-    times = {each: fused_us(chip, problem, each) for each in (default, *candidates)}
+    """The candidate ``predicted`` to be fastest, if by ``WORTH_IT``, else ``default``; and its gain."""
+    times = {each: predicted(chip, problem, each) for each in (default, *candidates)}
     chosen = min(times, key=lambda each: times[each])
     base, least = times[default], times[chosen]
     if not least or base < least * WORTH_IT:

@@ -94,6 +94,7 @@ class Threshold(NamedTuple):
 
 # fmt: off
 _FILLS = "assumed: accumulators fill the registers, stages the shared memory; compiles without spills"
+_WAVES = "assumed: where larger tiles fill their last wave badly; compiles without spills"
 _BOTH = f"{_FILLS}; 12.x as 8.0, whose shared memory suffices it"
 _OLD = "assumed: as on 8.0, whose shared memory suffices it"
 _FP32 = "assumed: without tensor cores operands need registers too; compiles without spills"
@@ -106,7 +107,10 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     ((10, 12, ANY),  "fp32",      ANY,     ANY,     64,  64,  32,  8,    2,    2,   "",            _FP32),
     ((8, 12),        "16 bit",    "even",  "many", 128, 128,  32,  8,    4,    1,   "",            _BOTH),
     ((8, 12),        "16 bit",    "even",  "few",   64, 128,  32,  8,    4,    1,   "",            _BOTH),
-    ((9, 10),        "16 bit",    "even",  "many", 128, 256,  64,  8,    4,    4,   "flatten out", _FILLS),
+    ((9,),           "16 bit",    "even",  "many", 128, 256,  64,  8,    3,    1,   "flatten out", _FILLS),
+    ((10,),          "16 bit",    "even",  "many", 128, 256,  64,  8,    4,    4,   "flatten out", _FILLS),
+    ((9,),           "16 bit",    "even",  "many", 128, 128,  64,  8,    5,    1,   "flatten out", _WAVES),
+    ((10,),          "16 bit",    "even",  "many", 128, 128,  64,  8,    5,    4,   "flatten out", _WAVES),
     ((9, 10),        "16 bit",    "even",  "few",   64, 256,  64,  4,    4,    4,   "flatten out", _FILLS),
     ((8, 9, 10, 12), "16 bit",    "odd N", "many", 128,  64,  16,  8,    3,    1,   "",            _ODD),
     ((8, 9, 10, 12), "16 bit",    "odd N", "few",   64,  64,  16,  8,    3,    1,   "",            _ODD),
@@ -202,7 +206,7 @@ def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
     """All that fit a GPU of ``capability`` (90 is 9.0): its own, or those for any if it has none.
 
     >>> [(tile.block_m, tile.block_n, tile.rows) for tile in tiles(90, "16 bit", "even")]
-    [(128, 256, 'many'), (64, 256, 'few')]
+    [(128, 256, 'many'), (128, 128, 'many'), (64, 256, 'few')]
     """
     fitting = [t for t in TILES if dtype.startswith(t.dtype) and t.extents in (extents, ANY)]
     own = [tile for tile in fitting if tile.arch == capability // 10]

@@ -168,7 +168,7 @@ def decide(
     base = default(capability, problem)
     if problem.world_size == 1:
         return Choice(base, "", "default: a world of one")
-    table = None
+    table, chip = None, chip_of(capability or MIXED) if one_node else None
     if capability and one_node:
         table = nearest(table_rows(capability, problem), bucket_of(problem))
     near: list[tuple[str, Choice]] = []  # the cache's before the table's
@@ -182,13 +182,16 @@ def decide(
     if table is not None:
         shape, steps = table
         source = f"{_how(steps)} row of the table ({shape.source})"
-        near.append((_how(steps), Choice(replace(base, **shape.values), shape.algorithm, source)))
+        made = replace(base, **shape.values)
+        if capability and chip:  # the row is for a bucket of shapes, the last wave is that of one
+            tiles = [replace(each, **shape.values) for each in _tiles(capability, problem, base)]
+            made, _ = cost_model.best(chip, problem, made, tiles, cost_model.matmul_us)
+        near.append((_how(steps), Choice(made, shape.algorithm, source)))
     if near:
         return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
         return Choice(base, "", "default: blocks that cover the extents, for the interpreter")
-    chip = chip_of(capability)
-    if chip is not None and one_node:
+    if chip is not None:
         by = "cost model"
         if gather is not None:
             chip = replace(chip, link_gbs=gather.link.received_gbs)
@@ -205,13 +208,18 @@ def _how(steps: int) -> str:
     return "nearest" if steps else "exact"
 
 
+def _tiles(capability: int, problem: Problem, base: Configuration) -> list[Configuration]:
+    """``base`` with each of the table's tiles for the chip."""
+    dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
+    fitting = tuning_table.tiles(capability, dtype, extents_of(problem))
+    return [replace(base, **tile.values) for tile in fitting]
+
+
 def _alternatives(
     capability: int, problem: Problem, base: Configuration
 ) -> Iterable[Configuration]:
     """What the cost model chooses from: the table's tiles, and for a gather who sends how much at once."""
-    dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
-    for tile in tuning_table.tiles(capability, dtype, extents_of(problem)):
-        made = replace(base, **tile.values)
+    for made in _tiles(capability, problem, base):
         yield made
         if problem.op == "all_gather_matmul":
             yield from sending_candidates(made)

@@ -16,19 +16,23 @@ from interlace.runtime.tuning.configuration import SMALLEST_DOT, Configuration, 
 MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
 WARP = 32
 MOST_STAGES = 6
+OUTPUT_BYTES = 2  # of a number; parts of fp32 leave without descriptors
 BARRIERS = 16  # bytes of a stage, at most
 
 
-def shared_needed(configuration: Configuration, itemsize: int, output_itemsize: int = 2) -> int:
+def shared_needed(configuration: Configuration, itemsize: int, capability: int = 90) -> int:
     """Bytes for the operands of all stages, and for the part of a tile that is stored at once.
+
+    On 10.x the tile loop, flattened, has room for two parts.
 
     >>> shared_needed(Configuration(block_m=128, block_n=256, block_k=64, num_stages=4), 2) >> 10
     256
     """
     c = configuration
     loads = c.num_stages * ((c.block_m + c.block_n) * c.block_k * itemsize + BARRIERS)
-    stored = c.block_m * (c.block_n // c.epilogue_subtile) * output_itemsize
-    return loads + (2 if c.warp_roles else 1) * stored
+    stored = c.block_m * (c.block_n // c.stored_parts) * OUTPUT_BYTES
+    twice = c.warp_roles or (capability // 10 == 10 and c.output_descriptors)
+    return loads + (2 if twice else 1) * stored
 
 
 def why_not(configuration: Configuration, capability: int, itemsize: int) -> str:
@@ -47,7 +51,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     each = c.block_m * c.block_n // (c.num_warps * WARP)
     if each > MOST_ACCUMULATORS and capability // 10 != 10:  # 10.x has tensor memory
         return f"{each} accumulators of a thread, more than {MOST_ACCUMULATORS}"
-    needed, most = shared_needed(c, itemsize), shared_bytes(capability)
+    needed, most = shared_needed(c, itemsize, capability), shared_bytes(capability)
     if needed > most:
         return f"{needed} bytes of shared memory, sm_{capability} has {most}"
     return ""

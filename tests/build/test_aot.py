@@ -105,10 +105,10 @@ print(json.dumps([shown, cupy.allocations, top]))
     assert fused["grid"] == [cupy_stand_in.MULTIPROCESSORS, 1, 1]
     names = [a["name"] for a in facts["all_gather_matmul_kernel"]["arguments"]]
     sent = dict(zip(names, (number for _, number in fused["args"]), strict=True))
-    # 4096 rows are 32 tiles, so chunks of 8 tiles, each sent to 3 peers
-    assert (sent["num_sends"], sent["num_chunks"], sent["rank"], sent["K"]) == (12, 16, 1, 8192)
+    # 4096 rows are 32 tiles, so chunks of 8 tiles, each sent to 3 peers; the own shard is one
+    assert (sent["num_sends"], sent["num_chunks"], sent["rank"], sent["K"]) == (12, 13, 1, 8192)
     assert (sent["bias_ptr"], sent["profile_scratch"]) == (0, 0)
-    assert sent["global_scratch"] and allocations == [132 * 384], "once for all launches"
+    assert sent["global_scratch"] and allocations == [132 * 768], "once for all launches"
     assert [number for _, number in finish["args"]] == [sent["peers_ptr"], 1, 4, 0, 0]
 
 
@@ -137,7 +137,7 @@ def test_scratch_is_of_a_stream(cupy: Any, bundles: dict[str, pathlib.Path]) -> 
         values = {**VALUES, "rows": [rows] * 4, "resident": 64 if rows <= 4096 else 80}
         arguments = arguments_of(cupy)
         bundle.launch("all_gather_matmul_kernel", values, arguments, stream=stream)
-    assert cupy.allocations == [64 * 384, 64 * 384, 80 * 384]
+    assert cupy.allocations == [64 * 768, 64 * 768, 80 * 768]
     scratch = [int(launch["args"][-2]) for launch in cupy.launches]
     assert scratch[0] == scratch[2] != scratch[1] != scratch[3]
 

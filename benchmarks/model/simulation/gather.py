@@ -5,7 +5,8 @@ Chunks, sends, arrivals and tiles are ``launch_formulas``' and ``tiling``'s, the
     copy engine | chunk 0 -> next | chunk 0 -> next but one | ... | chunk 1 -> next | ...
     programs    | own chunks, no wait ...... | wait, chunk 0 of the one before | ...
 
-A copier is a program that loads, stores to the peer and publishes; it has an SM to itself.
+A copier is a program that loads, stores to the peer and publishes; it has an SM to itself. When it has
+sent all that it has to, it takes tiles of the last chunks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def fused(
     resident = cluster.resident_programs(configuration, copiers)
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     grid = formulas.persistent_grid(copiers, tiles, resident)
-    consumers = grid - copiers
+    shared = max(1, len(lines) - copiers)  # from this chunk on copiers take tiles
     matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
 
     def copier(program: int) -> Process:
@@ -67,11 +68,12 @@ def fused(
             cluster.publish(rank, peer, ("chunk", first_row // size))
             note.end("copy", peer, first_row // size)
 
-    def consumer(program: int) -> Process:
-        note = Logged(cluster, rank, program + copiers)
-        for source, first_row, count, _, _, start in lines:
+    def consumer(program: int, first: int) -> Process:
+        note = Logged(cluster, rank, program)
+        for index, (source, first_row, count, _, _, start) in enumerate(lines[first:], first):
             chunk, waited = first_row // size, source == rank
-            for tile, tile_m, tile_n in matmul.tiles(count, start, program, consumers):
+            absent = copiers if index < shared else 0
+            for tile, tile_m, tile_n in matmul.tiles(count, start, program - absent, grid - absent):
                 if not waited:
                     note.begin()
                     yield cluster.flag(source, rank, ("chunk", chunk))
@@ -82,7 +84,9 @@ def fused(
                 note.end("tile", source, chunk, tile)
 
     def program(index: int) -> Process:
-        return copier(index) if index < copiers else consumer(index - copiers)
+        if index < copiers:
+            yield from copier(index)
+        yield from consumer(index, shared if index < copiers else 0)
 
     if not copiers:
         sending = copy_engine(cluster, rank, shape, sends, size)

@@ -139,7 +139,7 @@ OPS = {
             "sends": "send_lines(rank, world_size, rows, chunk_size)",
             "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
             "chunks": "chunk_lines(rank, world_size, rows, chunk_size, BLOCK_M, tiles_n)",
-            "num_chunks": "slots",
+            "num_chunks": "len(chunks)",
             "multicast": "0",  # bundles send to each rank by itself
         },
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},

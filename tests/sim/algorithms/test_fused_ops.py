@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
+from interlace.kernels.fused import all_gather_matmul as kernels
 from interlace.runtime.numerics.activations import NAMES as ACTIVATIONS
 from interlace.runtime.tuning.configuration import override
 from support import LAYOUTS, failure, laid_out, noise, poisoned
@@ -283,6 +286,31 @@ def test_matmul_reduce_scatter_at_world_size(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 13])
 def test_matmul_all_reduce_at_world_size(world: int) -> None:
     check_reduce(simple(world, lengths=[3]), scatter=False)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tiles"), [(1, {0: 6, 1: 6, 2: 15}), (3, {1: 3, 2: 24})], ids=["whole", "thirds"]
+)
+def test_copiers_that_have_sent_take_tiles(
+    chunks: int, tiles: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last chunks, as many as there are copiers; not of the own shard, which is there at once.
+
+    Three ranks with three tiles each; programs 0 and 1 copy. Tile t of a shared chunk is program t % 3's.
+    """
+    taken: list[int] = []
+    emit = kernels.emit_tile
+
+    def noted(*arguments: Any) -> Any:
+        taken.append(int(tl.program_id(0).handle.data[0]))
+        return emit(*arguments)
+
+    monkeypatch.setattr(kernels, "emit_tile", noted)
+    blocks = {f"block_{axis}": 16 for axis in "mnk"}
+    configuration = {**blocks, "copiers": 2, "chunks": chunks, "programs": 1}
+    extents = {"lengths": [48] * 3, "inner": [16], "columns": [16]}
+    check_gather(simple(3, **extents, configuration=configuration))
+    assert Counter(taken) == tiles
 
 
 @pytest.mark.parametrize("copiers", range(4))

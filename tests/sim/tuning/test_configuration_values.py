@@ -101,7 +101,16 @@ def test_the_table_has_only_values_that_can_be() -> None:
 
 def test_a_part_of_a_tile_has_columns_enough() -> None:
     """An override of one field may not make another one impossible."""
-    made = replace(gpu_default(90, torch.bfloat16, 4096), block_n=16)
+    made = replace(gpu_default(100, torch.bfloat16, 4096), block_n=16)
     assert made.epilogue_subtile == 4 and made.stored_parts == 1
     assert replace(made, block_n=32).stored_parts == 2
     assert replace(made, block_n=256).stored_parts == 4
+
+
+def test_an_activation_has_few_numbers_alive() -> None:
+    made = gpu_default(90, torch.bfloat16, 4096)
+    assert (made.stored_parts, made.activated_parts) == (1, 4)
+    assert replace(made, block_n=128).activated_parts == 2
+    assert replace(made, block_n=128, num_warps=4).activated_parts == 4
+    assert replace(made, block_m=16, block_n=16).activated_parts == 1
+    assert gpu_default(90, torch.float32, 4096).activated_parts == 1

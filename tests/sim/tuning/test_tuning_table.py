@@ -93,7 +93,7 @@ def test_rows_for_shapes(row: table.Shape) -> None:
 
 
 def test_no_two_rows_for_one_thing() -> None:
-    for rows in ([t[:4] for t in TILES], [s[:7] for s in SHAPES], [t[:2] for t in THRESHOLDS]):
+    for rows in ([t[:7] for t in TILES], [s[:7] for s in SHAPES], [t[:2] for t in THRESHOLDS]):
         assert len(set(rows)) == len(rows)
 
 
@@ -111,12 +111,14 @@ def test_defaults_are_what_they_were() -> None:
     """Of the chip that most figures of docs/model.md are about, spelled out."""
     many = gpu_default(90, torch.bfloat16, 4096)
     assert many == Configuration(
-        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, copiers=8, chunks=4,
-        epilogue_subtile=4, descriptors=True, flatten=True, output_descriptors=True, multimem=True,
+        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, copiers=8, chunks=4,
+        epilogue_subtile=1, descriptors=True, flatten=True, output_descriptors=True, multimem=True,
     )  # fmt: skip
     assert not gpu_default(80, torch.bfloat16, 4096).multimem  # no multicast addresses before 9.0
     assert not gpu_default(75, torch.bfloat16, 4096).multimem
-    assert gpu_default(90, torch.bfloat16, 64) == replace(many, block_m=64, num_warps=4)
+    staged = {"num_stages": 4, "epilogue_subtile": 4}
+    assert gpu_default(90, torch.bfloat16, 64) == replace(many, block_m=64, num_warps=4, **staged)
+    assert gpu_default(100, torch.bfloat16, 4096) == replace(many, **staged)
     odd = gpu_default(90, torch.float16, 4096, 4095)
     assert (odd.block_n, odd.block_k, odd.flatten, odd.num_stages) == (64, 16, False, 3)
     assert gpu_default(100, torch.float32, 8).epilogue_subtile == 2
@@ -165,7 +167,7 @@ def _calibrated(gb_per_s: float) -> tuning.Gather:
 
 def test_the_model_has_the_links_that_were_calibrated() -> None:
     """As published they are faster than 75 GB/s; then smaller sends hide more, and with 4 GB/s nothing."""
-    problem = Problem("all_gather_matmul", torch.bfloat16, 4096, 1024, 8192, 4)
+    problem = Problem("all_gather_matmul", torch.bfloat16, 4096, 2048, 8192, 4)
     assert _calibrated(100.0).link.received_gbs == 75.0
     published, slower, slow = (
         tuning.decide(90, problem, None, gather=gather)
@@ -173,7 +175,7 @@ def test_the_model_has_the_links_that_were_calibrated() -> None:
     )
     assert published.source.startswith("cost model: predicted")
     assert slower.source.startswith("cost model with links of 75 GB/s, calibrated 2026-11-22")
-    assert slower.configuration != published.configuration
+    assert slower.configuration.chunks > published.configuration.chunks
     assert slow.source == "default: the table's tiles for sm_90"
 
 
