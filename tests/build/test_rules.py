@@ -71,7 +71,9 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             STORE + BARRIER + "@%p2 bra $L__BB0_1;\n" + RELEASE + "$L__BB0_1:\nret;\n",
             STORE + "ret;\n.func other()\n{\n" + RELEASE + "ret;\n}\n",
             roles(STORE + WARP_BARRIER + RELEASE, STORE),
+            roles(STORE, STORE + WARP_BARRIER + RELEASE),
             roles(STORE, RELEASE),
+            roles(RELEASE, STORE),
         ],
         [
             roles(STORE + RELEASE, WARP_BARRIER),

@@ -90,18 +90,26 @@ class Program:
         self._tables: dict[str, list[str]] = {}
         self._starts: set[int] = set()
         self._read(ptx)
-        self._dispatches = [
-            i
-            for i in self.where(lambda one: one.kind == "brx")
-            if any(one.operation == "barrier.sync" for one in self.instructions[max(0, i - 9) : i])
-        ]
-        self.flow = Flow([self._successors(i) for i in range(len(self.instructions))])
-        for role in self._roles():
-            if not any(self.instructions[i].operation == "bar.sync" for i in role):
-                for i in role:
-                    one = self.instructions[i]
-                    if one.operation == "bar.warp.sync":  # of all its warps: it has one
-                        self.instructions[i] = replace(one, operation="bar.sync")
+        after = [self._successors(i) for i in range(len(self.instructions))]
+        dispatches = list(self._dispatches())
+        heads = {head for head, _ in dispatches}
+        # Back at the dispatch a warp is through: it never takes the part of another.
+        self.flow = Flow([[i for i in each if i not in heads] for each in after])
+        for part in [first for _, jump in dispatches for first in after[jump]]:
+            self._count_warps({part, *self.flow.reach([part], lambda i: False)})
+
+    def _dispatches(self) -> Iterator[tuple[int, int]]:
+        """Where ``warp_specialize`` has the warps that it adds meet, and jump to a part of their own."""
+        meetings = self.where(lambda one: one.operation == "barrier.sync")
+        for jump in self.where(lambda one: one.kind == "brx"):
+            yield from [(i, jump) for i in meetings if 0 < jump - i < 9][-1:]
+
+    def _count_warps(self, part: set[int]) -> None:
+        """Of a part of one warp, that warp's barrier is all warps'; with more warps they have another."""
+        if not any(self.instructions[i].operation == "bar.sync" for i in part):
+            for i in part:
+                if self.instructions[i].operation == "bar.warp.sync":
+                    self.instructions[i] = replace(self.instructions[i], operation="bar.sync")
 
     def where(self, condition: Callable[[Instruction], bool]) -> list[int]:
         """Indices of the instructions for which ``condition`` holds."""
@@ -128,10 +136,11 @@ class Program:
                     label = found.group(1)
                     self._labels.setdefault(label, []).append(len(self.instructions))
                     statement = statement[found.end() :]
-                if targets := _TARGETS.match(statement):
+                if not statement.endswith(";"):
+                    # Triton writes a label per line.
+                    pending = statement if re.match(r"[a-z@]|\.branch", statement) else ""
+                elif targets := _TARGETS.match(statement):
                     self._tables[label] = _NAME.findall(targets.group(1))
-                elif not statement.endswith(";"):
-                    pending = statement if re.match(r"[a-z@]", statement) else ""
                 elif re.match(r"[a-z@]", statement):
                     self.instructions.append(_instruction(statement[:-1].strip(), chain, number))
 
@@ -161,15 +170,7 @@ class Program:
         targets = {at for name in names for at in self._near(name, index)}
         if targets and not one.predicate:
             following = []
-        # Back at the dispatch a warp is through: it never takes another's part.
-        through = {at for at in targets if any(at <= i < index for i in self._dispatches)}
-        return sorted({*(targets - through), *following})
-
-    def _roles(self) -> Iterator[set[int]]:
-        """What each kind of warps that ``warp_specialize`` adds runs; a dispatch gives them their parts."""
-        for dispatch in self._dispatches:
-            for first in self._successors(dispatch):
-                yield {first, *self.flow.reach([first], lambda i: False)}
+        return sorted({*targets, *following})
 
     def _near(self, label: str, index: int) -> Iterator[int]:
         """The instruction at ``label``; of several scopes that use the name, the nearest."""
