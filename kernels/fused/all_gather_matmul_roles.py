@@ -1,7 +1,7 @@
 """Fused all-gather + matmul for 9.0 in Gluon: warps with roles, none of which drains at a chunk.
 
-In ``all_gather_matmul.py`` all warps load, multiply and store, so at every chunk they wait together, make
-tensor maps, and fill the pipeline anew. Here one warp waits and loads, one stores, and the others multiply
+In ``all_gather_matmul.py`` all warps load, multiply and store, so at every chunk they drain the pipeline,
+wait together, and fill it anew. Here one warp waits and loads, one stores, and the others multiply
 tile after tile; they do not know of chunks::
 
     loads     | chunk 0: tile | wait 2:0 | tile | tile | wait 1:0 | tile |
