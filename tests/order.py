@@ -35,6 +35,7 @@ LONGEST = (
     "sim/algorithms/test_determinism.py",
     "sim/algorithms/test_fused_ops.py",
     "build/test_lint.py",
+    "build/test_loops.py",
     "sim/algorithms/test_node_matmul.py",
     "multi/tensor/test_styles.py",
     "multi/nn/test_tiny_gpt.py",
