@@ -4,12 +4,17 @@ A rank that gives way inside ``torch.no_grad()`` or ``torch.inference_mode()``, 
 waits within torch's dispatcher, would leave its modes and its excluded dispatch keys to the rank that
 goes on, and in the end to the caller, whose tensors would have no gradients any more. So would one that
 gives way under hooks on saved tensors, as torch.utils.checkpoint sets them: others would save their tensors
-in its checkpoint.
+in its checkpoint. Nor may one rank's handler of warnings be left: torch keeps it on the stack of whichever
+function of C++ was called last, and ranks do not come back from those in the order in which they went in.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +22,21 @@ import torch
 from interlace.runtime.scheduler.task import Task
 
 _C: Any = torch._C
+
+
+def _warning_handlers() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """c10's functions that get and set this thread's; ones that do nothing where it has none."""
+    with contextlib.suppress(OSError, AttributeError, IndexError):
+        found = pathlib.Path(torch.__file__).parent.glob("lib/libc10.*")
+        c10 = ctypes.PyDLL(str(sorted(found)[0]))
+        get = c10._ZN3c1012WarningUtils19get_warning_handlerEv
+        put = c10._ZN3c1012WarningUtils19set_warning_handlerEPNS_14WarningHandlerE
+        get.restype, put.argtypes, put.restype = ctypes.c_void_p, [ctypes.c_void_p], None
+        return get, put
+    return lambda: None, lambda handler: None
+
+
+warning_handler, _put_warning_handler = _warning_handlers()
 
 
 def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
@@ -31,24 +51,26 @@ def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
         resume()
         return
     before = _take_state()
-    keys, grad_enabled, hooks, inference = task.torch_state or before
+    keys, grad_enabled, hooks, inference, handler = task.torch_state or before
     with _C._InferenceMode(inference), _C._ForceDispatchKeyGuard(*keys):
         _C._set_grad_enabled(grad_enabled)
         _put_hooks(hooks)
+        _put_warning_handler(handler)
         try:
             resume()
         finally:
             task.torch_state = _take_state()
-            _, grad_enabled, hooks, _ = before
+            _, grad_enabled, hooks, _, handler = before
+            _put_warning_handler(handler)
             _put_hooks(hooks)
             _C._set_grad_enabled(grad_enabled)
 
 
-def _take_state() -> tuple[Any, bool, list[Any], bool]:
-    """(dispatch keys, whether gradients are on, hooks, inference mode); the hooks are gone afterwards."""
+def _take_state() -> tuple[Any, bool, list[Any], bool, Any]:
+    """Dispatch keys, gradients, hooks (gone afterwards), inference mode, the handler of warnings."""
     keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
-    hooks = _taken_hooks()
-    return keys, torch.is_grad_enabled(), hooks, torch.is_inference_mode_enabled()
+    modes = torch.is_grad_enabled(), _taken_hooks(), torch.is_inference_mode_enabled()
+    return keys, *modes, warning_handler()
 
 
 def _taken_hooks() -> list[Any]:

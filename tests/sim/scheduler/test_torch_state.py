@@ -7,6 +7,7 @@ import torch
 
 import interlace
 from interlace import functional
+from interlace.runtime.scheduler import torch_state
 
 
 def grad_mode_of_rank_0() -> list[bool]:
@@ -47,6 +48,15 @@ def doubled() -> torch.Tensor:
     """Waits within torch's dispatcher."""
     mine: torch.Tensor = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()])) * 2
     return mine
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warnings_have_the_handler_that_they_had(seed: int) -> None:
+    """One on the stack of a rank that has ended would crash the next warning, at exit at the latest."""
+    before = torch_state.warning_handler()
+    assert before is not None
+    interlace.run(doubled, 3, seed=seed)
+    assert torch_state.warning_handler() == before
 
 
 def test_dispatch_keys_are_left_as_they_were() -> None:
