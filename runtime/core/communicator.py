@@ -44,7 +44,6 @@ class Communicator:
     ``ranks`` are the group's members as ranks of the default group. Not to be shared by threads. Made by
     :func:`interlace.new_group`, :meth:`split` and so on; every op takes it as ``group``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     group = interlace.new_group()
     ...     half = group.split([0])

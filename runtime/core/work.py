@@ -26,7 +26,6 @@ class Work(TorchWork):
     The inputs of the op must not change before it has completed. ``outputs`` are the tensors it fills, of
     any shape. Raises what the op failed with in :meth:`wait` and what waits, not before.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.ones(2)
     ...     work = interlace.all_reduce(tensor, async_op=True)

@@ -161,7 +161,6 @@ def override(**values: int | bool) -> Iterator[None]:
     have to give the same ones, else fused ops raise ValueError. A name or a value that :func:`check_values`
     refuses is a TypeError or ValueError on entering the block.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     with interlace.configured(block_m=64, chunks=1):
     ...         return interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum()

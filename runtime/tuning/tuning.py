@@ -80,7 +80,6 @@ def power(value: int) -> int:
 
 def bucket_of(problem: Problem) -> Bucket:
     """
-    >>> import torch
     >>> bucket_of(Problem("all_gather_matmul", torch.bfloat16, 1000, 3584, 8192, 6))
     (8, 1024, 4096, 8192)
     """

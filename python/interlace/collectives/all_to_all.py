@@ -102,7 +102,6 @@ def all_to_all(
     None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
     moves. Semantics: ``torch.distributed.all_to_all``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     outputs = [torch.empty(1) for _ in range(2)]
     ...     inputs = [torch.tensor([10.0 * interlace.get_rank() + r]) for r in range(2)]
@@ -227,7 +226,6 @@ def all_to_all_single(
     with ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics:
     ``torch.distributed.all_to_all_single``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     output = torch.empty(4)
     ...     interlace.all_to_all_single(output, torch.arange(4.0) + 10 * interlace.get_rank())

@@ -88,7 +88,6 @@ def all_reduce_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensors = [torch.ones(1), torch.arange(2)]
     ...     interlace.all_reduce_coalesced(tensors)
@@ -111,7 +110,6 @@ def all_gather_coalesced(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     mine = [torch.tensor([interlace.get_rank()]), torch.ones(1)]
     ...     outputs = [[torch.empty_like(each) for _ in range(2)] for each in mine]
@@ -134,7 +132,6 @@ def all_gather_into_tensor_coalesced(
 
     ``inputs`` may differ in shape and dtype. Raises what that does.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     outputs = [torch.empty(2), torch.empty(4)]
     ...     interlace.all_gather_into_tensor_coalesced(outputs, [torch.ones(1), torch.zeros(2)])
@@ -159,7 +156,6 @@ def reduce_scatter_tensor_coalesced(
     ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics: the method
     of that name of torch's backends.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     outputs = [torch.empty(1), torch.empty(2)]
     ...     interlace.reduce_scatter_tensor_coalesced(outputs, [torch.ones(2), torch.arange(4.0)])

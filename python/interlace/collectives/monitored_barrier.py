@@ -121,7 +121,6 @@ def monitored_barrier(
     Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came. Semantics and
     messages: ``torch.distributed.monitored_barrier``.
 
-    >>> import interlace
     >>> interlace.run(interlace.monitored_barrier, 2, timeout=60)
     [None, None]
     """

@@ -88,7 +88,6 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 
     Objects are pickled. Raises ValueError if the list does not have an entry per rank.
 
-    >>> import interlace
     >>> def on_rank():
     ...     objects = [None, None]
     ...     interlace.all_gather_object(objects, {"rank": interlace.get_rank()})
@@ -124,7 +123,6 @@ def gather_object(
     The list is None on other ranks. Raises ValueError or TypeError on every rank, also for an object that
     cannot be pickled. Semantics: ``torch.distributed.gather_object``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     objects = [None, None] if interlace.get_rank() == 1 else None
     ...     interlace.gather_object(interlace.get_rank() * 10, objects, dst=1)
@@ -159,7 +157,6 @@ def broadcast_object_list(
     ``device`` is torch's and not needed. Raises ValueError or TypeError on every rank, also for lists of
     different lengths. Semantics: ``torch.distributed.broadcast_object_list``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
     ...     interlace.broadcast_object_list(objects)
@@ -206,7 +203,6 @@ def scatter_object_list(
     The input list is None on other ranks. Raises ValueError or TypeError on every rank. Semantics:
     ``torch.distributed.scatter_object_list``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     mine = [None]
     ...     interlace.scatter_object_list(mine, ["a", "b"] if interlace.get_rank() == 0 else None)
@@ -260,7 +256,6 @@ def send_object_list(
     for no list, an object that cannot be pickled, or a ``dst`` that cannot be. Semantics:
     ``torch.distributed.send_object_list``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
     ...     if interlace.get_rank() == 0:
@@ -293,7 +288,6 @@ def recv_object_list(
     The rank is of the default group. Raises ValueError if the sender's list has another length.
     Semantics: ``torch.distributed.recv_object_list``.
 
-    >>> import interlace
     >>> def on_rank():
     ...     objects = [interlace.get_rank()]
     ...     if interlace.get_rank() == 0:

@@ -109,7 +109,6 @@ def isend(
     Any shape and dtype; ``dst`` may be the caller, ``group_dst`` is a rank of ``group``. Raises ValueError
     or TypeError, on this rank, if ``dst`` or ``tag`` cannot be. Semantics: ``torch.distributed.isend``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     mine, tensor = torch.tensor([float(interlace.get_rank())]), torch.empty(1)
     ...     peer = 1 - interlace.get_rank()
@@ -136,7 +135,6 @@ def irecv(
     ``src`` or ``tag`` cannot be, in ``Work.wait()`` if what was sent differs in length or dtype. Semantics:
     ``torch.distributed.irecv``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     if interlace.get_rank() == 0:
     ...         return interlace.send(torch.arange(2), 1)
@@ -178,7 +176,6 @@ def send(
 
     Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.tensor([float(interlace.get_rank())])
     ...     interlace.send(tensor, 1) if interlace.get_rank() == 0 else interlace.recv(tensor, 0)
@@ -204,7 +201,6 @@ def recv(
     The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
     TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.tensor([interlace.get_rank()])
     ...     return interlace.recv(tensor) if interlace.get_rank() == 0 else interlace.send(tensor, 0)
@@ -228,7 +224,6 @@ class P2POp:
     what is sent or filled. ``peer`` is a rank of the default group, ``group_peer`` one of ``group``; None
     is any rank, for ``irecv``. Raises ValueError for another ``op``, TypeError if ``tensor`` is none.
 
-    >>> import interlace, torch
     >>> interlace.P2POp(interlace.isend, torch.ones(2), peer=1)
     P2POp(isend, peer=1, torch.float32, torch.Size([2]))
     """
@@ -269,7 +264,6 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
     ValueError or TypeError, before any is begun, if an entry is wrong. Semantics:
     ``torch.distributed.batch_isend_irecv``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     rank, theirs = interlace.get_rank(), torch.tensor([9])
     ...     mine = torch.tensor([rank])

@@ -80,7 +80,6 @@ def broadcast(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.tensor([interlace.get_rank()])
     ...     interlace.broadcast(tensor, src=1)
@@ -141,7 +140,6 @@ def reduce(
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
     Semantics: ``torch.distributed.reduce``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.tensor([1 + interlace.get_rank()])
     ...     interlace.reduce(tensor, dst=0)
@@ -237,7 +235,6 @@ def gather(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.gather``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     rank = interlace.get_rank()
     ...     parts = [torch.empty(1), torch.empty(2)] if rank == 0 else None
@@ -286,7 +283,6 @@ def scatter(
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on
     every rank before any data moves. Semantics: ``torch.distributed.scatter``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.empty(2)
     ...     parts = [torch.zeros(2), torch.ones(2)] if interlace.get_rank() == 0 else None

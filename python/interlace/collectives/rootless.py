@@ -82,7 +82,6 @@ def all_reduce(
     any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
     ``torch.distributed.all_reduce``.
 
-    >>> import interlace, torch
     >>> def reduce():
     ...     x = torch.full((2,), 1.0 + interlace.get_rank())
     ...     interlace.all_reduce(x)
@@ -186,7 +185,6 @@ def all_gather(
     Returns None, or a :class:`Work` with ``async_op``. Semantics: ``torch.distributed.all_gather`` and
     ``all_gather_into_tensor``. Raises ValueError or TypeError before any data moves.
 
-    >>> import interlace, torch
     >>> def gather():
     ...     out = torch.empty(2, dtype=torch.int64)
     ...     interlace.all_gather(out, torch.tensor([interlace.get_rank()]))
@@ -294,7 +292,6 @@ def reduce_scatter(
     Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work`. Raises ValueError
     or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``, ``_tensor`` too.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     output = torch.empty(2)
     ...     interlace.reduce_scatter(output, torch.arange(4.0))
@@ -345,7 +342,6 @@ def barrier(
     bounds the blocking in ``shm``; the group's own always does. ``device_ids`` is torch's, a list of ints
     or None. Raises CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
 
-    >>> import interlace
     >>> interlace.run(interlace.barrier, 2)
     [None, None]
     """

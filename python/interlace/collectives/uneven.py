@@ -74,7 +74,6 @@ def all_gather_v(
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. torch has this for lists only, ``torch.distributed.all_gather``.
 
-    >>> import interlace, torch
     >>> def gather():
     ...     out = torch.empty(3)
     ...     interlace.all_gather_v(out, torch.ones(1 + interlace.get_rank()), [1, 2])
@@ -103,7 +102,6 @@ def reduce_scatter_v(
     ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
     ValueError or TypeError on every rank before any data moves.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     output = torch.empty(1 + 2 * interlace.get_rank())
     ...     interlace.reduce_scatter_v(output, torch.arange(4.0), [1, 3])
@@ -133,7 +131,6 @@ def gather_v(
     ``output`` and ``sizes`` are None on other ranks; ``dst`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     rank = interlace.get_rank()
     ...     whole = (torch.empty(3), [1, 2]) if rank == 0 else ()
@@ -166,7 +163,6 @@ def scatter_v(
     ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     tensor = torch.empty(1 + interlace.get_rank())
     ...     whole = (torch.arange(3.0), [1, 2]) if interlace.get_rank() == 0 else ()
@@ -199,7 +195,6 @@ def all_to_all_v(
     to rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
     rank before any data moves. With ``dim=0`` as ``torch.distributed.all_to_all_single``.
 
-    >>> import interlace, torch
     >>> def on_rank():
     ...     rank = interlace.get_rank()
     ...     output = torch.empty(1, 2 + 2 * rank)  # parts are columns: 1 for rank 0, 2 for rank 1

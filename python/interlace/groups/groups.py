@@ -185,7 +185,6 @@ def shutdown() -> None:
 
     Idempotent, not collective. Ranks of :func:`interlace.run` need none of it.
 
-    >>> import interlace
     >>> interlace.shutdown()
     """
     global _of_process, _made_from
@@ -292,7 +291,6 @@ def get_rank(group: Any = None) -> int:
     Raises ValueError if the caller is no member, TypeError for what is no group, :class:`InterlaceError` if
     there is no default group. Semantics: ``torch.distributed.get_rank``, which gives -1 to those outside.
 
-    >>> import interlace
     >>> interlace.run(interlace.get_rank, 2)
     [0, 1]
     """
@@ -305,7 +303,6 @@ def get_world_size(group: Any = None) -> int:
     Raises what :func:`get_rank` does. Semantics: ``torch.distributed.get_world_size``, which gives -1 to
     those outside.
 
-    >>> import interlace
     >>> interlace.run(interlace.get_world_size, 2)
     [2, 2]
     """
@@ -317,7 +314,6 @@ def device() -> torch.device:
 
     The CPU in ``sim`` and ``shm``, the rank's GPU elsewhere.
 
-    >>> import interlace
     >>> interlace.run(lambda: str(interlace.device()), 1)
     ['cpu']
     """

@@ -55,7 +55,6 @@ def new_group(
     Raises ValueError or TypeError, on every rank of the parent unless ``use_local_synchronization``, for
     ranks that are not there, and where ranks ask for different groups.
 
-    >>> import interlace
     >>> def on_rank():
     ...     group = interlace.new_group([2, 1], name="pair", timeout=60)
     ...     return interlace.get_rank(group) if interlace.get_rank() else None
@@ -104,7 +103,6 @@ def new_subgroups(
     Raises ValueError on every rank if ``group_size`` does not divide the world size, TypeError if it is no
     int. Semantics: ``torch.distributed.new_subgroups``.
 
-    >>> import interlace
     >>> interlace.run(lambda: interlace.new_subgroups(2)[0].ranks, 4)
     [(0, 1), (0, 1), (2, 3), (2, 3)]
     """
@@ -133,7 +131,6 @@ def new_subgroups_by_enumeration(
     ``timeout``: seconds or a timedelta. Raises ValueError on every rank if a rank is in two lists,
     TypeError for no lists. Semantics: ``torch.distributed.new_subgroups_by_enumeration``.
 
-    >>> import interlace
     >>> interlace.run(lambda: interlace.new_subgroups_by_enumeration([[0, 2], [1]])[0].ranks, 3)
     [(0, 2), (1,), (0, 2)]
     """
@@ -179,7 +176,6 @@ def split_group(
     Collective over the parent. ``timeout``: seconds or a timedelta. Raises ValueError or TypeError on every
     rank if a rank is not there, or in two lists. Semantics: ``torch.distributed.split_group``.
 
-    >>> import interlace
     >>> interlace.run(lambda: interlace.split_group(split_ranks=[[0, 1]]) is None, 3)
     [False, False, True]
     """

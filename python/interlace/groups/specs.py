@@ -49,7 +49,6 @@ class GroupSpec:
     :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks. Raises
     TypeError or ValueError for what is no name or size.
 
-    >>> import interlace, torch
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> group = interlace.GroupSpec("tp", 4)
     >>> def double(x):

@@ -45,7 +45,6 @@ class Kernel:
     baselines : what to compare with, by name, called as ``run`` is and checked alike. For the names "gloo"
         and "nccl" ``torch.distributed`` is initialized with that backend before the first call.
 
-    >>> import torch
     >>> double = Kernel(run=lambda x: 2 * x, inputs=lambda number: (torch.full((4,), float(number)),),
     ...                 check=lambda result, number: bool((result == 2 * number).all()), nbytes=16)
     >>> double.check(double.run(*double.inputs(3)), 3)

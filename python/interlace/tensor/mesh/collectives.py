@@ -76,7 +76,6 @@ def mesh_broadcast(
     :class:`interlace.Work` if ``async_op``, in every case; else None. Raises ValueError or TypeError on
     every rank of the row if shapes, dtypes or ``group_src`` differ, before any data moves.
 
-    >>> import interlace, torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
     ...     tensor = torch.tensor(interlace.get_rank())
@@ -113,7 +112,6 @@ def mesh_scatter(
     Raises ValueError or TypeError on every rank of the row, before any data moves; for ``group_src=None``
     on the caller alone.
 
-    >>> import interlace, torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
     ...     rank = interlace.get_rank()
@@ -184,7 +182,6 @@ def shard_dim_alltoall(
     Raises ValueError or TypeError on every rank of the row before any data moves. Semantics:
     ``torch.distributed.tensor._collective_utils.shard_dim_alltoall``.
 
-    >>> import interlace, torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
     ...     rank = interlace.get_rank()

@@ -115,7 +115,6 @@ def redistribute_cost(
     :meth:`MeshTopoInfo.build_from_mesh`. Raises ValueError if a spec has no tensor_meta. Semantics and,
     with torch's topology, figures: ``torch.distributed.tensor._collective_utils.redistribute_cost``.
 
-    >>> import torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -157,7 +156,6 @@ def one_step_redistribute_cost(
     Raises ValueError if they differ in more. Semantics:
     ``torch.distributed.tensor._collective_utils.one_step_redistribute_cost``.
 
-    >>> import torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

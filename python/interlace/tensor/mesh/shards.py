@@ -35,7 +35,6 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt)
 
     Differentiable. Raises ValueError for a dimension that is not there, or a negative size.
 
-    >>> import torch
     >>> pad_tensor(torch.ones(2), 0, 1)
     tensor([1., 1., 0.])
     """
@@ -48,7 +47,6 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymIn
 
     Raises ValueError for a dimension that is not there, or a size that it has not.
 
-    >>> import torch
     >>> unpad_tensor(torch.arange(3), 0, 1)
     tensor([0, 1])
     """
@@ -64,7 +62,6 @@ def fill_empty_tensor_to_shards(
     Raises ValueError if ``shards`` is empty, which says no shape, or has no such dimension. Semantics:
     ``torch.distributed.tensor._collective_utils.fill_empty_tensor_to_shards``.
 
-    >>> import torch
     >>> [each.shape[0] for each in fill_empty_tensor_to_shards([torch.ones(2, 3)], 0, 2)]
     [2, 0, 0]
     """
@@ -86,7 +83,6 @@ def check_tensor_meta(
     ranks. The message names what differs, both values and a rank. Nothing of the tensor is read: it may be
     a meta tensor.
 
-    >>> import interlace, torch
     >>> interlace.run(lambda: check_tensor_meta(torch.ones(2, device="meta")), 2)
     [None, None]
     """
@@ -114,7 +110,6 @@ def spec_to_bytes(spec: Any) -> int:
     Raises ValueError if it has no tensor_meta. Semantics:
     ``torch.distributed.tensor._collective_utils.spec_to_bytes``.
 
-    >>> import torch
     >>> from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     >>> meta = TensorMeta(torch.Size([4, 2]), (2, 1), torch.float32)
     >>> spec_to_bytes(DTensorSpec(None, (), tensor_meta=meta))

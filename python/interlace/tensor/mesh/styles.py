@@ -98,7 +98,6 @@ def explain(module: nn.Module) -> dict[str, str]:
     Before its first call, what the layouts say; after, what the last call ran, and why if it was not fused.
     The own name of ``module`` is "".
 
-    >>> import torch
     >>> explain(torch.nn.Linear(2, 2))  # no style was applied
     {}
     """

@@ -58,7 +58,6 @@ def scatter_v(
     The result is a new, dense tensor, and requires gradients if the source's tensor does. Raises ValueError
     or TypeError on every rank before the tensor moves. As ``torch.distributed.scatter``, of unequal parts.
 
-    >>> import interlace, torch
     >>> def part():
     ...     whole = torch.arange(5.0) if interlace.get_rank() == 0 else None
     ...     return interlace.tensor.scatter_v(whole, [3, 2] if whole is not None else None)
@@ -137,7 +136,6 @@ def gather_v(
     ValueError or TypeError on every rank before the tensors move. As ``torch.distributed.gather``, of
     unequal parts.
 
-    >>> import interlace, torch
     >>> def whole():
     ...     return interlace.tensor.gather_v(torch.ones(1 + interlace.get_rank()))
     >>> interlace.run(whole, 2)
@@ -197,7 +195,6 @@ def all_gather_v(
 
     Raises ValueError or TypeError on every rank before the tensors move.
 
-    >>> import interlace, torch
     >>> def whole():
     ...     return interlace.tensor.all_gather_v(torch.ones(1 + interlace.get_rank())).tolist()
     >>> interlace.run(whole, 2)

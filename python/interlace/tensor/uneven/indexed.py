@@ -47,7 +47,6 @@ def indexed_all_to_all_v(
 
     Raises ValueError or TypeError on every rank before the tensors move.
 
-    >>> import interlace, torch
     >>> def picked():
     ...     own = torch.arange(3) + 10 * interlace.get_rank()
     ...     return interlace.tensor.indexed_all_to_all_v(own, [torch.tensor([2]), torch.tensor([0, 1])])

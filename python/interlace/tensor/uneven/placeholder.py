@@ -40,7 +40,6 @@ class Placeholder(torch.Tensor):
 
     What is made of several placeholders is valid where all of them are.
 
-    >>> import torch
     >>> from interlace.tensor import Placeholder
     >>> there = Placeholder((4, 2), dtype=torch.bfloat16, ranks=[3])
     >>> there

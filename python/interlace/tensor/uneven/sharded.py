@@ -67,7 +67,6 @@ class ShardedTensor:
     ``local``, this rank's part, may have any length along the dims that are sharded. Raises ValueError or
     TypeError on every rank where it is made or gathered, not here. The semantics are those of ``DTensor``.
 
-    >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
     >>> def methods():
     ...     local = torch.full((1 + interlace.get_rank(),), 1.0 + interlace.get_rank())
@@ -199,7 +198,6 @@ def from_local(
     as ``sizes`` says. Sizes that were given, but not the same on all ranks, are found by what communicates
     next. Semantics: ``DTensor.from_local``, of any lengths.
 
-    >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
     >>> def shards():
     ...     local = torch.ones(1 + 2 * interlace.get_rank(), 3)
@@ -284,7 +282,6 @@ def scatter(
     ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
     ``distribute_tensor`` of one rank's tensor.
 
-    >>> import interlace, torch
     >>> from torch.distributed.tensor import Shard
     >>> def local():
     ...     whole = torch.arange(6).view(2, 3) if interlace.get_rank() == 0 else None
@@ -346,7 +343,6 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
     Differentiable, sends nothing. Raises TypeError for anything else, ValueError for ``Partial``
     placements. The way back is :meth:`ShardedTensor.to_dtensor`.
 
-    >>> import interlace, torch
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> from torch.distributed.tensor import DTensor, Shard
     >>> def on_rank():

@@ -121,7 +121,6 @@ def schedules(
     Raises TypeError or ValueError for an argument that is wrong, before anything runs; what ``fn`` raises
     is in the report.
 
-    >>> import interlace
     >>> from interlace import verify
     >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
     True
@@ -272,7 +271,6 @@ def replay(
 
     Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
 
-    >>> import interlace
     >>> from interlace import verify
     >>> def on_rank():
     ...     interlace.barrier()
