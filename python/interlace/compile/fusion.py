@@ -45,11 +45,10 @@ def fuse(
     policy: str = "auto",
     machine: Machine | None = None,
     name: str = "inference",
-    rewrite: bool = True,
 ) -> Report:
     """Fuse what can be and, with policy "auto", is predicted to be faster so. In place; says what it did.
 
-    ``rewrite=False`` only says it. Raises ValueError for another policy.
+    Raises ValueError for another policy.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -61,14 +60,14 @@ def fuse(
     check_policy(policy)
     report = Report(name)
     replaced: set[fx.Node] = set()
-    if rewrite and policy != "never":
+    if policy != "never":
         nodes.without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for collective in collectives:
         candidate, products = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
-        if candidate.fused and rewrite:
+        if candidate.fused:
             replaced |= {collective.start, *collective.start.users}
             into = fuse_gather if collective.kind == "all_gather" else fuse_reduction
             into(collective, products)

@@ -68,17 +68,17 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def call(target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> fx.Node:
     """A new node where the graph inserts, with its value, and the origin of ``like``."""
     name = target._schema.name.split("::")[1] if hasattr(target, "_schema") else None
-    node = like.graph.create_node("call_function", target, args, name=name)
+    node = like.graph.create_node("call_function", target, args, options, name=name)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
     values = torch.utils._pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
     mode = detect_fake_mode([each for each in torch.utils._pytree.tree_leaves(values)])
     with contextlib.nullcontext() if mode is None else mode:
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **options)
     return node
 
 

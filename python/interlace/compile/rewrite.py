@@ -106,11 +106,7 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
         made = call(aten.reshape.default, (made, _lengths(shape(old))), old)
     if same(value(made).stride(), value(old).stride()):
         return made
-    clone = made.graph.call_function(
-        aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
-    )
-    clone.meta.update({key: old.meta[key] for key in ("stack_trace",) if key in old.meta})
-    clone.meta["val"] = torch.empty_like(value(old), memory_format=torch.contiguous_format)
+    clone = call(aten.clone.default, (made,), old, memory_format=torch.contiguous_format)
     if not same(clone.meta["val"].stride(), value(old).stride()):
         clone.meta["val"] = value(old)  # a permuted result: torch's passes keep what the tracer saw
     return clone

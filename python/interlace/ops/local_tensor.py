@@ -34,7 +34,6 @@ from interlace.ops import simulated
 
 NAMESPACE = "interlace"
 PER_RANK = ("output_split_sizes", "input_split_sizes")
-ALLOWED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 _LocalTensor: Any = simulation.LocalTensor
 _Mode: Any = simulation.LocalTensorMode

@@ -97,9 +97,7 @@ def _outcome(call: Callable[[], Any]) -> _Outcome:
     outcome: _Outcome = Future()
     try:
         outcome.set_result(call())
-    except (
-        BaseException
-    ) as error:  # the end of a coroutine too: it goes on where the call came from
+    except BaseException as error:  # a coroutine's end too: it goes on where the call came from
         outcome.set_exception(error)
     return outcome
 

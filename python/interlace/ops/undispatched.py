@@ -75,11 +75,8 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     if not _simulated([*own, out]):
         getattr(_dispatched, f"{name}_out").default(*args, out=out)
         return
-    finish(
-        KNOWN[name].start(
-            specs.bind(group, size), *tree_map_only(torch.Tensor, wait, own), out=wait(out)
-        )
-    )
+    plain = tree_map_only(torch.Tensor, wait, own)
+    finish(KNOWN[name].start(specs.bind(group, size), *plain, out=wait(out)))
 
 
 class Ops:
@@ -133,9 +130,8 @@ class _Recorded(torch.autograd.Function):
         setup, ctx.of_op = op.gradient
         ctx.single = op.returns == "Tensor"
         setup(ctx, tuple(given), outputs[0] if ctx.single else outputs)
-        ctx.given = tree_map_only(
-            torch.Tensor, lambda tensor: _TENSOR, given
-        )  # which keeps no tensor alive
+        # which keeps no tensor alive
+        ctx.given = tree_map_only(torch.Tensor, lambda tensor: _TENSOR, given)
         return tuple(outputs)
 
     @staticmethod

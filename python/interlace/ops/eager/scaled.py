@@ -131,24 +131,22 @@ def _wants_kernel(
     return not empty and (algorithm == "fused" or (algorithm == "auto" and chosen == "fused"))
 
 
-def _kernel_can(op: str, algorithm: str, why_not: Sequence[str]) -> bool:
-    """Whether the kernel can do it on every rank; ValueError if it cannot and must."""
-    for rank, why in enumerate(why_not):
-        if why and algorithm == "fused":
-            raise ValueError(f'{op}: algorithm="fused" cannot do this: {why}, on rank {rank}')
-    return not any(why_not)
-
-
 def _agreed(
     communicator: Communicator, op: str, algorithm: str, terms: dict[str, Any], part: Any, why: str
 ) -> tuple[bool, list[Any]]:
-    """Whether all ranks' kernels can do it, and their parts; raises unless they agree on ``terms``."""
+    """Whether all ranks' kernels can do it, and their parts.
+
+    Raises unless the ranks agree on ``terms``, and where "fused" cannot be done.
+    """
     answers = communicator.agree(op, (tuple(terms.values()), part, why))
     for index, name in enumerate(terms):
         values = [answer[0][index] for answer in answers]
         checks.equal_on_all(op, name, values, communicator.rank)
-    can = _kernel_can(op, algorithm, [answer[2] for answer in answers])
-    return can, [answer[1] for answer in answers]
+    _, parts, why_not = zip(*answers, strict=True)
+    for rank, why in enumerate(why_not):
+        if why and algorithm == "fused":
+            raise ValueError(f'{op}: algorithm="fused" cannot do this: {why}, on rank {rank}')
+    return not any(why_not), list(parts)
 
 
 def operands(

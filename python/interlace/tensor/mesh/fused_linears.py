@@ -120,10 +120,8 @@ class FusedLinear(nn.Linear):
     def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Local input, weight (k, n) and bias or None, in the dtype of autocast."""
         parameters: list[Any] = [self.weight, self.bias]
-        found: list[Any] = [
-            input,
-            *(None if each is None else each.to_local() for each in parameters),
-        ]
+        found: list[Any] = [None if each is None else each.to_local() for each in parameters]
+        found = [input, *found]
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
