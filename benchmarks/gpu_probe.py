@@ -1,4 +1,4 @@
-"""What the driver does while a kernel runs, in 15 seconds on a GPU: ``python benchmarks/gpu_probe.py``.
+"""Probes of the driver while a kernel runs, in 15 seconds on a GPU: ``python benchmarks/gpu_probe.py``.
 
 Which streams share a hardware queue, and what waits for the whole context: first uses of kernels and
 libraries, allocations, pageable copies. And how long a poll takes, for waits are bounded in polls. One line

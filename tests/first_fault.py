@@ -1,4 +1,4 @@
-"""Whether a run is faulty, and no more: a mutant's schedule ends where the first race is found.
+"""A check that only says if a run is faulty: a mutant's schedule ends where the first race is found.
 
 ``interlace.verify.races`` goes on to the end and then runs the schedule again to say the cause.
 """

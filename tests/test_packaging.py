@@ -79,8 +79,11 @@ def form_faults(source: str) -> list[str]:
     faults = []
     if (lines := source.count("\n")) > MAX_LINES:
         faults.append(f"{lines} lines, more than {MAX_LINES}")
-    if source.strip() and not ast.get_docstring(ast.parse(source)):
+    said = ast.get_docstring(ast.parse(source))
+    if source.strip() and not said:
         faults.append("no module docstring")
+    if (said or "").startswith(("What ", "How ", "Whether ", "Which ")):
+        faults.append("the first line is a question: it must say what the file is")
     if not source.isascii():
         faults.append("not ASCII")
     return faults
@@ -174,6 +177,9 @@ def test_form_of_every_file() -> None:
     assert not {f: bad for f, bad in found.items() if bad}
 
 
-@pytest.mark.parametrize("bad", ["x = 1\n", '"""Long."""\n' + "\n" * MAX_LINES, '"""\u00e9"""\n'])
+@pytest.mark.parametrize(
+    "bad",
+    ["x = 1\n", '"""Long."""\n' + "\n" * MAX_LINES, '"""\u00e9"""\n', '"""What it does."""\n'],
+)
 def test_bad_form_is_seen(bad: str) -> None:
     assert form_faults(bad)

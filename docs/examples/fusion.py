@@ -1,4 +1,4 @@
-"""What torch.compile with interlace makes of a tensor-parallel MLP. Nothing runs, no group is needed."""
+"""A tensor-parallel MLP: the ops that torch.compile fuses, and why. Nothing runs, no group is needed."""
 
 import torch
 

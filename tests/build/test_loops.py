@@ -1,4 +1,4 @@
-"""What a round of each loop does, counted: on text of which the counts are known, and on kernels.
+"""Counts of one round of each loop: on text of which the counts are known, and on kernels.
 
 Every count has a text or a kernel that differs in that one thing and must count otherwise.
 """

@@ -1,4 +1,4 @@
-"""What every loop of a compiled kernel does in a round, counted in its SASS.
+"""Loops of a compiled kernel: the instructions of one round of each, counted in its SASS.
 
 They tell what limits a loop before any GPU has run it: one that waits for each load as soon as it is issued
 is bound by latency, one that makes tensor maps in every round pays for them every time.

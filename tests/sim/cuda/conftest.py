@@ -1,4 +1,4 @@
-"""How many hardware queues the fake GPU has, for tests that hold with any number."""
+"""A fixture: the number of the fake GPU's hardware queues, for tests that hold with any number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cost model makes of waves, of chunks, and of who sends them."""
+"""The cost model: times for waves, for chunks, and for who sends them."""
 
 from __future__ import annotations
 
