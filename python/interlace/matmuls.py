@@ -5,6 +5,7 @@ Validation, agreement between ranks and the choice of an algorithm are in the fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,8 +82,10 @@ def all_gather_matmul(
                 async_op,
                 (input, weight, gather_dim),
                 lambda result: _activated(result, names, several, return_gathered),
+                options,
+                bias=bias,
+                group=group,
                 return_gathered=return_gathered,
-                **_how(bias, group, options),
             )
         checks.warn_without_gradients(gather.OP)
     tensors = (input, weight, bias, (), None)
@@ -147,9 +150,8 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     options = reduce.Options(reduce_op, scatter_dim, algorithm, out_dtype, activation)
-    tensors = (input, weight, bias, None)
-    prepared = reduce.matmul_reduce_scatter
-    return _matmul_reduce(reduce.SCATTER, prepared, tensors, options, group, async_op)
+    op, prepared = reduce.SCATTER, reduce.matmul_reduce_scatter
+    return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
 
 
 def matmul_all_reduce(
@@ -178,9 +180,8 @@ def matmul_all_reduce(
     [tensor([[16.]]), tensor([[16.]])]
     """
     options = reduce.Options(reduce_op, None, algorithm, out_dtype, activation)
-    tensors = (input, weight, bias, None)
-    prepared = reduce.matmul_all_reduce
-    return _matmul_reduce(reduce.ALL_REDUCE, prepared, tensors, options, group, async_op)
+    op, prepared = reduce.ALL_REDUCE, reduce.matmul_all_reduce
+    return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
 
 
 def _matmul_reduce(
@@ -192,8 +193,8 @@ def _matmul_reduce(
     async_op: bool,
 ) -> Any:
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
-    input, weight, bias, _ = tensors
-    if _requires_gradients(input, weight, bias):
+    input, weight, bias = tensors
+    if _requires_gradients(*tensors):
         matrices = (
             not modes_active()
             and isinstance(input, torch.Tensor)
@@ -205,23 +206,11 @@ def _matmul_reduce(
         if matrices and all(recorded.equal_parts(group, input, weight, dim) for dim in dims):
             name = checks.activation("activation", options.activation, resolve(group).rank)
             operands = (input, weight, options.reduce_op, *dims)
-            how = _how(bias, group, options)
-            return recorded.run(op, async_op, operands, lambda made: activate(made, name), **how)
+            then = functools.partial(activate, name=name)
+            return recorded.run(op, async_op, operands, then, options, bias=bias, group=group)
         checks.warn_without_gradients(op, stacklevel=4)
-    communicator = resolve(group).on(input)
+    communicator, tensors = resolve(group).on(input), (*tensors, None)
     return communicator.call(op, prepared, tensors, (options,), async_op=async_op, fills=False)
-
-
-def _how(
-    bias: Any, group: Any, options: gather.Options | reduce.Options | grouped.Options
-) -> dict[str, Any]:
-    """Arguments of all functional forms."""
-    return {
-        "bias": bias,
-        "group": group,
-        "algorithm": options.algorithm,
-        "out_dtype": options.out_dtype,
-    }
 
 
 def _requires_gradients(*tensors: Any) -> bool:
@@ -288,7 +277,7 @@ def all_gather_grouped_matmul(
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
     options = grouped.Options(grouped.GATHER, *given)
-    return _grouped_matmul(input, weight, bias, options, group, async_op)
+    return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
 def all_to_all_grouped_matmul(
@@ -330,19 +319,15 @@ def all_to_all_grouped_matmul(
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
     options = grouped.Options(grouped.EXCHANGE, *given)
-    return _grouped_matmul(input, weight, bias, options, group, async_op)
+    return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
 def _grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: grouped.Options,
-    group: Any,
-    async_op: bool,
+    tensors: tuple[Any, ...], options: grouped.Options, group: Any, async_op: bool
 ) -> Any:
+    input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
-    if _requires_gradients(input, weight, bias):
+    if _requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
                 call = grouped.checked(communicator, input, weight, bias, options)
@@ -365,9 +350,11 @@ def _grouped_matmul(
                     async_op,
                     (input, weight, call.input_splits, [n for each in splits for n in each]),
                     finish,
+                    options,
+                    bias=bias,
+                    group=group,
                     return_received=options.return_received,
-                    **_how(bias, group, options),
                 )
         checks.warn_without_gradients(op, stacklevel=4)
-    tensors = (input, weight, bias, None, None)
+    tensors = (*tensors, None, None)
     return communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=async_op)

@@ -40,17 +40,23 @@ def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_d
 
 
 def run(
-    op: str, async_op: bool, operands: tuple[Any, ...], then: Callable[[Any], Any], **options: Any
+    op: str,
+    async_op: bool,
+    operands: tuple[Any, ...],
+    then: Callable[[Any], Any],
+    options: Any,
+    **more: Any,
 ) -> Any:
     """What ``op`` of ``interlace.functional`` makes: plain tensors, or a Work that returns them.
 
-    ``then`` is done to these when they are complete; autograd knows of it too.
+    ``then`` is done to these when they are complete; autograd knows of it too. ``options``: the op's own.
     """
     from interlace import functional
     from interlace.ops.eager import pending
 
     with pending.watched() as works:
-        result = getattr(functional, op)(*operands, **options)
+        how = {"algorithm": options.algorithm, "out_dtype": options.out_dtype, **more}
+        result = getattr(functional, op)(*operands, **how)
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
 

@@ -260,34 +260,20 @@ class _AboveAutograd(AsyncTensor):
         return self._complete()
 
 
-def _peeked() -> frozenset[Any]:
-    """What does not look at a tensor's values."""
-    properties = (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-    )
-    methods = (
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "storage_offset",
-        "is_floating_point",
-        "element_size",
-    )
-    return frozenset(
-        [getattr(torch.Tensor, name).__get__ for name in properties]
-        + [getattr(torch.Tensor, name) for name in methods]
-    )
-
-
-_PEEKED = _peeked()
+_PEEKED = frozenset(  # what does not look at a tensor's values
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf",
+        )
+    ]
+    + [
+        getattr(torch.Tensor, name)
+        for name in (
+            "size", "stride", "dim", "numel", "storage_offset", "is_floating_point", "element_size",
+        )
+    ]
+)  # fmt: skip
 
 
 def wrapped(inner: torch.Tensor) -> torch.Tensor:

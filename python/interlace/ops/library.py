@@ -174,15 +174,11 @@ DEVICES = ("CPU", "CUDA")
 _ops: Any = torch.ops.interlace
 
 _Library: Any = torch.library.Library
-_library: Any = None
+_library = _Library(NAMESPACE, "DEF")
 
 
 def register() -> None:
-    """Define all ops, once per process."""
-    global _library
-    if _library is not None:
-        return
-    _library = _Library(NAMESPACE, "DEF")
+    """Define all ops; as they are imported, which is once per process."""
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     _library.define("group_size(str group_name) -> SymInt", tags=tags[1:])
     _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")

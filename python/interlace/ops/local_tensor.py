@@ -38,18 +38,14 @@ PER_RANK = ("output_split_sizes", "input_split_sizes")
 _LocalTensor: Any = simulation.LocalTensor
 _Mode: Any = simulation.LocalTensorMode
 _Library: Any = torch.library.Library
-_library: Any = None
+_library = _Library(NAMESPACE, "FRAGMENT")
 _defined: dict[str, list[list[int]]] = {}
 
 Rows = list[list[int]]
 
 
 def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[str]) -> None:
-    """Give every op its rule, once per process. An op without a simulation refuses."""
-    global _library
-    if _library is not None:
-        return
-    _library = _Library(NAMESPACE, "FRAGMENT")
+    """Give every op its rule. An op without a simulation refuses."""
     _rule("group_size", _group_size)
     for name in names:
         compute = getattr(simulated, name, None)
