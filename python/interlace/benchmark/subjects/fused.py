@@ -13,13 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.plain import Tensors, torchs
+from interlace.benchmark.subjects.plain import (
+    AllGather,
+    AllReduce,
+    Plain,
+    ReduceScatter,
+    Tensors,
+)
 from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.figures import bus_factor
 from interlace.benchmark.timing.subject import Setting
 
 ALL_ROWS = 512
@@ -32,7 +36,7 @@ class Fused(ABC):
     """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns."""
 
     op: str
-    communication: str
+    communication: type[Plain]
     communicated = "n"
     algorithms = ("auto", "fused", "pipelined", "unfused")
     sizes = ("m", "n", "k")
@@ -43,8 +47,9 @@ class Fused(ABC):
         self.m, self.n, self.k = m, n, k
         self.shape = {"m": m, "n": n, "k": k}
         self.rows = m // self.world_size
-        self.nbytes = m * self.shape[self.communicated] * setting.dtype.itemsize
-        self.bus_factor = bus_factor(self.op, self.world_size)
+        nbytes = m * self.shape[self.communicated] * setting.dtype.itemsize
+        self.collective = self.communication(setting, nbytes)
+        self.nbytes, self.bus_factor = nbytes, self.collective.bus_factor
         self.flops = 2 * m * n * k
         self.own = self.rank * self.rows  # the first row of this rank's part
         self.result_rows = (0, m)  # first of the rows of the whole that a result has, and how many
@@ -68,10 +73,6 @@ class Fused(ABC):
     def weight(self, rank: int, call: int) -> torch.Tensor:
         """``[k, n]``, a transposed view."""
         return self.matrix(WEIGHT, self.n, self.k, rank, call).t()
-
-    def empty(self, rows: int, columns: int) -> torch.Tensor:
-        output = torch.empty(rows, columns, dtype=self.setting.dtype, device=self.setting.device)
-        return payload.poison(output)
 
     @abstractmethod
     def inputs(self, call: int) -> Tensors:
@@ -102,13 +103,6 @@ class Fused(ABC):
     def matmul_inputs(self, call: int) -> Tensors:
         return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
 
-    def communicate(self, *tensors: Any) -> Any:
-        """interlace's collective on as many bytes, alone."""
-        getattr(interlace, self.communication)(*tensors)
-
-    @abstractmethod
-    def communicate_inputs(self, call: int) -> Tensors: ...
-
     # -- what is right ---------------------------------------------------------------------------------
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
@@ -137,20 +131,20 @@ class Fused(ABC):
 
 class AllGatherMatmul(Fused):
     op = "all_gather_matmul"
-    communication = "all_gather"
+    communication = AllGather
     communicated = "k"
 
     def inputs(self, call: int) -> Tensors:
         shard = self.matrix(INPUT, self.rows, self.k, self.rank, call)
-        return shard, self.weight(self.rank, call), self.empty(self.m, self.k)
+        return shard, self.weight(self.rank, call), self.collective.empty(self.m, self.k)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        torchs("all_gather_single", "all_gather_into_tensor")(buffer, input)
-        return torch.mm(buffer, weight)
+        return torch.mm(self.collective.theirs(buffer, input), weight)
 
     def alone_inputs(self, call: int) -> Tensors:
         shards = [self.matrix(INPUT, self.rows, self.k, r, call) for r in range(self.world_size)]
-        return torch.cat(shards), self.weight(self.rank, call), self.empty(self.m, self.k)
+        buffer = self.collective.empty(self.m, self.k)
+        return torch.cat(shards), self.weight(self.rank, call), buffer
 
     def alone(self, gathered: Any, weight: Any, buffer: Any) -> torch.Tensor:
         return torch.mm(buffer.copy_(gathered), weight)
@@ -158,9 +152,6 @@ class AllGatherMatmul(Fused):
     def symmetric(self, group_name: str) -> Callable[..., Any]:
         op = torch.ops.symm_mem.fused_all_gather_matmul
         return lambda input, weight, buffer: op(input, [weight], 0, group_name)[1][0]
-
-    def communicate_inputs(self, call: int) -> Tensors:
-        return self.empty(self.m, self.k), self.matrix(INPUT, self.rows, self.k, self.rank, call)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         owners, index = rows // self.rows, rows % self.rows
@@ -193,18 +184,17 @@ class _MatmulReduce(Fused):
 
 class MatmulReduceScatter(_MatmulReduce):
     op = "matmul_reduce_scatter"
-    communication = "reduce_scatter"
+    communication = ReduceScatter
 
     def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
         super().__init__(setting, m, n, k)
         self.result_rows = (self.own, self.rows)
 
     def inputs(self, call: int) -> Tensors:
-        return (*self.matmul_inputs(call), self.empty(self.rows, self.n))
+        return (*self.matmul_inputs(call), self.collective.empty(self.rows, self.n))
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        output: torch.Tensor = buffer
-        torchs("reduce_scatter_single", "reduce_scatter_tensor")(output, torch.mm(input, weight))
+        output: torch.Tensor = self.collective.theirs(buffer, torch.mm(input, weight))
         return output
 
     def alone(self, *tensors: Any) -> torch.Tensor:
@@ -215,20 +205,16 @@ class MatmulReduceScatter(_MatmulReduce):
         op = torch.ops.symm_mem.fused_matmul_reduce_scatter
         return lambda input, weight, buffer: op(input, weight, "sum", 0, group_name)
 
-    def communicate_inputs(self, call: int) -> Tensors:
-        return self.empty(self.rows, self.n), self.matrix(INPUT, self.m, self.n, self.rank, call)
-
 
 class MatmulAllReduce(_MatmulReduce):
     op = "matmul_all_reduce"
-    communication = "all_reduce"
+    communication = AllReduce
 
     def inputs(self, call: int) -> Tensors:
         return (*self.matmul_inputs(call), None)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        product = torch.mm(input, weight)
-        dist.all_reduce(product)
+        product: torch.Tensor = self.collective.theirs(torch.mm(input, weight))
         return product
 
     def alone_inputs(self, call: int) -> Tensors:
@@ -247,6 +233,3 @@ class MatmulAllReduce(_MatmulReduce):
         product[: self.own].copy_(sums[: self.own])
         product[end:].copy_(sums[end:])
         return product
-
-    def communicate_inputs(self, call: int) -> Tensors:
-        return (self.empty(self.m, self.n).zero_(),)

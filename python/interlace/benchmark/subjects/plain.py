@@ -24,16 +24,11 @@ from interlace.benchmark.timing.subject import Setting
 Tensors = tuple[Any, ...]
 
 
-def torchs(*names: str) -> Any:
-    """torch.distributed's function of the first of these names that this release has."""
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
-
-
 class Plain(ABC):
     """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
 
     op: str
-    torch_names: tuple[str, ...] = ()  # in torch.distributed, where it has others than interlace
+    torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, where it has others
     algorithms: tuple[str, ...] = ("auto",)
     reduces = True  # where an algorithm depends on it
     sizes: tuple[str, ...] = ("nbytes",)
@@ -70,8 +65,8 @@ class Plain(ABC):
         count = self.whole if count is None else count
         return payload.vector(first, count, rank, call, self.setting.dtype, self.setting.device)
 
-    def empty(self, count: int) -> torch.Tensor:
-        output = torch.empty(count, dtype=self.setting.dtype, device=self.setting.device)
+    def empty(self, *shape: int) -> torch.Tensor:
+        output = torch.empty(shape, dtype=self.setting.dtype, device=self.setting.device)
         return payload.poison(output)
 
     def inputs(self, call: int) -> Tensors:
@@ -96,7 +91,8 @@ class Plain(ABC):
         """Through torch.distributed's default group."""
         if not self.torch_names:
             return self.call(dist, *arguments)
-        torchs(*self.torch_names)(*arguments)
+        function = next(getattr(dist, name) for name in self.torch_names if hasattr(dist, name))
+        function(*arguments)
         return arguments[0]
 
     @abstractmethod

@@ -126,10 +126,11 @@ def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject
     subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops)
     subject.candidates = _candidates(op, names, chosen)
     if isinstance(op, Fused):
-        subject.matmul, subject.communication = "torch.mm alone", f"{op.communication} alone"
+        subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
+        communicate, inputs = op.collective.ours("auto"), op.collective.timed_inputs
         subject.candidates += [
             Candidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
-            Candidate(subject.communication, PART, op.communicate, op.communicate_inputs),
+            Candidate(subject.communication, PART, communicate, inputs),
         ]
     return subject
 

@@ -143,14 +143,13 @@ class Column(torch.autograd.Function):
             over = layer.communicator if layer.sharded and not ctx.gathered else None
             # under way while the gradient of the input is computed
             deferred = _deferred(layer) if wanted else None
-            whole = gather(over, input) if over and wanted and deferred is None else None
+            whole = gather(over if wanted and deferred is None else None, input)
             started = None
             if needed[2] and used:
                 started = _start_of_input(
                     layer, [rows[i] for i in used], [weights[i] for i in used]
                 )
-            if whole is not None:
-                (input,) = finish(whole)
+            (input,) = finish(whole)
             learning = [ctx.parameters[i] for i in wanted]
             found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
@@ -217,24 +216,23 @@ class Row(torch.autograd.Function):
         of_input = of_weight = of_bias = bias_sum = None
         with _as_is(kept.device.type):
             rows = rows_of(grad.to(kept.dtype), layer.dim)
-            whole, started = rows, None
+            started = None
             if shared and over is None:
                 started = Started([rows @ weight], None)
             elif shared and over is not None:
                 started = fused.all_gather_matmul(
                     over, rows, [weight], [], 0, weighed, "auto", None
                 )
-            gathered = gather(over, rows) if weighed and over is not None and not shared else None
+            gathered = gather(over if weighed and not shared else None, rows)
             if biased:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
                 if over is not None:
                     bias_sum = _all_reduce(over, (of_bias,), async_op=True)
+            (whole,) = finish(gathered)
             if started is not None:
                 of_input, *rest = _finished(started)
-                whole = rest[0] if rest else rows
-            if gathered is not None:
-                (whole,) = finish(gathered)
+                whole = rest[0] if rest else whole
             if weighed:
                 input = rows_of(kept, layer.dim)
                 (of_weight,) = _of_weights(

@@ -81,14 +81,7 @@ class _Region(torch.autograd.Function):
 
 
 def _pass(
-    op: str,
-    tensor: Tensor,
-    dim: int | None,
-    group: Any,
-    there: _Move,
-    back: _Move,
-    *,
-    divides: bool,
+    op: str, tensor: Tensor, dim: int | None, group: Any, there: _Move, back: _Move
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
@@ -96,7 +89,7 @@ def _pass(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__} on rank {rank}")
         dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim(), rank)
-        if divides and tensor.shape[dim] % size:
+        if there in (_part, _reduced_part) and tensor.shape[dim] % size:
             raise ValueError(
                 f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}, "
                 f"on rank {rank}"
@@ -171,7 +164,7 @@ def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
     >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is, divides=False)
+    return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is)
 
 
 def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
@@ -183,7 +176,7 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Ten
     >>> interlace.run(lambda: nn.scatter_to_group(torch.arange(4)).tolist(), 2)
     [[0, 1], [2, 3]]
     """
-    return _pass("scatter_to_group", tensor, dim, group, _part, _whole, divides=True)
+    return _pass("scatter_to_group", tensor, dim, group, _part, _whole)
 
 
 def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
@@ -195,7 +188,7 @@ def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Te
     >>> interlace.run(lambda: nn.gather_from_group(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """
-    return _pass("gather_from_group", tensor, dim, group, _whole, _part, divides=False)
+    return _pass("gather_from_group", tensor, dim, group, _whole, _part)
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
@@ -208,8 +201,7 @@ def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = Non
     >>> interlace.run(lambda: nn.reduce_scatter_to_sequence(torch.arange(4)).tolist(), 2)
     [[0, 2], [4, 6]]
     """
-    op = "reduce_scatter_to_sequence"
-    return _pass(op, tensor, dim, group, _reduced_part, _whole, divides=True)
+    return _pass("reduce_scatter_to_sequence", tensor, dim, group, _reduced_part, _whole)
 
 
 def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
@@ -221,7 +213,7 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> 
     >>> interlace.run(lambda: nn.gather_from_sequence(torch.tensor([interlace.get_rank()])).tolist(), 2)
     [[0, 1], [0, 1]]
     """
-    return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part, divides=False)
+    return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part)
 
 
 def sequence_dim(tensor: Any, batch_first: bool) -> int:
