@@ -34,8 +34,7 @@ from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, Machine, machine_named
 from model.tables import Progress, Table
 
-from interlace.cli.output.files import refuse_unwritable
-from interlace.cli.output.plots import require_matplotlib
+from interlace.cli.output.files import refuse_unwritable, require_matplotlib
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
 IMAGES = PAGE.parent / "images"

@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from interlace.cli.commands.bundle import write
+from interlace.cli.commands.build import write
 from interlace.runtime.compiler.bundle.bundle import Target
 from interlace.runtime.compiler.bundle.ops import OPS, Options
 

@@ -238,7 +238,7 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         """By CuPy, of which there is a stand-in: it counts by itself."""
         import cupy_stand_in
         from interlace import aot
-        from interlace.cli.commands.bundle import write
+        from interlace.cli.commands.build import write
         from interlace.runtime.compiler.bundle.bundle import Target
         from interlace.runtime.compiler.bundle.ops import Options
 

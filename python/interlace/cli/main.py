@@ -18,10 +18,10 @@ from interlace import __version__
 from interlace.cli.bench import command as bench_command
 from interlace.cli.bench import options as bench_options
 from interlace.cli.bench.options import BenchOptions
-from interlace.cli.commands import build, bundle, calibrate, check, doctor
+from interlace.cli.commands import build, calibrate, check, doctor
 from interlace.cli.commands.calibrate import CalibrateOptions
 from interlace.cli.commands.verify import VerifyOptions, verify
-from interlace.cli.demo.options import DemoOptions
+from interlace.cli.demo.workload import DemoOptions
 from interlace.cli.output.consoles import new_console
 from interlace.cli.output.options import add_command, arches, from_arguments, positive_int
 from interlace.cli.tune import command as tune_command
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         help="only this one, by the name that is printed; may be repeated",
     )
     command.add_argument("--nvshmem", metavar="FOLDER", help="where libnvshmem_device.bc is")
-    bundle.add_bundle_options(command)
+    build.add_bundle_options(command)
 
     text = "look for races, failing schedules and broken rules in kernels, without a GPU"
     add_command(commands, "verify", VerifyOptions, help=text)
@@ -144,8 +144,8 @@ def _dispatch(options: argparse.Namespace, console: Any, arguments: list[str]) -
         return doctor.doctor(console, as_json=options.json)
     if options.command == "build":
         if options.op is not None:
-            return bundle.bundle(console, options, as_json=options.json)
-        bundle.refuse_without_op(options)
+            return build.bundle(console, options, as_json=options.json)
+        build.refuse_without_op(options)
         return build.build(
             console,
             options.arch,

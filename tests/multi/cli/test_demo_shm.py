@@ -7,7 +7,7 @@ import torch
 from interlace.cli.demo import workload
 from interlace.cli.demo.cases import CASES
 from interlace.cli.demo.command import run_case
-from interlace.cli.demo.options import DemoOptions
+from interlace.cli.demo.workload import DemoOptions
 from interlace.runtime.scheduler.recording import MICROSECONDS
 
 

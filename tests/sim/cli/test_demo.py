@@ -19,7 +19,7 @@ from interlace import reference
 from interlace.cli.demo import chrome_trace, command, timeline, workload
 from interlace.cli.demo.cases import CASES
 from interlace.cli.demo.command import run_case
-from interlace.cli.demo.options import DemoOptions
+from interlace.cli.demo.workload import DemoOptions
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.scheduler import recording, trace
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from interlace.cli import main
 from interlace.cli.demo import command, workload
-from interlace.cli.demo.options import DemoOptions
+from interlace.cli.demo.workload import DemoOptions
 from interlace.runtime.scheduler import recording
 
 

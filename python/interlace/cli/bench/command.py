@@ -31,8 +31,7 @@ from interlace.cli.bench.options import (
     world_size_of,
 )
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_unwritable
-from interlace.cli.output.plots import refuse_format
+from interlace.cli.output.files import refuse_format, refuse_unwritable
 from interlace.cli.output.progress import Progress
 from interlace.groups import groups
 

@@ -15,7 +15,7 @@ from interlace.benchmark.timing import protocol
 from interlace.benchmark.timing.subject import BASELINE, PART
 from interlace.cli.bench.options import BenchOptions
 from interlace.cli.output.consoles import write
-from interlace.cli.output.plots import require_matplotlib
+from interlace.cli.output.files import require_matplotlib
 
 CACHED = "in cache"  # marks inputs that could not be rotated past the cache
 

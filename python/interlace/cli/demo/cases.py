@@ -91,14 +91,6 @@ def _power_of_two(least: float, smallest: int, largest: int) -> int:
     return size
 
 
-def _gather_on_rank(work: Workload) -> torch.Tensor:
-    return _gather(work.activations, _own(work.weight1, 1))
-
-
-def _scatter_on_rank(work: Workload) -> torch.Tensor:
-    return _scatter(_own(work.activations, 1), _own(work.weight1, 0))
-
-
 def _mlp_on_rank(work: Workload) -> torch.Tensor:
     hidden = _gather(work.activations, _own(work.weight1, 1))
     return _scatter(torch.nn.functional.gelu(hidden), _own(work.weight2, 0))
@@ -141,7 +133,7 @@ CASES = (
         "Every rank has some rows of x and some columns of weight1. It multiplies its own rows at "
         "once, and the others' as chunks of them arrive.",
         1,
-        _gather_on_rank,
+        lambda work: _gather(work.activations, _own(work.weight1, 1)),
         _gather_expected,
     ),
     Case(
@@ -150,7 +142,7 @@ CASES = (
         "Every rank has some of the k columns of x and rows of weight1, so its product is one part "
         "of a sum. Tiles leave for the rank that adds them up as they are done; own rows last.",
         0,
-        _scatter_on_rank,
+        lambda work: _scatter(_own(work.activations, 1), _own(work.weight1, 0)),
         _scatter_expected,
     ),
     Case(

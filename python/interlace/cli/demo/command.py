@@ -14,11 +14,9 @@ import interlace
 from interlace import reference
 from interlace.cli.demo import chrome_trace, timeline, workload
 from interlace.cli.demo.cases import CASES, Case
-from interlace.cli.demo.options import DemoOptions
-from interlace.cli.demo.workload import Workload
+from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_unwritable
-from interlace.cli.output.plots import require_matplotlib
+from interlace.cli.output.files import refuse_unwritable, require_matplotlib
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.recording import Recording, merge

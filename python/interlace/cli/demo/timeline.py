@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from interlace.cli.output.plots import require_matplotlib
+from interlace.cli.output.files import require_matplotlib
 from interlace.runtime.scheduler.recording import STEPS, TICKS, Recording, Span
 
 if TYPE_CHECKING:

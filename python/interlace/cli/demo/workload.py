@@ -1,4 +1,4 @@
-"""The input of the demo: activations ``[m, k]`` and the two weights of an MLP, from a text or a file.
+"""Options and input of the demo: activations ``[m, k]``, two weights of an MLP, from a text or a file.
 
 A text is cut into words and punctuation; a word becomes a vector by a fixed table, chosen by the
 word's checksum, and gets its position added, so that no two rows of the activations are equal. Table
@@ -18,11 +18,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.cli.output.options import option, positive_int
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_M, DEFAULT_N, DEFAULT_K = 512, 512, 256
 VOCABULARY = 4096
 SHIPPED_TEXT = "overlap.txt"
 KEYS = ("activations", "weight1", "weight2")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Arguments of the command; None takes the default, or the size of the input file."""
+
+    ranks: int = option(4, type=positive_int, help="world size (default 4)")
+    place: str = option("sim", choices=("sim", "shm", "cuda"))
+    m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
+    n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
+    k: int | None = option(None, type=positive_int, help="features of the activations")
+    dtype: str = option("bfloat16", choices=DTYPES)
+    seed: int = option(0, type=int, help="schedule, embedding and weights")
+    text: str | None = option(None, metavar="FILE", help="text to take the tokens from")
+    input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
+    trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
+    plot: str | None = option(None, metavar="FILE", help="write the timeline as PNG")
 
 
 @dataclass(frozen=True)

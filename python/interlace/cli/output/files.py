@@ -1,4 +1,4 @@
-"""Files that a command writes when it is done: their names, and an early check that they can be written."""
+"""Files that a command writes when it is done: their names, and an early check that it will be able to."""
 
 from __future__ import annotations
 
@@ -29,6 +29,25 @@ def refuse_unwritable(option: str, path: str) -> None:
         raise ValueError(f"{where}: cannot be written: {error}") from None
     if new:
         target.unlink()
+
+
+def refuse_format(path: str) -> None:
+    """Raise ValueError unless matplotlib writes files whose names end so."""
+    known = require_matplotlib()().canvas.get_supported_filetypes()
+    suffix = pathlib.Path(path).suffix.lstrip(".").lower() or "png"
+    if suffix not in known:
+        raise ValueError(f"--plot {path}: {suffix!r} is none of {', '.join(sorted(known))}")
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's Figure. Raises ValueError saying how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install 'interlace[plot]'"
+        ) from None
+    return Figure
 
 
 def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:

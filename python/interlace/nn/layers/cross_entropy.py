@@ -204,12 +204,6 @@ class VocabParallelCrossEntropy(OnGroup):
         self.ignore_index, self.reduction = ignore_index, reduction
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(  # type: ignore[no-any-return]
-            logits,
-            target,
-            group=self.group,
-            vocab_size=self.vocab_size,
-            label_smoothing=self.label_smoothing,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-        )
+        names = ("group", "vocab_size", "label_smoothing", "ignore_index", "reduction")
+        options = {name: getattr(self, name) for name in names}
+        return vocab_parallel_cross_entropy(logits, target, **options)  # type: ignore[no-any-return]

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace.nn.parameters.dtensor_layout import layout
-from interlace.nn.parameters.sharding import OnGroup, Sharding
+from interlace.nn.parameters.sharding import OnGroup, Sharding, layout
 from interlace.runtime.core.communicator import Communicator
 
 

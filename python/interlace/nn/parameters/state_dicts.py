@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.nn.parameters.dtensor_layout import layout
 from interlace.nn.parameters.sharded_module import ShardedModule
-from interlace.nn.parameters.sharding import Sharding
+from interlace.nn.parameters.sharding import Sharding, layout
 
-_WRAPPERS = ("_checkpoint_wrapped_module.",)  # which state dicts leave out of their keys
+_WRAPPER = "_checkpoint_wrapped_module."  # which state dicts leave out of their keys
 
 
 def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
@@ -32,9 +31,7 @@ def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
         for name, sharding in each._shardings.items():
             if each._parameters.get(name) is not None:
                 key = f"{path}.{name}" if path else name
-                for wrapper in _WRAPPERS:
-                    key = key.replace(wrapper, "")
-                found[key] = sharding
+                found[key.replace(_WRAPPER, "")] = sharding
     return found
 
 
