@@ -44,7 +44,7 @@ verify: .venv/test  ## races, schedules, lint and protocols of everything that i
 	$(PY) -m interlace verify all --seeds 6 --schedules 60
 	$(PY) -m pytest -q -m thorough tests/sim/algorithms/test_determinism.py
 
-verify-fast: .venv/demo  ## less of the same: 2 and 3 ranks, one architecture; under a minute
+verify-fast: .venv/demo  ## less of the same: 2 and 3 ranks, one architecture; a minute on a quiet machine
 	$(PY) -m interlace verify all --quick
 
 lint: .venv/test  ## ruff, its formatter in check mode, and mypy

@@ -66,12 +66,10 @@ FOLDERS = {
     "interlace/cli/output": "runtime/places/hosts runtime/places/shm/machine_code",
     "interlace/groups": "interlace/arguments runtime/core runtime/start",
     "interlace/collectives": (
-        "interlace/arguments interlace/groups runtime/algorithms runtime/core "
-        "runtime/engines runtime/numerics"
+        "interlace/arguments interlace/groups runtime/algorithms runtime/core runtime/engines"
     ),
     "interlace/fused": (
-        "interlace/arguments interlace/collectives runtime/algorithms runtime/core "
-        "runtime/numerics runtime/tuning"
+        "interlace/arguments interlace/collectives runtime/algorithms runtime/core runtime/tuning"
     ),
     "interlace/ops/eager": (
         "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
@@ -82,17 +80,14 @@ FOLDERS = {
         "runtime/algorithms runtime/core runtime/numerics"
     ),
     "interlace/compile": "interlace/ops runtime/tuning",
-    "interlace/functional": (
-        "interlace/arguments interlace/groups interlace/ops interlace/ops/eager runtime/core"
-    ),
+    "interlace/functional": ("interlace/arguments interlace/groups interlace/ops runtime/core"),
     "interlace/nn/functions": (
-        "interlace/arguments interlace/collectives interlace/fused interlace/groups "
+        "interlace/arguments interlace/collectives interlace/groups "
         "interlace/ops interlace/ops/eager runtime/algorithms runtime/core"
     ),
     "interlace/integrations": "interlace/groups interlace/nn/functions runtime/core",
     "interlace/process_group": (
-        "interlace/arguments interlace/collectives interlace/groups runtime/core "
-        "runtime/numerics runtime/places/cuda runtime/start"
+        "interlace/collectives interlace/groups runtime/core runtime/places/cuda runtime/start"
     ),
     "interlace/symmetric_memory": (
         "interlace/arguments interlace/groups interlace/ops/eager runtime/core"
@@ -200,6 +195,8 @@ def imported(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
 def edges(texts: dict[str, str]) -> dict[str, set[str]]:

@@ -28,6 +28,16 @@ def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
     return sorted(found)
 
 
+def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
+    """What a folder of the plan may import and does not."""
+    return [
+        f"{folder} -> {name}"
+        for folder, allowed in plan.items()
+        for name in allowed.split()
+        if name not in graph.get(folder, ())
+    ]
+
+
 def upward(plan: dict[str, str]) -> list[str]:
     """What a folder of the plan may import although it comes further down, or nowhere."""
     above: set[str] = set()
@@ -52,7 +62,9 @@ def test_imports_are_on_the_list() -> None:
     graph = house.folder_edges(FILES, GRAPH)
     assert forbidden(graph, house.FOLDERS) == []
     assert sorted(graph) == sorted(house.FOLDERS), "a folder without a line, or a line too many"
+    assert unused(graph, house.FOLDERS) == []
     assert forbidden({"a": {"b"}}, {"a": "", "b": ""}) == ["a -> b"]
+    assert unused({"a": {"b"}}, {"a": "b c"}) == ["a -> c"]
     assert not forbidden({"a": {"b", "kernels/fused"}}, {"a": "b", "b": ""})
     assert forbidden({"kernels": {"kernels/fused"}}, {"kernels": ""})
 
@@ -86,6 +98,8 @@ def test_circles_are_seen() -> None:
     assert house.circles(house.edges(inside)) == [["p.a", "p.b"]]
     typing = {"p.a": "import p.b", "p.b": "if TYPE_CHECKING:\n    from p.a import T"}
     assert house.circles(house.edges(typing)) == [["p.a", "p.b"]]
+    by_name = {"p.a": "import p.b", "p.b": "def f():\n    importlib.import_module('p.a')"}
+    assert house.circles(house.edges(by_name)) == [["p.a", "p.b"]]
     through_package = {"p": "from p.a import f", "p.a": "from p import g"}
     assert house.circles(house.edges(through_package)) == [["p", "p.a"]]
     files = {"p.a": "x/a", "p.b": "y/b", "p.c": "x/c", "p.d": "y/d"}

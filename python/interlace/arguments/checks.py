@@ -315,7 +315,7 @@ def output_dtype(value: Any, input: torch.Tensor, rank: int) -> torch.dtype:
 
 
 def equal_on_all(
-    op: str, name: str, values: Sequence[Any], rank: int, *, kind: type[Exception] = ValueError
+    op: str, name: str, values: Sequence[Any], *, kind: type[Exception] = ValueError
 ) -> None:
     """Raise unless all ranks' ``values`` are equal; the same message on every rank."""
     for other, value in enumerate(values):

@@ -39,7 +39,7 @@ def alike(op: str, name: str, tensors: Sequence[torch.Tensor], but: int | None =
         ("dtype", TypeError, [tensor.dtype for tensor in tensors]),
         ("shape", ValueError, [_lengths(tensor, but) for tensor in tensors]),
     ):
-        checks.equal_on_all(op, f"{what} of {name}", values, 0, kind=kind)
+        checks.equal_on_all(op, f"{what} of {name}", values, kind=kind)
 
 
 def _lengths(tensor: torch.Tensor, but: int | None) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def all_gather_matmul(
     op, options = "all_gather_matmul", GatherOptions(*given)
     _floats(inputs, options)
     rows = [[weight.shape[0] for weight in each] for each in weights]
-    checks.equal_on_all(op, "rows of weight", rows, 0)
+    checks.equal_on_all(op, "rows of weight", rows)
     whole = _gathered(op, inputs, options.gather_dim, size)
     dim = options.gather_dim % whole.dim()
     along_k = dim == whole.dim() - 1
@@ -263,7 +263,7 @@ def _matmul_reduced(
         shape = (left.shape[0], right.shape[1])
         partials.append(input.new_empty(shape, dtype=options.out_dtype or input.dtype))
         multiply(partials[-1], left, right, None)
-    checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases], 0)
+    checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases])
     for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
         count = product.matrix.shape[0]
         first = rank * count if scatters else 0

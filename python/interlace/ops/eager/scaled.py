@@ -141,7 +141,7 @@ def _agreed(
     answers = communicator.agree(op, (tuple(terms.values()), part, why))
     for index, name in enumerate(terms):
         values = [answer[0][index] for answer in answers]
-        checks.equal_on_all(op, name, values, communicator.rank)
+        checks.equal_on_all(op, name, values)
     _, parts, why_not = zip(*answers, strict=True)
     for rank, why in enumerate(why_not):
         if why and algorithm == "fused":
