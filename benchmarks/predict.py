@@ -31,7 +31,7 @@ from model.calibration import calibrated
 from model.choose import Recommendation
 from model.plots import draw_all
 from model.published import Compared, compare_all
-from model.simulation.machines import MACHINES, Machine, machine_named
+from model.simulation.machines import MACHINES, ModelMachine, machine_named
 from model.tables import Progress, Table
 
 from interlace.cli.output.files import refuse_unwritable, require_matplotlib
@@ -54,7 +54,7 @@ def report(name: str) -> Progress:
 
 
 def all_tables(
-    machine: Machine,
+    machine: ModelMachine,
     progress: Progress,
     most_nodes: int = tables.NODES[-1],
     only: Sequence[str] | None = None,
@@ -109,7 +109,9 @@ def page_with(text: str, made: Sequence[Table]) -> str:
     return MARK.sub(again, text)
 
 
-def document(machine: Machine, made: Sequence[Table], recommended: Sequence[Recommendation]) -> str:
+def document(
+    machine: ModelMachine, made: Sequence[Table], recommended: Sequence[Recommendation]
+) -> str:
     """As JSON."""
     return json.dumps(
         {

@@ -1,6 +1,6 @@
 """Arguments of kernels: values that belong together travel together, as a ``NamedTuple``.
 
-A kernel's parameter may be such a tuple. In machine code it is one parameter per field, in order; in the
+A kernel's parameter may be such a tuple. In SASS it is one parameter per field, in order; in the
 source it is ``input.ptr`` and ``input.stride``. The launch makes it with the same class, so an argument
 list is written here, and nowhere else::
 
@@ -81,7 +81,7 @@ class Table(NamedTuple):
     count: Any
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     """``count`` lines of a table, from line ``first`` on."""
 
     ptr: Any

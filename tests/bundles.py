@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from interlace.cli.commands.build import write
-from interlace.runtime.compiler.bundle.bundle import Target
+from interlace.runtime.compiler.bundle.bundle import BundleTarget
 from interlace.runtime.compiler.bundle.ops import OPS, Options
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
@@ -23,7 +23,7 @@ OPTIONS = {
 
 def build_all(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """All of them below ``folder``; the directory of each by op."""
-    targets = [Target(op, OPTIONS[op], ARCHES[op], folder / op) for op in OPS]
+    targets = [BundleTarget(op, OPTIONS[op], ARCHES[op], folder / op) for op in OPS]
     problems = {report.name: report.problems() for report in write(targets)}
     assert not any(problems.values()), problems
     return {target.op: target.out for target in targets}

@@ -35,7 +35,7 @@ def let_others_run(turns: Turns) -> None:
 
 
 class ThreadHost:
-    """What ``DeviceProcessPlace`` asks of the host's place."""
+    """What ``DeviceProcessPlace`` asks of its ``processes``."""
 
     name = "shm"
     direct_access = True
@@ -90,7 +90,7 @@ class ThreadHost:
 
 class ThreadPlace(DeviceProcessPlace):
     name = "cuda"
-    host: Any
+    processes: Any
 
     @functools.cached_property
     def residency(self) -> Residency:

@@ -239,13 +239,12 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         import cupy_stand_in
         from interlace import aot
         from interlace.cli.commands.build import write
-        from interlace.runtime.compiler.bundle.bundle import Target
+        from interlace.runtime.compiler.bundle.bundle import BundleTarget
         from interlace.runtime.compiler.bundle.ops import Options
 
         sys.modules["cupy"] = cupy_stand_in
-        write(
-            [Target("all_reduce", Options(overrides={"block_elements": 1024}), [90], folder / "b")]
-        )
+        small = Options(overrides={"block_elements": 1024})
+        write([BundleTarget("all_reduce", small, [90], folder / "b")])
         peers = {"peers_ptr": 1 << 40, "rank": 0, "world_size": 2}
         aot.load(folder / "b", 90).launch("finish_kernel", 1, peers)
         return 1 - len(cupy_stand_in.launches)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+from collections.abc import Iterable
 
 import house
 
@@ -14,6 +15,9 @@ FILES = house.sources()
 TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items()}
 GRAPH = house.edges(TEXTS)
 REGISTERS = ("interlace.ops", "interlace.compile")  # faces that tell torch of what they hand on
+
+# each would do for many classes, and names one at most: the others are RingPart, PlanStep, ...
+WORDS = "Host Machine Node Nodes Outcome Part Prepared Segment Step Steps Target Ways"
 
 
 def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
@@ -46,6 +50,18 @@ def upward(plan: dict[str, str]) -> list[str]:
         found += [f"{folder} -> {name}" for name in allowed.split() if name not in above]
         above.add(folder)
     return found
+
+
+def named_twice(texts: Iterable[str]) -> list[str]:
+    """Words that are the names of several classes or types, in all files together."""
+    names: list[str] = []
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                names.append(node.name)
+            elif isinstance(node, ast.Assign):
+                names += [to.id for to in node.targets if isinstance(to, ast.Name)]
+    return [word for word in WORDS.split() if names.count(word) > 1]
 
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
@@ -117,6 +133,15 @@ def test_faces_only_hand_on() -> None:
     assert more_than_words('"""Words."""\nimport torch', may_hand_on=False)
     assert more_than_words('"""Words."""\nprint()', may_hand_on=True)
     assert not more_than_words('"""Words."""\nfrom a import b\n__all__ = ["b"]', may_hand_on=True)
+
+
+def test_a_word_names_one_class() -> None:
+    model = [file.read_text() for file in (house.ROOT / "benchmarks/model").rglob("*.py")]
+    assert model
+    assert named_twice([*TEXTS.values(), *model]) == []
+    assert named_twice(["class Part: ...", "def f():\n    class Part: ..."]) == ["Part"]
+    assert named_twice(["class Segment: ...\nSegment = tuple[int, int]"]) == ["Segment"]
+    assert not named_twice(["class Part: ...", "class RingPart: ...\npart = Part()"])
 
 
 def test_folders_are_not_crowded() -> None:

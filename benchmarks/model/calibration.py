@@ -24,7 +24,7 @@ from typing import Any
 from model.fit import least
 from model.predict import default_configuration, predict
 from model.simulation.kernels import Shape, tiling_of
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 from model.simulation.matmul import BYTES, library_us, matmul_us
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -59,7 +59,7 @@ class Measured:
                 yield record["case"], numbers, medians
 
 
-def measured_for(machine: Machine, folder: Path = RESULTS) -> Measured | None:
+def measured_for(machine: ModelMachine, folder: Path = RESULTS) -> Measured | None:
     """The latest file of ``machine``'s device; None where there is none."""
     latest: tuple[str, Path, list[Record]] | None = None
     for path in sorted(folder.glob("gpu-*.json")):
@@ -71,7 +71,7 @@ def measured_for(machine: Machine, folder: Path = RESULTS) -> Measured | None:
     return None if latest is None else Measured(latest[1].name, latest[2])
 
 
-def calibrated(machine: Machine, folder: Path = RESULTS) -> Machine:
+def calibrated(machine: ModelMachine, folder: Path = RESULTS) -> ModelMachine:
     """``machine`` with what has been measured on it."""
     measured = measured_for(machine, folder)
     if measured is None:
@@ -100,14 +100,14 @@ def calibrated(machine: Machine, folder: Path = RESULTS) -> Machine:
 
 
 def _fitted(
-    machine: Machine,
+    machine: ModelMachine,
     source: str,
     parameter: str,
     predicted: Callable[..., float],
     timed: Sequence[tuple[tuple[int, int, int], float]],
     low: float,
     high: float,
-) -> Machine:
+) -> ModelMachine:
     """``machine`` with the value of ``parameter`` that gives best what was measured at these shapes."""
 
     def loss(value: float) -> float:
@@ -117,7 +117,7 @@ def _fitted(
     return machine.with_values(source, **{parameter: least(loss, low, high)})
 
 
-def _kernel_us(machine: Machine, m: int, n: int, k: int) -> float:
+def _kernel_us(machine: ModelMachine, m: int, n: int, k: int) -> float:
     chosen = default_configuration(Shape("all_gather_matmul", m, n, k))
     return matmul_us(machine, tiling_of(machine, chosen), m, n, k)
 
@@ -137,7 +137,7 @@ class Comparison:
         return self.predicted_us / self.measured_us - 1
 
 
-def compare_measured(machine: Machine, folder: Path = RESULTS) -> list[Comparison]:
+def compare_measured(machine: ModelMachine, folder: Path = RESULTS) -> list[Comparison]:
     """Fused ops of the latest file beside what ``machine`` predicts; nothing where there is no file."""
     measured, found = measured_for(machine, folder), []
     if measured is None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from interlace.kernels import launch_formulas as formulas
 from model.predict import default_configuration, orders, predict
 from model.simulation.kernels import Shape
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 from model.simulation.matmul import BYTES
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
@@ -51,7 +51,7 @@ class Recommendation:
 
 @lru_cache(maxsize=512)
 def best_chunk(
-    machine: Machine, m: int, n: int, k: int, world_size: int = 8, nodes: int = 1
+    machine: ModelMachine, m: int, n: int, k: int, world_size: int = 8, nodes: int = 1
 ) -> Recommendation:
     """For all-gather + matmul: chunks of a shard, who sends them, and in which order.
 
@@ -93,7 +93,7 @@ def best_chunk(
     )
 
 
-def recommended(machine: Machine, world_size: int = 8) -> list[Recommendation]:
+def recommended(machine: ModelMachine, world_size: int = 8) -> list[Recommendation]:
     """The table: Llama's shapes by rows."""
     return [best_chunk(machine, m, n, k, world_size) for n, k in SHAPES for m in ROWS]
 
@@ -108,7 +108,7 @@ class OrderEffect:
     relative: float
 
 
-def order_effects(machine: Machine, shape: Shape) -> list[OrderEffect]:
+def order_effects(machine: ModelMachine, shape: Shape) -> list[OrderEffect]:
     """Every order of ``fused`` at a shape."""
     times = {
         order: predict(machine, shape, "fused", order=order).microseconds for order in orders(shape)
@@ -131,7 +131,9 @@ class Sensitivity:
         return max(abs(self.half - 1), abs(self.twice - 1))
 
 
-def sensitivities(machine: Machine, shape: Shape, algorithm: str = "fused") -> list[Sensitivity]:
+def sensitivities(
+    machine: ModelMachine, shape: Shape, algorithm: str = "fused"
+) -> list[Sensitivity]:
     """Of every parameter that nobody has published or measured, the largest first."""
     base = predict(machine, shape, algorithm).microseconds
     found = []

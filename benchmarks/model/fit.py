@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from model.predict import predict
 from model.published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
 from model.simulation.kernels import Shape, nccl_us
-from model.simulation.machines import MACHINES, Machine
+from model.simulation.machines import MACHINES, ModelMachine
 from model.simulation.matmul import library_us, teraflops
 
 
@@ -34,7 +34,7 @@ def least(loss: Callable[[float], float], low: float, high: float, steps: int = 
     return math.exp((low + high) / 2)
 
 
-Errors = Callable[[Machine], list[float]]
+Errors = Callable[[ModelMachine], list[float]]
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -63,16 +63,16 @@ class Fit:
         return least(self.loss, self.low, self.high, steps)
 
 
-def _cublas_700w(machine: Machine) -> list[float]:
+def _cublas_700w(machine: ModelMachine) -> list[float]:
     shape = (8192, 4096, 4096)
     return [math.log(teraflops(*shape, library_us(machine, *shape)) / 721.6)]
 
 
-def _cublas_500w(machine: Machine) -> list[float]:
+def _cublas_500w(machine: ModelMachine) -> list[float]:
     return [math.log(library_us(machine, m, n, k) / us) for n, k, m, _, us, *_ in SMR_FIGURES]
 
 
-def _nccl(machine: Machine) -> list[float]:
+def _nccl(machine: ModelMachine) -> list[float]:
     found = []
     for _, k, m, _, matmul, _, both, _ in SMR_FIGURES:
         ours = nccl_us(machine, m * k * 2, 8) + machine.launch_us
@@ -80,7 +80,7 @@ def _nccl(machine: Machine) -> list[float]:
     return found
 
 
-def _interference(machine: Machine) -> list[float]:
+def _interference(machine: ModelMachine) -> list[float]:
     found = []
     for n, k, m, tile, *_, fused in SMR_FIGURES:
         if (n, k, m) in SMR_FITTED:
@@ -89,18 +89,18 @@ def _interference(machine: Machine) -> list[float]:
     return found
 
 
-def _sharing(machine: Machine) -> list[float]:
+def _sharing(machine: ModelMachine) -> list[float]:
     shape = Shape("all_gather_matmul", 1024, 6656, 8192)
     figure = KRAKEN_FIGURES[128, 8192][2]
     return [math.log(predict(machine, shape, "Kraken").microseconds / figure)]
 
 
-def _torch_op(machine: Machine) -> list[float]:
+def _torch_op(machine: ModelMachine) -> list[float]:
     shape = Shape("all_gather_matmul", 2048, 3584, 8192)
     return [math.log(predict(machine, shape, "symm_mem").microseconds / 354)]
 
 
-def _nvshmem_barrier(machine: Machine) -> list[float]:
+def _nvshmem_barrier(machine: ModelMachine) -> list[float]:
     found = []
     for n, k in TD_SCATTER_FITTED:
         shape = Shape("matmul_reduce_scatter", 8192, n, k // 8)

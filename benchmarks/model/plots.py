@@ -12,7 +12,7 @@ from model.choose import ROWS, SHAPES
 from model.predict import default_configuration, predict
 from model.published import TOLERANCE, Compared
 from model.simulation.kernels import Shape, Span
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 from model.tables import Table
 
 Progress = Callable[[str], None]
@@ -25,7 +25,7 @@ TABLES = {
 
 
 def draw_all(
-    machine: Machine,
+    machine: ModelMachine,
     found: Sequence[Compared],
     nodes: Table | None,
     folder: Path,
@@ -90,7 +90,7 @@ def _published(axes: Any, found: Sequence[Compared]) -> None:
     axes.legend(fontsize=8)
 
 
-def _rows(axes: Any, machine: Machine) -> None:
+def _rows(axes: Any, machine: ModelMachine) -> None:
     n, k = SHAPES[1]
     for name, style in (
         ("unfused", "-"), ("symm_mem", "-"), ("pipelined", "-"), ("fused by SMs", "-"), ("fused", "-"),
@@ -111,7 +111,7 @@ def _rows(axes: Any, machine: Machine) -> None:
     axes.legend(fontsize=8)
 
 
-def _chunks(axes: Any, machine: Machine) -> None:
+def _chunks(axes: Any, machine: ModelMachine) -> None:
     for n, k in SHAPES:
         for m, style in ((2048, ":"), (4096, "--"), (16384, "-")):
             shape = Shape("all_gather_matmul", m, n, k)
@@ -159,7 +159,7 @@ def _nodes(axes: Any, nodes: Table) -> None:
     axes.legend(fontsize=8)
 
 
-def _timeline(axes: Any, machine: Machine) -> None:
+def _timeline(axes: Any, machine: ModelMachine) -> None:
     """Which rank's rows the programs of one rank multiply, where the link is nearly the limit."""
     shape = Shape("all_gather_matmul", 8192, 1792, 4096)
     log: list[Span] = []

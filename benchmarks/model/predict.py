@@ -19,7 +19,7 @@ from model.simulation import gather, nodes, peers, reduce
 from model.simulation.cluster import Cluster, everyone_of
 from model.simulation.engine import Process
 from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 
 HOPPER = 90
 NODE_SUMMERS = 16  # programs that sum for other nodes, see simulation/nodes.py
@@ -145,7 +145,7 @@ def _process(
 
 
 def predict(
-    machine: Machine,
+    machine: ModelMachine,
     shape: Shape,
     algorithm: str = "fused",
     configuration: Configuration | None = None,

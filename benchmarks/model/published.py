@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from model.predict import predict
 from model.simulation.kernels import Shape
-from model.simulation.machines import MACHINES, Machine
+from model.simulation.machines import MACHINES, ModelMachine
 
 TOLERANCE = 0.15
 TD = "Triton-distributed README, asset/*.png"
@@ -219,7 +219,7 @@ def published() -> list[Published]:
     return found
 
 
-def compare(each: Published, machine: Machine | None = None) -> Compared:
+def compare(each: Published, machine: ModelMachine | None = None) -> Compared:
     """``each`` by the model, on its machine unless another is given."""
     machine = machine or MACHINES[each.machine]
     ours = predict(machine, each.shape, each.algorithm).microseconds

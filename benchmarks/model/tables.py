@@ -18,7 +18,7 @@ from model.fit import FITS
 from model.predict import default_configuration, predict
 from model.published import NOT_MODELLED, Compared
 from model.simulation.kernels import Shape
-from model.simulation.machines import PARAMETERS, Machine
+from model.simulation.machines import PARAMETERS, ModelMachine
 
 Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)
@@ -64,7 +64,7 @@ def _dims(shape: Shape) -> tuple[str, ...]:
     return str(shape.m), str(shape.n), str(shape.k)
 
 
-def parameters(machine: Machine) -> Table:
+def parameters(machine: ModelMachine) -> Table:
     """Every parameter with its source."""
     rows = [(name, f"{getattr(machine, name):,.4g}", machine.sources[name]) for name in PARAMETERS]
     return Table(
@@ -156,7 +156,7 @@ def not_modelled() -> Table:
     return Table("not-modelled", "Not modelled", ("figure", "published", "why"), [*NOT_MODELLED])
 
 
-def one_node(machine: Machine, progress: Progress) -> Table:
+def one_node(machine: ModelMachine, progress: Progress) -> Table:
     """Both fused ops on 8 ranks, by rows."""
     rows = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
@@ -193,7 +193,7 @@ def one_node(machine: Machine, progress: Progress) -> Table:
     )  # fmt: skip
 
 
-def recommendation(machine: Machine, progress: Progress) -> tuple[Table, list[Recommendation]]:
+def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, list[Recommendation]]:
     """Chunks and who sends them."""
     progress(f"{machine.name}: chunks")
     found = recommended(machine)
@@ -223,7 +223,7 @@ def recommendation(machine: Machine, progress: Progress) -> tuple[Table, list[Re
     return table, found
 
 
-def orders_of(machine: Machine, progress: Progress) -> Table:
+def orders_of(machine: ModelMachine, progress: Progress) -> Table:
     """What orders cost."""
     shapes = (
         Shape("all_gather_matmul", 8192, 1792, 4096),
@@ -245,7 +245,7 @@ def orders_of(machine: Machine, progress: Progress) -> Table:
     )
 
 
-def several_nodes(machine: Machine, progress: Progress, most: int = NODES[-1]) -> Table:
+def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-1]) -> Table:
     """2 to 128 nodes of 8, every rank with equally many rows."""
     rows = []
     for nodes in NODES:
@@ -283,7 +283,7 @@ def several_nodes(machine: Machine, progress: Progress, most: int = NODES[-1]) -
     )  # fmt: skip
 
 
-def sensitivity(machine: Machine, progress: Progress) -> Table:
+def sensitivity(machine: ModelMachine, progress: Progress) -> Table:
     """What assumed and fitted parameters do."""
     rows = []
     for shape in (
@@ -308,7 +308,7 @@ def sensitivity(machine: Machine, progress: Progress) -> Table:
     )
 
 
-def one_gpu(machine: Machine, progress: Progress) -> Table:
+def one_gpu(machine: ModelMachine, progress: Progress) -> Table:
     """Virtual ranks, or a slow link: what ``gpu.py`` measures."""
     rows = []
     names: tuple[str, ...] = ("unfused", "fused", "pipelined", "symm_mem")
@@ -344,7 +344,7 @@ def one_gpu(machine: Machine, progress: Progress) -> Table:
     )
 
 
-def measured(machine: Machine) -> Table | None:
+def measured(machine: ModelMachine) -> Table | None:
     """Result files against predictions; None where there is none."""
     found = compare_measured(machine)
     if not found:

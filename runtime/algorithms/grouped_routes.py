@@ -19,7 +19,7 @@ Counts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Segment:
+class RouteSegment:
     """``rows`` rows that ``source`` has from ``first`` on and that go to row ``to`` of the result."""
 
     expert: int
@@ -70,13 +70,13 @@ class Routes:
         first, end = self.blocks[rank]
         return list(prefix_sums([each[e] for e in range(first, end) for each in self.counts]))
 
-    def segments(self, rank: int) -> list[list[Segment]]:
+    def segments(self, rank: int) -> list[list[RouteSegment]]:
         """What ``rank`` multiplies, by expert and source; experts are counted from its first one."""
         first, end = self.blocks[rank]
         offsets, world_size = self.offsets(rank), self.world_size
         return [
             [
-                Segment(
+                RouteSegment(
                     expert - first,
                     source,
                     self.firsts[source][expert],
@@ -89,7 +89,7 @@ class Routes:
         ]
 
     @cached_property
-    def mine(self) -> list[list[Segment]]:
+    def mine(self) -> list[list[RouteSegment]]:
         """The segments of this rank."""
         return self.segments(self.rank)
 
@@ -101,7 +101,7 @@ class Routes:
         """Rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
-    def own_segments(self) -> list[Segment]:
+    def own_segments(self) -> list[RouteSegment]:
         """Those that this rank has itself, by expert."""
         return [each[self.rank] for each in self.mine]
 
@@ -143,7 +143,7 @@ class Routes:
         """All ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
         return [(self.rank - step) % self.world_size for step in range(self.world_size)]
 
-    def _chunk_lines(self, peer: int, segment: Segment, chunk_rows: int) -> list[Line]:
+    def _chunk_lines(self, peer: int, segment: RouteSegment, chunk_rows: int) -> list[Line]:
         """The chunks of a segment of ``peer``'s: [peer, first row, rows, row of the result, slot]."""
         number = segment.expert * self.world_size + segment.source
         slot = number + segment.to // chunk_rows

@@ -34,7 +34,7 @@ class Request:
     argument ("*bf16", "i32"), of tuples by field in order ("input.stride", ``kernel_arguments.py``);
     "constexpr" stands for what is fixed at compile time, with the values in ``constants``.
     ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
-    ``ignore`` names rules that do not apply. With ``artifacts``, the machine code and how to launch it are
+    ``ignore`` names rules that do not apply. With ``artifacts``, the SASS and how to launch it are
     left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
     is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
     thread; 0 leaves it to ptxas.

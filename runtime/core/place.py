@@ -59,7 +59,7 @@ def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
 
 
 class Place(ABC):
-    """Memory, execution and host-side control of one rank of one group.
+    """Memory, execution and control of one rank of one group.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Place(ABC):
 
     @abstractmethod
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Host-side all-gather of a small message (at most 64 KiB); ``doing`` names the op in errors.
+        """All-gather of a message of at most 64 KiB, without kernels; ``doing`` names the op in errors.
 
         Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
         """

@@ -1,6 +1,6 @@
 """The place for a group of processes: shared memory if one host has them all, else ``hosts``.
 
-On GPUs, that place is the host's part of another one, which :func:`on_gpu` makes of it: it meets the other
+On GPUs, that place is ``processes`` of another one, which :func:`on_gpu` makes of it: it meets the other
 ranks, and knows which of them live.
 """
 
@@ -67,20 +67,20 @@ def connect_place(
 
 
 def on_gpu(
-    host: Place,
+    processes: Place,
     device: torch.device | None = None,
     *,
     timeout: float,
     high_priority: bool = False,
 ) -> Place:
-    """The place on GPUs of the group whose place on the host is ``host``, and which it owns. Collective.
+    """The place on GPUs of the group whose place without them is ``processes``, which it owns. Collective.
 
     ``device``: this rank's, :func:`own_gpu` if None. ``high_priority``: of all its streams. Ranks of
     several hosts get the place "nvshmem", others "cuda". Raises PlaceUnavailableError on all ranks if one
     has no GPU, or lacks what its place needs.
     """
     problem = gpu_problem()
-    problems = host.exchange(problem.encode(), "joining a group on GPUs")
+    problems = processes.exchange(problem.encode(), "joining a group on GPUs")
     for rank, text in enumerate(problems):
         if text:
             raise PlaceUnavailableError(
@@ -88,22 +88,22 @@ def on_gpu(
             )
     device = own_gpu() if device is None else device
     place: DeviceProcessPlace
-    if host.name == "hosts":
+    if processes.name == "hosts":
         from interlace.runtime.places.nvshmem.place import NvshmemPlace
 
-        place = NvshmemPlace(host, device, timeout=timeout)
+        place = NvshmemPlace(processes, device, timeout=timeout)
     else:
         from interlace.runtime.places.cuda_processes.place import CudaPlace
 
-        place = CudaPlace(host, device, timeout=timeout)
+        place = CudaPlace(processes, device, timeout=timeout)
     place.high_priority = high_priority
     return place
 
 
-def all_have_gpus(host: Place) -> bool:
-    """Whether every rank of ``host`` can run kernels on a GPU that no other rank has. Collective."""
+def all_have_gpus(processes: Place) -> bool:
+    """Whether every rank of ``processes`` can run kernels on a GPU that no other rank has. Collective."""
     usable = (
         not gpu_problem() and int(os.environ.get("LOCAL_RANK", "0")) < torch.cuda.device_count()
     )
-    answers = host.exchange(b"1" if usable else b"", "joining a group")
-    return host.name == "shm" and all(answers)
+    answers = processes.exchange(b"1" if usable else b"", "joining a group")
+    return processes.name == "shm" and all(answers)

@@ -57,7 +57,7 @@ def assembly_kernel(slot_ptr, data_ptr):
 
 @triton.jit
 def plain_kernel(slot_ptr, epoch, data_ptr):
-    """Law 3: the poll is an ordinary load, and gone from the machine code."""
+    """Law 3: the poll is an ordinary load, and gone from the SASS."""
     while tl.load(slot_ptr) < epoch:  # faulty: dropped wait
         pass
     tl.store(data_ptr, tl.load(data_ptr + 1))
@@ -65,7 +65,7 @@ def plain_kernel(slot_ptr, epoch, data_ptr):
 
 @triton.jit
 def unused_kernel(slot_ptr, data_ptr):
-    """Law 3: nothing uses what the acquire reads, so it is gone from the machine code."""
+    """Law 3: nothing uses what the acquire reads, so it is gone from the SASS."""
     tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")  # faulty: dropped wait
     tl.store(data_ptr, tl.load(data_ptr + 1))
 

@@ -127,7 +127,7 @@ def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], Report]) ->
 def test_a_disassembly_is_made_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same machine code, whatever its file is called; of another, its own."""
+    """Of the same SASS, whatever its file is called; of another, its own."""
     calls: list[str] = []
 
     def disassembler(name: str, *arguments: str) -> str:

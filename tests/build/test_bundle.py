@@ -1,6 +1,6 @@
 """Bundles of ``build --op``: the manifest is true of the cubin, and its formulas are the host's.
 
-Machine code is looked at with cuobjdump. The host's side of a launch is the real one, on tensors without
+SASS is looked at with cuobjdump. The launch side is the real one, on tensors without
 memory. Both comparisons are shown manifests that they must refuse.
 """
 
@@ -183,7 +183,7 @@ INNER = {"matmul_all_reduce": 4095}
 
 
 def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuration) -> Any:
-    """What the host half of ``op`` launches and leases for ``shape``."""
+    """What the launch side of ``op`` launches and leases for ``shape``."""
     communicator: Any = FakeCommunicator(rank, len(shape.rows))
     rows, columns, inner = list(shape.rows), shape.columns, INNER.get(op, 4096)
     first = [sum(rows[:owner]) for owner in range(len(rows))]

@@ -172,7 +172,7 @@ PRODUCTS |= dict.fromkeys("MNK", "i32")
 
 
 def test_kernels() -> None:
-    """What the source says is what is counted in the machine code of each architecture."""
+    """What the source says is what is counted in the SASS of each architecture."""
     adds = [(arch, sources) for arch in (80, 90, 100) for sources in (1, 3)]
     requests = [
         LintRequest(

@@ -16,7 +16,7 @@ from typing import Any
 
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.engine import Cores, Link, Process, Signal, Simulation, transfer
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 
 Distance = tuple[int, int]
 
@@ -52,7 +52,7 @@ class Cluster:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: ModelMachine,
         world_size: int,
         nodes: int = 1,
         *,

@@ -11,7 +11,7 @@ from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.cluster import Cluster, Usage
 from model.simulation.engine import Process
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 from model.simulation.matmul import (
     BYTES,
     Tiling,
@@ -113,7 +113,7 @@ class Logged:
             self._log.append(Span(self._begin, self._simulation.now, *where))
 
 
-def tiling_of(machine: Machine, configuration: Configuration) -> Tiling:
+def tiling_of(machine: ModelMachine, configuration: Configuration) -> Tiling:
     """How a fused kernel with this configuration runs its tiles."""
     return triton_tiling(
         machine, configuration.block_m, configuration.block_n, configuration.group_m
@@ -213,7 +213,7 @@ def library_matmul(cluster: Cluster, rank: int, rows: int, n: int, k: int) -> Pr
     yield passed - cluster.simulation.now
 
 
-def nccl_us(machine: Machine, nbytes: float, world_size: int, nodes: int = 1) -> float:
+def nccl_us(machine: ModelMachine, nbytes: float, world_size: int, nodes: int = 1) -> float:
     """All-gather or reduce-scatter of ``nbytes`` in all, by rings through all ranks.
 
     Every rank receives ``(W - 1) / W`` of it. Between nodes as many rings as a node has cards share it.
@@ -232,7 +232,7 @@ def nccl_us(machine: Machine, nbytes: float, world_size: int, nodes: int = 1) ->
     return min(simple + passing, short + passing / 0.92)
 
 
-def collective_us(machine: Machine, shape: Shape) -> float:
+def collective_us(machine: ModelMachine, shape: Shape) -> float:
     """NCCL's share of the unfused sequence; an all-reduce is a reduce-scatter and an all-gather."""
     together = shape.world_size if machine.virtual_ranks else 1
     nbytes = shape.moved_bytes * together
@@ -240,13 +240,13 @@ def collective_us(machine: Machine, shape: Shape) -> float:
     return 2 * once if shape.op == "matmul_all_reduce" else once
 
 
-def alone_us(machine: Machine, shape: Shape) -> float:
+def alone_us(machine: ModelMachine, shape: Shape) -> float:
     """cuBLAS by itself; of all ranks one after another where they share a GPU."""
     together = shape.world_size if machine.virtual_ranks else 1
     return together * library_us(machine, shape.m, shape.n, shape.k)
 
 
-def unfused_us(machine: Machine, shape: Shape) -> float:
+def unfused_us(machine: ModelMachine, shape: Shape) -> float:
     """torch's sequence: NCCL and cuBLAS one after another, no sooner than the host issues them."""
     device = alone_us(machine, shape) + collective_us(machine, shape) + 2 * machine.launch_us
     return max(device, 3 * machine.torch_op_us)

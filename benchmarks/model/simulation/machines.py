@@ -20,7 +20,7 @@ Value = tuple[float, str]
 
 
 @dataclass(frozen=True)
-class Machine:
+class ModelMachine:
     """Parameters; ``sources[name]`` says where each comes from. Bandwidths are per direction."""
 
     name: str
@@ -78,13 +78,13 @@ class Machine:
         """What one SM at full clock takes for ``flops``."""
         return flops / (self.clock_tflops * 1e6 / self.sms)
 
-    def with_values(self, source: str, **values: float) -> Machine:
+    def with_values(self, source: str, **values: float) -> ModelMachine:
         """Some parameters replaced, all from ``source``."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, sources=sources, **values)  # type: ignore[arg-type]
 
 
-PARAMETERS = tuple(each.name for each in fields(Machine) if each.type == "float")
+PARAMETERS = tuple(each.name for each in fields(ModelMachine) if each.type == "float")
 
 _COMMON: dict[str, Value] = {
     "sms": (132, "published: NVIDIA data sheets, H100, H200 and H800 SXM"),
@@ -134,12 +134,12 @@ _COMMON: dict[str, Value] = {
 def _machine(
     name: str,
     title: str,
-    base: Machine | None = None,
+    base: ModelMachine | None = None,
     *,
     gpus_per_node: int = 8,
     virtual_ranks: bool = False,
     **changed: Value,
-) -> Machine:
+) -> ModelMachine:
     """``base`` (or the common parameters) with some changed."""
     known = dict(_COMMON)
     if base is not None:
@@ -148,7 +148,7 @@ def _machine(
     if unknown:
         raise ValueError(f"{name}: no parameter is called {', '.join(sorted(unknown))}")
     values = {**known, **changed}
-    return Machine(
+    return ModelMachine(
         name=name,
         title=title,
         gpus_per_node=gpus_per_node,
@@ -223,14 +223,14 @@ MACHINES = {
 }
 
 
-def machine_named(name: str) -> Machine:
+def machine_named(name: str) -> ModelMachine:
     """One of :data:`MACHINES`; ValueError that lists them otherwise."""
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is not known; known are {', '.join(MACHINES)}")
     return MACHINES[name]
 
 
-def ideal(machine: Machine, **values: float) -> Machine:
+def ideal(machine: ModelMachine, **values: float) -> ModelMachine:
     """``machine`` without latencies, gaps and interference, and with ``values``: for limits."""
     nothing = {name: 0.0 for name in PARAMETERS if name.endswith(("_us", "_us_per_mb"))}
     return machine.with_values("assumed: ideal", **{**nothing, **values})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from interlace.kernels.launch_formulas import ceil_div
-from model.simulation.machines import Machine
+from model.simulation.machines import ModelMachine
 
 BYTES = 2  # of an element: bf16
 _FULL = 128 * 256 / (128 + 256)  # a tile of this form keeps the tensor cores busy
@@ -42,7 +42,7 @@ def _form_rate(block_m: int, block_n: int, half: float) -> float:
     return min(1.0, float((form / _FULL) ** (math.log(half) / math.log(_HALF / _FULL))))
 
 
-def library_tilings(machine: Machine) -> tuple[Tiling, ...]:
+def library_tilings(machine: ModelMachine) -> tuple[Tiling, ...]:
     """What cuBLAS has to choose from, as far as the model goes: Hopper's tiles in steps of 16 columns."""
     return tuple(
         Tiling(
@@ -58,13 +58,13 @@ def library_tilings(machine: Machine) -> tuple[Tiling, ...]:
     )
 
 
-def triton_tiling(machine: Machine, block_m: int, block_n: int, group_m: int) -> Tiling:
+def triton_tiling(machine: ModelMachine, block_m: int, block_n: int, group_m: int) -> Tiling:
     """Of a persistent Triton kernel."""
     rate = _form_rate(block_m, block_n, machine.triton_small_tile_rate)
     return Tiling(block_m, block_n, group_m, rate, machine.tile_us)
 
 
-def traffic_bytes(machine: Machine, tiling: Tiling, rows: int, n: int, k: int) -> float:
+def traffic_bytes(machine: ModelMachine, tiling: Tiling, rows: int, n: int, k: int) -> float:
     """From and to memory, of a matmul by itself."""
     bands = ceil_div(ceil_div(rows, tiling.block_m), tiling.group_m)
     weight = n * k * BYTES
@@ -73,17 +73,17 @@ def traffic_bytes(machine: Machine, tiling: Tiling, rows: int, n: int, k: int) -
     return float(bands * weight + rows * k * BYTES + rows * n * BYTES)
 
 
-def cached_bytes(machine: Machine) -> float:
+def cached_bytes(machine: ModelMachine) -> float:
     """What the L2 is counted on to hold of a weight."""
     return machine.l2_mb * 1e6 / 2
 
 
-def compute_us(machine: Machine, tiling: Tiling, k: int) -> float:
+def compute_us(machine: ModelMachine, tiling: Tiling, k: int) -> float:
     """One tile, of an SM at full clock that waits for no memory."""
     return machine.full_clock_us(2.0 * tiling.block_m * tiling.block_n * k / tiling.rate)
 
 
-def sharing_us(machine: Machine, tiling: Tiling, n: int, k: int) -> float:
+def sharing_us(machine: ModelMachine, tiling: Tiling, n: int, k: int) -> float:
     """For how long after a band has begun with columns of B another finds them in the L2."""
     weight = n * k * BYTES
     if weight <= cached_bytes(machine):
@@ -91,12 +91,12 @@ def sharing_us(machine: Machine, tiling: Tiling, n: int, k: int) -> float:
     return compute_us(machine, tiling, k) * machine.sharing_mb * 1e6 / weight
 
 
-def rate_of(machine: Machine, working: int) -> float:
+def rate_of(machine: ModelMachine, working: int) -> float:
     """At which ``working`` SMs advance together."""
     return min(1.0, machine.budget / max(1, working))
 
 
-def matmul_us(machine: Machine, tiling: Tiling, rows: int, n: int, k: int) -> float:
+def matmul_us(machine: ModelMachine, tiling: Tiling, rows: int, n: int, k: int) -> float:
     """A matmul by itself, without its launch: full waves, then what is left; or its memory traffic."""
     sms = int(machine.sms)
     each = compute_us(machine, tiling, k)
@@ -110,7 +110,7 @@ def matmul_us(machine: Machine, tiling: Tiling, rows: int, n: int, k: int) -> fl
 
 @lru_cache(maxsize=4096)
 def _fastest(
-    tilings: tuple[Tiling, ...], machine: Machine, rows: int, n: int, k: int
+    tilings: tuple[Tiling, ...], machine: ModelMachine, rows: int, n: int, k: int
 ) -> tuple[float, Tiling]:
     timed = [
         (matmul_us(machine, tiling, rows, n, k), index) for index, tiling in enumerate(tilings)
@@ -119,12 +119,12 @@ def _fastest(
     return duration, tilings[index]
 
 
-def library_tiling(machine: Machine, rows: int, n: int, k: int) -> Tiling:
+def library_tiling(machine: ModelMachine, rows: int, n: int, k: int) -> Tiling:
     """The fastest of those that cuBLAS has."""
     return _fastest(library_tilings(machine), machine, rows, n, k)[1]
 
 
-def library_us(machine: Machine, rows: int, n: int, k: int) -> float:
+def library_us(machine: ModelMachine, rows: int, n: int, k: int) -> float:
     """``torch.mm`` by itself, without its launch."""
     if not rows or not n:
         return 0.0

@@ -1,4 +1,4 @@
-"""Build an op ahead of time: a directory with machine code, PTX and a manifest that says how to launch it.
+"""Build an op ahead of time: a directory with SASS, PTX and a manifest that says how to launch it.
 
 ::
 
@@ -44,7 +44,7 @@ _ALONE = "One program, which waits for nothing."
 
 
 @dataclass(frozen=True)
-class Target:
+class BundleTarget:
     """A bundle to build: ``op`` for every one of ``arches``, into directory ``out``."""
 
     op: str
@@ -61,7 +61,7 @@ class Target:
 
 
 def build_bundles(
-    targets: Sequence[Target],
+    targets: Sequence[BundleTarget],
     *,
     built_with: str,
     files: Mapping[str, str],
@@ -106,7 +106,7 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
         os.replace(staging / name, out / name)
 
 
-def _sequence(target: Target, arch: int) -> list[Entry]:
+def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
     """The kernels of one launch of the op, in order."""
     main = ops.OPS[target.op].entry(arch, target.options)
     if main.fixed.get("COPIERS") == 0:
@@ -120,7 +120,7 @@ def _stem(entry: Entry) -> str:
     return f"{entry.kernel}.sm_{entry.arch}"
 
 
-def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
+def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
     op, options = ops.OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
@@ -156,7 +156,7 @@ def _manifest(target: Target, staging: pathlib.Path, built_with: str) -> dict[st
     }
 
 
-def _arch(target: Target, arch: int, staging: pathlib.Path) -> dict[str, Any]:
+def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, Any]:
     op, options = ops.OPS[target.op], target.options
     main, last = _sequence(target, arch)
     baked: dict[str, Any] = {

@@ -26,7 +26,7 @@ RULES = {
         " signal need not be visible when the loop ends. Poll with an atomic that acquires."
     ),
     "dropped wait": (
-        "The source waits, or acquires, and the machine code does not: the compiler removes a plain"
+        "The source waits, or acquires, and the SASS does not: the compiler removes a plain"
         " load that only ends its loop, and an acquire whose value nothing uses."
     ),
     "published descriptor store": (
@@ -39,7 +39,7 @@ RULES = {
         " ignore it."
     ),
     "early load": (
-        "A load that stands after a wait in the source comes before it in the machine code: the"
+        "A load that stands after a wait in the source comes before it in the SASS: the"
         " pipeliner has moved it up. Use the value waited for in the load's address, or wait outside"
         " of the loop that is pipelined. Right where no peer writes what is loaded: then ignore it."
     ),

@@ -20,7 +20,7 @@ _ROUNDS = 16  # more than stay behind
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of the machine code, or what stands outside of all, which has no name and depth 0.
+    """One loop of the SASS, or what stands outside of all, which has no name and depth 0.
 
     ``where`` is the line of the branch back. What follows counts what is in this loop and in none inside
     it: ``tensor_maps`` made; ``barriers`` of a program's threads; ``loads_in_flight``, the most loads of

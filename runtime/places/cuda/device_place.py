@@ -239,7 +239,7 @@ class DevicePlace(Place):
             torch.cuda.current_stream().synchronize()
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op: it enqueues, and returns at once."""
+        """Run the launch side of an op: it enqueues, and returns at once."""
         before, self.asynchronous = self.asynchronous, asynchronous
         self._kept = [] if asynchronous else None
         try:

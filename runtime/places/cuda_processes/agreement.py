@@ -18,7 +18,7 @@ calls, so a rank that calls something else, or one more, is found at the first n
 differ.
 
 Notes are in memory that the processes of a host share. Ranks of several hosts have none, and wait at
-every call (``Place.exchange`` of the host's place).
+every call (``Place.exchange`` of ``processes``).
 
 The notes of one call are neighbours, on rank 0's board, so that all of them are compared at once with
 what they were the last time: this costs the same for 2 ranks and for 64. A row, in int64 words::
@@ -60,7 +60,7 @@ NOTES = 256
 MOST_KEPT = 1024
 AREAS = 2
 STEP = NOTES // 4  # calls between two looks at how far the peers have compared
-GLANCES = 8  # at a row, before the host's place is asked to wait for it
+GLANCES = 8  # at a row, before ``processes`` is asked to wait for it
 _CHECKED = HEADER_WORDS
 _TEXTS = HEADER_WORDS + 16
 _AREA_WORDS = 1 + LARGEST_MESSAGE // WORD
@@ -86,13 +86,13 @@ class _Known:
 class Agreement:
     """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch."""
 
-    def __init__(self, host: Place) -> None:
-        self._host: Any = host
-        self._rank, self._world_size = host.rank, host.world_size
+    def __init__(self, processes: Place) -> None:
+        self._processes: Any = processes
+        self._rank, self._world_size = processes.rank, processes.world_size
         self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
         self._boards: list[Words] = []
-        if self._peers and host.direct_access:
-            buffer = host.allocate(board_bytes(self._world_size))
+        if self._peers and processes.direct_access:
+            buffer = processes.allocate(board_bytes(self._world_size))
             self._memory = [part.numpy() for part in buffer.peer_bytes]
             self._bytes = [part.data.cast("B") for part in self._memory]
             self._boards = list(map(Words, buffer.addresses, self._bytes))
@@ -116,7 +116,7 @@ class Agreement:
     def agree(self, call: Call) -> list[bytes]:
         """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
         if not self._boards:
-            return list(self._host.exchange(call.message, call.op))
+            return list(self._processes.exchange(call.message, call.op))
         message = call.message
         known = self._known.get(message)
         if known is None:
@@ -170,7 +170,7 @@ class Agreement:
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
         if not self._boards:
-            return list(self._host.exchange(payload, doing))
+            return list(self._processes.exchange(payload, doing))
         return self._exchange(payload, doing, keep=False)
 
     def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
@@ -192,7 +192,7 @@ class Agreement:
         answers = [payload] * self._world_size
         for peer in self._peers:
             if not self._noted(number, peer):
-                self._host.group.wait_until(partial(self._noted, number, peer), doing, (peer,))
+                self._processes.group.wait_until(partial(self._noted, number, peer), doing, (peer,))
             theirs, area = self._note_of(number, peer)
             if theirs != digest:
                 answers[peer] = self._text(peer, theirs, area, number)
@@ -248,11 +248,11 @@ class Agreement:
         for peer in self._peers:
             board = self._boards[peer]
             if board.acquired(_CHECKED) < oldest:
-                self._host.group.wait_until(
+                self._processes.group.wait_until(
                     lambda board=board: board.acquired(_CHECKED) >= oldest, doing, (peer,)
                 )
         if self.mismatch() is None and self._compared < oldest:
-            self._host.group.wait_until(
+            self._processes.group.wait_until(
                 lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
             )
         compared = [self._boards[peer].acquired(_CHECKED) for peer in self._peers]

@@ -66,16 +66,16 @@ def sweep() -> None:
 
 
 class IpcMemory:
-    """Symmetric memory of one group by CUDA IPC; ``host`` is its place there. Making it is collective."""
+    """Symmetric memory of one group by CUDA IPC; ``place``: of its processes. Making it is collective."""
 
     kind = "CUDA IPC"
 
-    def __init__(self, host: Place, device: torch.device, exchange: Exchange) -> None:
-        self._rank, self._world_size, self._exchange = host.rank, host.world_size, exchange
+    def __init__(self, place: Place, device: torch.device, exchange: Exchange) -> None:
+        self._rank, self._world_size, self._exchange = place.rank, place.world_size, exchange
         self._device, self._index = device, device.index or 0
         self._exported: list[_Exported] = []
         self._opened: list[int] = []
-        board = host.allocate(WORD)  # smaller than a header: an abort writes nothing there
+        board = place.allocate(WORD)  # smaller than a header: an abort writes nothing there
         self._memory = [part.numpy() for part in board.peer_bytes]
         self._board = [part.data.cast("B").cast("q") for part in self._memory]
 

@@ -1,6 +1,6 @@
 """Messages between two ranks on GPUs that are processes: through the memory of their hosts.
 
-A copy off the GPU, the message as the host's place moves it, a copy back. Right for every tag and order,
+A copy off the GPU, the message as ``processes`` moves it, a copy back. Right for every tag and order,
 also from whoever sends first; not fast, and the sender's host waits for its GPU. The receiver's does not:
 its ``Work.wait()`` waits for the message, as that cannot be enqueued, and then only orders the stream.
 """

@@ -23,8 +23,8 @@ class CudaPlace(DeviceProcessPlace):
 
     name = "cuda"
 
-    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
-        super().__init__(host, device, timeout=timeout)
+    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(processes, device, timeout=timeout)
         self._memory: TorchMemory | IpcMemory | None = None
         self._overlapping = False
 

@@ -1,8 +1,8 @@
 """Ranks on GPUs that are processes, one per rank: how they meet, agree, and learn of each other's end.
 
-All that concerns the host is done by a place of the host's own, ``host``: ``shm`` where one host has all
-ranks, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
-live, and carries an abort. The GPU's part is here: agreement that does not hold the host up
+All that needs no GPU is done by another place of the same ranks, ``processes``: ``shm`` where they share
+a host, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
+live, and carries an abort. The GPU's part is here: agreement that does not hold the CPU up
 (``agreement.py``), a watchdog for what happens on the device, and closing both in order.
 
 Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS: what one rank enqueues is in an order in which every
@@ -35,16 +35,16 @@ _places: weakref.WeakSet[DeviceProcessPlace] = weakref.WeakSet()
 
 
 class DeviceProcessPlace(DevicePlace):
-    """One rank of a group of processes on GPUs. ``host`` is its place on the host, and closed with it.
+    """One rank of a group of processes on GPUs. ``processes``, its place without them, is closed with it.
 
-    ``timeout``, in seconds, bounds every wait on the device; those on the host have ``host``'s own bound.
+    ``timeout``, in seconds, bounds every wait on the device; others have the bound of ``processes``.
     """
 
-    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
-        super().__init__(host.rank, host.world_size, device, poll_seconds=timeout)
-        self.processes = host
+    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(processes.rank, processes.world_size, device, poll_seconds=timeout)
+        self.processes = processes
         self.timeout = timeout
-        self._agreement = Agreement(host)
+        self._agreement = Agreement(processes)
         self._watchdog: Watchdog | None = None
         self._closed = False
         _places.add(self)

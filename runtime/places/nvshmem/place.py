@@ -33,8 +33,8 @@ class NvshmemPlace(DeviceProcessPlace):
 
     name = "nvshmem"
 
-    def __init__(self, host: Place, device: torch.device, *, timeout: float) -> None:
-        super().__init__(host, device, timeout=timeout)
+    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(processes, device, timeout=timeout)
         self._modules = nvshmem.Modules()
         library = self._agree_that_all_can()
         self._memory = nvshmem.NvshmemMemory(self.rank, self.world_size, device, self.exchange)

@@ -14,7 +14,7 @@ the header page::
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
-    2560 WAYS    bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
+    2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
          at byte 64 the message
     4096 + AREA    the same for odd numbers
@@ -50,7 +50,7 @@ BOXES_BYTES = 256 << 10
 _LEFT, _REASON = 128, 192
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
-_ASLEEP, _BELL, _CORE, _WAYS = 2240, 2304, 2496, 2560
+_ASLEEP, _BELL, _CORE, _WRITES = 2240, 2304, 2496, 2560
 _AREAS = 4096
 TEXT = 64
 AREA = TEXT + LARGEST_MESSAGE
@@ -95,9 +95,9 @@ class Control:
         self._written: list[object] = [None, None]
 
     @property
-    def ways(self) -> memoryview:
-        """The WAYS bytes of the last rank's segment."""
-        return self._bytes[-1][_WAYS:_AREAS]
+    def writes(self) -> memoryview:
+        """The WRITES bytes of the last rank's segment."""
+        return self._bytes[-1][_WRITES:_AREAS]
 
     def write(
         self,

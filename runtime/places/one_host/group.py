@@ -38,7 +38,7 @@ from interlace.runtime.places.one_host.segment import (
     HEADER_BYTES,
     Identity,
     Mapping,
-    Segment,
+    SharedSegment,
     map_segment,
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
@@ -150,9 +150,9 @@ class HostGroup:
                 rendezvous.close_all(delivery.descriptors)
         return mappings
 
-    def new_segment(self, nbytes: int) -> Segment:
+    def new_segment(self, nbytes: int) -> SharedSegment:
         """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
-        return Segment(Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes))
+        return SharedSegment(Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes))
 
     def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
         """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
@@ -164,7 +164,7 @@ class HostGroup:
         own, problem = None, ""
         identity = Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes)
         try:
-            own = Segment(identity)
+            own = SharedSegment(identity)
         except (InterlaceError, OSError) as error:
             problem = str(error)
         try:
@@ -173,12 +173,12 @@ class HostGroup:
             if own is not None:
                 own.close()
 
-    def share(self, own: Segment, doing: str) -> list[Mapping]:
+    def share(self, own: SharedSegment, doing: str) -> list[Mapping]:
         """As :meth:`allocate`, of a segment that is there; it may be shared in several groups."""
         return self._share(own, own.identity, "", doing)
 
     def _share(
-        self, own: Segment | None, identity: Identity, problem: str, doing: str
+        self, own: SharedSegment | None, identity: Identity, problem: str, doing: str
     ) -> list[Mapping]:
         """First all say what they have, or why not; then descriptors go round, of headers as was said."""
         with self.collective_lock:
@@ -232,7 +232,7 @@ class HostGroup:
         return identities
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Host-side all-gather of at most 64 KiB; ``doing`` names the op in errors. Collective."""
+        """All-gather of at most 64 KiB, without a kernel; ``doing`` names the op in errors. Collective."""
         check_size(payload, self.rank, doing)
         with self.collective_lock:
             if self.world_size == 1:

@@ -136,7 +136,7 @@ class Mapping:
         return ctypes.string_at(self.address, _HEADER.size)
 
 
-class Segment:
+class SharedSegment:
     """A segment that this process has made, and its descriptor, to hand to peers, until it is closed."""
 
     def __init__(self, identity: Identity) -> None:

@@ -40,9 +40,9 @@ from interlace.runtime.places.shm.message_steps import (
     beside,
     sums,
 )
-from interlace.runtime.places.shm.rounds import Part, Rounds, Target
+from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
 
-LaidOut = Callable[[], tuple[Sequence[Part], Sequence[Target]]]
+LaidOut = Callable[[], tuple[Sequence[RingPart], Sequence[RingTarget]]]
 
 _memmove = ctypes.memmove
 
@@ -88,7 +88,7 @@ class HostEngine(Engine):
         """Where part ``number`` of the data of ``peer`` is."""
         return at(self._data(peer, stride * self.world_size), number * stride)
 
-    def _even(self, register: int, nbytes: int) -> list[Part]:
+    def _even(self, register: int, nbytes: int) -> list[RingPart]:
         """Parts of ``nbytes``, one behind the other."""
         return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
 
@@ -182,8 +182,8 @@ class HostEngine(Engine):
             return
         in_place = source == target + self.rank * nbytes
 
-        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
-            targets: list[Target] = [*self._even(OUTPUT, nbytes)]
+        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
+            targets: list[RingTarget] = [*self._even(OUTPUT, nbytes)]
             if in_place:
                 targets[self.rank] = None
             return [((0, INPUT), nbytes)], targets
@@ -215,8 +215,8 @@ class HostEngine(Engine):
 
         own = nbytes * (root == self.rank)
 
-        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
-            targets: list[Target] = [None] * self.world_size
+        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
+            targets: list[RingTarget] = [None] * self.world_size
             if root != self.rank:
                 targets[root] = (0, INPUT), nbytes
             return [((0, INPUT), own)], targets
@@ -226,10 +226,10 @@ class HostEngine(Engine):
 
     def _where(
         self,
-        parts: Sequence[Part],
-        targets: Sequence[Target],
+        parts: Sequence[RingPart],
+        targets: Sequence[RingTarget],
         addresses: tuple[int, int],
-        overwritten: Target = None,
+        overwritten: RingTarget = None,
     ) -> tuple[int, int]:
         """Where all parts are in shared memory; range 0 if they are not, or would be written too early."""
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
@@ -247,13 +247,13 @@ class HostEngine(Engine):
             _memmove(addresses[1], addresses[0], nbytes)
             return
 
-        def laid_out() -> tuple[Sequence[Part], Sequence[Target]]:
+        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
         self._move(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
-        targets: list[Target] = [None] * self.world_size
+        targets: list[RingTarget] = [None] * self.world_size
         targets[root] = output.data_ptr(), output.nbytes
         parts = _tensors(inputs or ())
         self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
@@ -328,7 +328,7 @@ class HostEngine(Engine):
         output: torch.Tensor,
         source: int,
         extent: int,
-        parts: Sequence[Part] | None,
+        parts: Sequence[RingPart] | None,
         op: str,
     ) -> None:
         """``output`` = the reduction of ``parts`` for this rank, or of even ones of ``extent`` bytes."""
@@ -389,7 +389,7 @@ def _largest(parts: Sequence[Span]) -> int:
     return max((nbytes for _, nbytes in parts), default=0)
 
 
-def _spans(targets: Sequence[Target], addresses: tuple[int, int]) -> list[Any]:
+def _spans(targets: Sequence[RingTarget], addresses: tuple[int, int]) -> list[Any]:
     """The same as numbers."""
     registers = {INPUT: addresses[0], OUTPUT: addresses[1]}
     found: list[Any] = []

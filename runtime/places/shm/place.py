@@ -23,7 +23,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.segment import Segment
+from interlace.runtime.places.one_host.segment import SharedSegment
 from interlace.runtime.places.one_host.worker import OrderedWorker
 from interlace.runtime.places.shm import user_launches
 from interlace.runtime.places.shm.engine import HostEngine
@@ -104,7 +104,7 @@ class ShmPlace(CpuPlace):
         return LocalMemory(split(segment.mapping.array(), sizes), segment)
 
     def owns(self, memory: LocalMemory) -> bool:
-        return isinstance(memory.origin, Segment)
+        return isinstance(memory.origin, SharedSegment)
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
         """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""

@@ -27,7 +27,7 @@ CHANGED = 1.25  # times as long, or as short
 Key = tuple[str, int]  # the op, and the bits of its number of rounds
 
 
-class Ways:
+class RingWrites:
     """What has been decided in a group, by kind and size of op, in ``table``, which all ranks see."""
 
     def __init__(self, table: bytearray | memoryview, *, decides: bool) -> None:

@@ -41,7 +41,7 @@ from interlace.runtime.places.shm.message_steps import (
     Key,
     at,
 )
-from interlace.runtime.places.shm.ring_writes import Ways
+from interlace.runtime.places.shm.ring_writes import RingWrites
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,8 +51,8 @@ SLOTS = 4
 STREAMED = 8 << 20
 MOST = 4096  # rounds of a list, times ranks: each has 200 to 500 bytes
 
-Part = tuple[Operand, int]  # address and bytes
-Target = Part | None
+RingPart = tuple[Operand, int]  # address and bytes
+RingTarget = RingPart | None
 Copy = Callable[[Operand, Operand, int], None]  # target, source, bytes
 Stage = Callable[[Copy, int], None]
 """Put the piece of a round into its slot, written as the first argument does."""
@@ -83,10 +83,10 @@ class Rounds:
             self.opened = True
 
     @functools.cached_property
-    def ways(self) -> Ways:
+    def ring_writes(self) -> RingWrites:
         """How the ranks write into their rings; once they have joined."""
         assert self._group.control is not None
-        return Ways(self._group.control.ways, decides=self._rank == self._world_size - 1)
+        return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
     def data(self, peer: int) -> int:
         """The address of the first place for data of middle size of ``peer``."""
@@ -102,8 +102,8 @@ class Rounds:
         self,
         key: Key | None,
         addresses: tuple[int, int],
-        parts: Sequence[Part],
-        targets: Sequence[Target],
+        parts: Sequence[RingPart],
+        targets: Sequence[RingTarget],
         large: Sequence[int],
         *,
         apart: bool,
@@ -141,7 +141,7 @@ class Rounds:
         )
 
     def _stage(
-        self, parts: Sequence[Part], numbers: Sequence[int], piece: int, write: Copy, c: int
+        self, parts: Sequence[RingPart], numbers: Sequence[int], piece: int, write: Copy, c: int
     ) -> None:
         """Put a piece of each of these parts into its section of the slot."""
         start = c * piece
@@ -156,7 +156,7 @@ class Rounds:
         self,
         even: bool,
         addresses: tuple[int, int],
-        parts: Sequence[Part],
+        parts: Sequence[RingPart],
         dtype: torch.dtype,
         op: str,
     ) -> None:
@@ -180,7 +180,7 @@ class Rounds:
         """
         rank, section, dtype = self._rank, self.section, tensor.dtype
         edges = [n * dtype.itemsize for n in cuts(tensor.numel(), self._world_size)]
-        parts: list[Part] = [
+        parts: list[RingPart] = [
             ((first, INPUT), end - first) for first, end in itertools.pairwise(edges)
         ]
         own, total = parts[rank]
@@ -249,7 +249,7 @@ class Rounds:
         if not steps.machine_code or count > MOST // self._world_size:
             key = None
         how = f"{op} by Python" if key is None else op
-        past = steps.machine_code and self.ways.past(how, count)
+        past = steps.machine_code and self.ring_writes.past(how, count)
         if meets:
             assert stage is not None
 
@@ -296,7 +296,7 @@ class Rounds:
             raise RuntimeError(f"{op} failed while data moved: {error}") from error
         steps.rounds += count  # not before: ranks may not agree on an op
         if steps.machine_code:
-            self.ways.took(how, count, past, time.perf_counter() - started)
+            self.ring_writes.took(how, count, past, time.perf_counter() - started)
 
 
 def cuts(count: int, world_size: int) -> list[int]:

@@ -25,7 +25,7 @@ from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.machine_code.steps import available
 from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
-from interlace.runtime.places.shm.ring_writes import Ways
+from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.places.shm.rounds import SLOT_BYTES, SLOTS
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
@@ -146,14 +146,14 @@ def many_rounds(way: str) -> list[str]:
     fold("max", mine, most)
     used: set[bool] = set()
     one = {"through": False, "past": True, "differently": rank % 2 == 1}
-    choose = Ways.past
+    choose = RingWrites.past
 
-    def past(self: Ways, op: str, count: int) -> bool:
+    def past(self: RingWrites, op: str, count: int) -> bool:
         chosen = one[way] if way in one else choose(self, op, count)
         used.add(chosen)
         return chosen
 
-    Ways.past = past  # type: ignore[method-assign]
+    RingWrites.past = past  # type: ignore[method-assign]
     try:
         for turn in range(8 if way == "measured" else 2):
             tensor, root = mine[rank].clone(), turn % world
@@ -179,7 +179,7 @@ def many_rounds(way: str) -> list[str]:
             e.all_gather_single(Call("h"), whole, mine[rank])
             wrong += _check(f"all_gather_single {turn}", whole, torch.cat(mine))
     finally:
-        Ways.past = choose  # type: ignore[method-assign]
+        RingWrites.past = choose  # type: ignore[method-assign]
     if not available():
         return wrong
     ways = {one[way]} if way in one else {False, True}

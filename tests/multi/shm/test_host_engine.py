@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, Choice, Ways
+from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, Choice, RingWrites
 from multi.shm import engine_ranks
 from tiers import few
 
@@ -74,7 +74,7 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
 
 def test_the_last_rank_decides_how_all_write() -> None:
     table = bytearray(64)
-    first, last = Ways(table, decides=False), Ways(table, decides=True)
+    first, last = RingWrites(table, decides=False), RingWrites(table, decides=True)
     times = {
         ("a", 3): (1.0, 2.0),
         ("a", 40): (2.0, 1.0),

@@ -6,7 +6,7 @@ allowed: a TMA load arrives at some time between its issue and the end of what w
 its operands when it is waited for, a TMA store when it is. A place that is written again too early,
 read too early, or never given free is a wrong result or a deadlock.
 
-What it does not know: proxies, threads of a role, layouts. Those are for lint and the machine code.
+What it does not know: proxies, threads of a role, layouts. Those are for lint and the SASS.
 """
 
 from __future__ import annotations

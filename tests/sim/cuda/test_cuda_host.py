@@ -1,4 +1,4 @@
-"""The host side of virtual ranks on a GPU, on the fake one: what is launched when.
+"""The launch side of virtual ranks on a GPU, on the fake one: what is launched when.
 
 What is checked is the order that keeps ranks from blocking each other on a real GPU: every kernel of an op
 is loaded on every rank before any rank launches one, and no rank goes on before all have launched.

@@ -1,4 +1,4 @@
-"""Threads that take turns: the host side of virtual ranks, without a GPU."""
+"""Threads that take turns: the launch side of virtual ranks, without a GPU."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ from interlace.verify.protocols.steps import (
     EndWrite,
     Process,
     Protocol,
+    ProtocolStep,
     Publish,
-    Step,
     Wait,
     read,
     write,
@@ -178,7 +178,7 @@ def texts(found: Iterable[Counterexample]) -> set[str]:
     return {one.text for one in found}
 
 
-def protocol_of(*programs: Sequence[Step]) -> Protocol:
+def protocol_of(*programs: Sequence[ProtocolStep]) -> Protocol:
     processes = [Process(f"rank {rank}", tuple(steps)) for rank, steps in enumerate(programs)]
     return Protocol("made up", len(processes), 1, tuple(processes))
 
@@ -232,7 +232,7 @@ def test_reads_may_overlap_and_writes_may_not() -> None:
 def random_protocol(draw: random.Random) -> Protocol:
     """A few steps on few words and cells, of which most are wrong in some interleaving."""
 
-    def some(kinds: str) -> list[Step]:
+    def some(kinds: str) -> list[ProtocolStep]:
         word, cell, content = draw.choice("pqr"), draw.choice("ab"), draw.choice([EMPTY, "x"])
         match draw.choice(kinds):
             case "p":
@@ -312,6 +312,6 @@ def test_what_cannot_be_explored_is_refused() -> None:
         ([Publish("a", 1)] * 256, "256 steps"),
     ],
 )
-def test_what_is_no_protocol_is_refused(steps: list[Step], reason: str) -> None:
+def test_what_is_no_protocol_is_refused(steps: list[ProtocolStep], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         explore(protocol_of(steps, []))

@@ -34,30 +34,30 @@ from interlace.verify.protocols.steps import (
     EndWrite,
     Process,
     Protocol,
+    ProtocolStep,
     Publish,
-    Step,
     Wait,
 )
 
-Rule = Callable[[Process], Iterable[Step]]
+Rule = Callable[[Process], Iterable[ProtocolStep]]
 
 
-def is_wait(step: Step, kind: str) -> bool:
+def is_wait(step: ProtocolStep, kind: str) -> bool:
     return isinstance(step, Wait) and step.word.startswith(kind)
 
 
-def is_publish(step: Step, kind: str) -> bool:
+def is_publish(step: ProtocolStep, kind: str) -> bool:
     return isinstance(step, Publish) and step.word.startswith(kind)
 
 
-def without(unwanted: Callable[[Step], bool]) -> Rule:
+def without(unwanted: Callable[[ProtocolStep], bool]) -> Rule:
     return lambda process: [step for step in process.steps if not unwanted(step)]
 
 
 def renamed(old: str, new: str) -> Rule:
     """Another word, or another cell, by name."""
 
-    def rename(step: Step) -> Step:
+    def rename(step: ProtocolStep) -> ProtocolStep:
         if isinstance(step, Publish | Wait | CompareAndSwap):
             return replace(step, word=step.word.replace(old, new))
         return replace(step, cells=tuple(cell.replace(old, new) for cell in step.cells))
@@ -65,7 +65,7 @@ def renamed(old: str, new: str) -> Rule:
     return lambda process: [rename(step) for step in process.steps]
 
 
-def epoch_never_advances(process: Process) -> Iterable[Step]:
+def epoch_never_advances(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         if is_wait(step, "credit"):
             yield replace(step, value=0)
@@ -73,12 +73,12 @@ def epoch_never_advances(process: Process) -> Iterable[Step]:
             yield replace(step, value=1) if isinstance(step, Publish | Wait) else step
 
 
-def waits_for_the_last_epoch(process: Process) -> Iterable[Step]:
+def waits_for_the_last_epoch(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         yield replace(step, value=step.value - 1) if is_wait(step, "slot") else step
 
 
-def waits_exactly(process: Process) -> Iterable[Step]:
+def waits_exactly(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         yield replace(step, exact=True) if isinstance(step, Wait) else step
 
@@ -87,7 +87,7 @@ def waits_for_another(kind: str) -> Rule:
     """For the slot or the credit of the next peer instead of the one that it means."""
     name = slot if kind == "slot" else credit
 
-    def rule(process: Process) -> Iterable[Step]:
+    def rule(process: Process) -> Iterable[ProtocolStep]:
         rank, ranks = int(process.name.split()[1]), 3
         peers = peers_of(rank, ranks)
         nexts = {name(rank, peer): name(rank, peers[i - 1]) for i, peer in enumerate(peers)}
@@ -97,18 +97,18 @@ def waits_for_another(kind: str) -> Rule:
     return rule
 
 
-def publishes_a_slot_out_of_place(process: Process) -> Iterable[Step]:
+def publishes_a_slot_out_of_place(process: Process) -> Iterable[ProtocolStep]:
     """Rank 1 publishes at rank 2 the slot that is for rank 2 itself, which nobody waits for."""
     for step in process.steps:
         wrong = isinstance(step, Publish) and step.word == slot(2, 1)
         yield replace(step, word=slot(2, 2)) if wrong else step
 
 
-def too_early(moved: str, before: type[Step]) -> Rule:
+def too_early(moved: str, before: type[ProtocolStep]) -> Rule:
     """Publishes of such words come before the end of the access that they come right after."""
 
-    def rule(process: Process) -> Iterable[Step]:
-        end: Step | None = None
+    def rule(process: Process) -> Iterable[ProtocolStep]:
+        end: ProtocolStep | None = None
         for step in process.steps:
             if end is not None and not is_publish(step, moved):
                 yield end
@@ -123,7 +123,7 @@ def too_early(moved: str, before: type[Step]) -> Rule:
     return rule
 
 
-def credit_of_the_receiver_only(process: Process) -> Iterable[Step]:
+def credit_of_the_receiver_only(process: Process) -> Iterable[ProtocolStep]:
     """What a push does by itself; the host's wait for all credits is left out before it."""
     steps = process.steps
     pushing = False
@@ -133,7 +133,7 @@ def credit_of_the_receiver_only(process: Process) -> Iterable[Step]:
             yield step
 
 
-def flags_become_epochs(process: Process) -> Iterable[Step]:
+def flags_become_epochs(process: Process) -> Iterable[ProtocolStep]:
     """The same barrier in interlace's way: put number n publishes n, and is waited for by ``>=``."""
     times: Counter[str] = Counter()
     for step in process.steps:
@@ -145,7 +145,7 @@ def flags_become_epochs(process: Process) -> Iterable[Step]:
             yield step
 
 
-def epochs_are_reset(process: Process) -> Iterable[Step]:
+def epochs_are_reset(process: Process) -> Iterable[ProtocolStep]:
     """0 and 1, reset by who has waited, instead of epochs that grow."""
     for step in process.steps:
         if isinstance(step, Publish | Wait):
@@ -156,18 +156,18 @@ def epochs_are_reset(process: Process) -> Iterable[Step]:
             yield step
 
 
-def flags_are_stored(process: Process) -> Iterable[Step]:
+def flags_are_stored(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         puts = isinstance(step, CompareAndSwap) and step.new == 1
         yield Publish(step.word, 1) if puts else step
 
 
-def flags_are_not_reset(process: Process) -> Iterable[Step]:
+def flags_are_not_reset(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         yield replace(step, new=1) if isinstance(step, CompareAndSwap) else step
 
 
-def only_the_first_barrier(process: Process) -> Iterable[Step]:
+def only_the_first_barrier(process: Process) -> Iterable[ProtocolStep]:
     held = False
     for step in process.steps:
         if isinstance(step, EndRead | BeginWrite):
@@ -176,7 +176,7 @@ def only_the_first_barrier(process: Process) -> Iterable[Step]:
             yield step
 
 
-def claim_without_swap(process: Process) -> Iterable[Step]:
+def claim_without_swap(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         if isinstance(step, CompareAndSwap) and step.word.startswith("claim"):
             yield replace(step, new=0, otherwise=step.otherwise + 1)
@@ -185,20 +185,20 @@ def claim_without_swap(process: Process) -> Iterable[Step]:
             yield replace(step, giving_up=step.giving_up + 1) if isinstance(step, Wait) else step
 
 
-def rank_1_is_not_told(process: Process) -> Iterable[Step]:
+def rank_1_is_not_told(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         yield (
             replace(step, word="abort of nobody") if step == Publish("abort of rank 1", 1) else step
         )
 
 
-def abort_is_not_looked_at(process: Process) -> Iterable[Step]:
+def abort_is_not_looked_at(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         patient = isinstance(step, Wait) and step.only_after is not None
         yield replace(step, only_after="abort of nobody") if patient else step
 
 
-def nothing_recorded(process: Process) -> Iterable[Step]:
+def nothing_recorded(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         yield replace(step, content=EMPTY) if isinstance(step, BeginWrite) else step
 
@@ -207,24 +207,24 @@ no_wait_for_inputs = without(lambda step: isinstance(step, Wait) and "staged" in
 rank_2_skips_rank_0 = without(lambda step: step == CompareAndSwap("flag 2 of rank 0", 0, 1))
 
 
-def one_memory(process: Process) -> Iterable[Step]:
+def one_memory(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         if isinstance(step, BeginRead | BeginWrite | EndRead | EndWrite):
             step = replace(step, cells=tuple(cell.partition(" on ")[0] for cell in step.cells))
         yield step
 
 
-def one_set_of_slots(process: Process) -> Iterable[Step]:
+def one_set_of_slots(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
         slots = isinstance(step, Publish | Wait) and step.word.startswith("slot")
         yield replace(step, word=step.word.partition(" on ")[0]) if slots else step
 
 
-def credit_before_collecting(process: Process) -> Iterable[Step]:
+def credit_before_collecting(process: Process) -> Iterable[ProtocolStep]:
     """The copy stream gives the credit of an op, when its own pushes are over."""
     if process.name.endswith("computing"):
         return [step for step in process.steps if not is_publish(step, "credit")]
-    rank, steps = int(process.name.split()[1]), list[Step]()
+    rank, steps = int(process.name.split()[1]), list[ProtocolStep]()
     for step in process.steps:
         steps.append(step)
         if is_publish(step, "slot"):

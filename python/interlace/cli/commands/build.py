@@ -18,7 +18,7 @@ from interlace.cli.output.options import add_options, option
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, Report
 from interlace.runtime.compiler.build import build as build_entries
-from interlace.runtime.compiler.bundle.bundle import Target, build_bundles
+from interlace.runtime.compiler.bundle.bundle import BundleTarget, build_bundles
 from interlace.runtime.compiler.bundle.ops import OPS, Options
 from interlace.runtime.compiler.catalogue import Entry, entries
 from interlace.runtime.compiler.catalogue_nodes import linked
@@ -178,7 +178,7 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
     if given.kernel is not None:
         raise ValueError("--kernel is for the whole catalogue; --op builds all kernels of an op")
     arches = tuple(dict.fromkeys(given.arch))
-    target = Target(given.op, _options(given), arches, pathlib.Path(given.out))
+    target = BundleTarget(given.op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:
         reports = write([target], on_report=begin("compiling", len(target.entries())))
     show(console, reports, as_json)
@@ -189,7 +189,7 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
 
 
 def write(
-    targets: Sequence[Target], *, on_report: Callable[[Report], None] = lambda report: None
+    targets: Sequence[BundleTarget], *, on_report: Callable[[Report], None] = lambda report: None
 ) -> list[Report]:
     """Build ``targets``, with the loader in every bundle."""
     loader = pathlib.Path(aot.__file__).read_text()

@@ -43,7 +43,7 @@ class LintReport:
     thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
     ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
     ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it took to compile and read.
-    ``loops`` are those of the machine code, with what a round of each does: barriers, loads in flight.
+    ``loops`` are those of the SASS, with what a round of each does: barriers, loads in flight.
     """
 
     kernel: str

@@ -18,8 +18,8 @@ from interlace.verify.protocols.steps import (
     EndWrite,
     Process,
     Protocol,
+    ProtocolStep,
     Publish,
-    Step,
     Wait,
     cells_of,
     left_out_by,
@@ -32,7 +32,7 @@ LARGEST = 255
 class _Code(NamedTuple):
     """A step, compiled. ``word``, ``only_after`` and ``cells`` are positions in the state."""
 
-    kind: type[Step] | None = None  # None: there is no step any more
+    kind: type[ProtocolStep] | None = None  # None: there is no step any more
     at_once: bool = False
     word: int = 0
     value: int = 0
@@ -130,7 +130,7 @@ class ProtocolMachine:
             for word in {code.word for code in line if code.kind is Wait and code.at_once}:
                 self._waiting[word].append(number)
 
-    def _check(self, steps: Iterable[Step]) -> None:
+    def _check(self, steps: Iterable[ProtocolStep]) -> None:
         longest = max((len(process.steps) for process in self.protocol.processes), default=0)
         if not longest:
             raise ValueError(f"protocol: {self.protocol.name!r} has no steps")
@@ -155,7 +155,7 @@ class ProtocolMachine:
             masks.append(ahead)
         return masks[::-1]
 
-    def _compiled(self, step: Step, at: int, growing: set[str]) -> _Code:
+    def _compiled(self, step: ProtocolStep, at: int, growing: set[str]) -> _Code:
         left_out = left_out_by(step)
         skip_to = -1 if left_out is None else at + 1 + left_out
         words = [self._at[word] for word in words_of(step)]

@@ -34,8 +34,8 @@ from interlace.verify.protocols.steps import (
     CompareAndSwap,
     Process,
     Protocol,
+    ProtocolStep,
     Publish,
-    Step,
     Wait,
     read,
     write,
@@ -68,7 +68,7 @@ def peers_of(rank: int, ranks: int) -> list[int]:
 
 
 def _protocol(
-    name: str, ranks: int, rounds: int, steps_of: Callable[[int, int], Iterable[Step]]
+    name: str, ranks: int, rounds: int, steps_of: Callable[[int, int], Iterable[ProtocolStep]]
 ) -> Protocol:
     """One process per rank, which takes ``steps_of(rank, number)`` in round ``number`` = 1, 2, ..."""
     _check(ranks, rounds)
@@ -93,20 +93,20 @@ def _channel(number: int, channels: int) -> tuple[str, int]:
     return where, (number - 1) // channels + 1
 
 
-def _wait_credits(rank: int, ranks: int, epoch: int) -> list[Step]:
+def _wait_credits(rank: int, ranks: int, epoch: int) -> list[ProtocolStep]:
     return [Wait(credit(rank, peer), epoch - 1) for peer in range(ranks)]
 
 
-def _finish(rank: int, ranks: int, epoch: int, where: str = "") -> list[Step]:
+def _finish(rank: int, ranks: int, epoch: int, where: str = "") -> list[ProtocolStep]:
     return [Publish(credit(peer, rank, where), epoch) for peer in range(ranks)]
 
 
 # -- pushing -----------------------------------------------------------------------------------
 
 
-def _send(rank: int, ranks: int, number: int, channels: int = 1) -> list[Step]:
+def _send(rank: int, ranks: int, number: int, channels: int = 1) -> list[ProtocolStep]:
     where, epoch = _channel(number, channels)
-    steps: list[Step] = []
+    steps: list[ProtocolStep] = []
     for peer in peers_of(rank, ranks):
         steps.append(Wait(credit(rank, peer, where), epoch - 1))
         steps += write([part(peer, rank, where)], data(rank, number))
@@ -114,9 +114,9 @@ def _send(rank: int, ranks: int, number: int, channels: int = 1) -> list[Step]:
     return steps
 
 
-def _collect(rank: int, ranks: int, number: int, channels: int = 1) -> list[Step]:
+def _collect(rank: int, ranks: int, number: int, channels: int = 1) -> list[ProtocolStep]:
     where, epoch = _channel(number, channels)
-    steps: list[Step] = []
+    steps: list[ProtocolStep] = []
     for source in reversed(peers_of(rank, ranks)):
         steps.append(Wait(slot(rank, source, where), epoch))
         steps += read([part(rank, source, where)], data(source, number))
@@ -129,7 +129,7 @@ def push(ranks: int, rounds: int) -> Protocol:
     As in the fused kernels that sum: a program first stores what others need and then takes its own.
     """
 
-    def steps_of(rank: int, number: int) -> list[Step]:
+    def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         steps = _send(rank, ranks, number) + _collect(rank, ranks, number)
         return steps + _finish(rank, ranks, number)
 
@@ -149,8 +149,8 @@ def push_on_streams(ranks: int, rounds: int, channels: int = 2) -> Protocol:
         raise ValueError(f"channels: must be at least 1, got {channels}")
     processes = []
     for rank in range(ranks):
-        copying: list[Step] = []
-        computing: list[Step] = []
+        copying: list[ProtocolStep] = []
+        computing: list[ProtocolStep] = []
         for number in range(1, rounds + 1):
             where, epoch = _channel(number, channels)
             copying.append(Wait(f"ended of rank {rank}", max(0, number - channels)))
@@ -174,7 +174,7 @@ def _memory(owner: int, ranks: int) -> list[str]:
     return [part(owner, source) for source in peers_of(owner, ranks)]
 
 
-def _pull(rank: int, ranks: int, number: int, sources: Sequence[int]) -> list[Step]:
+def _pull(rank: int, ranks: int, number: int, sources: Sequence[int]) -> list[ProtocolStep]:
     steps = _wait_credits(rank, ranks, number)
     if rank in sources:
         steps += write(_memory(rank, ranks), data(rank, number))
@@ -197,7 +197,7 @@ def pull(ranks: int, rounds: int, sources: Sequence[int] | None = None) -> Proto
     if not staging or not set(staging) <= set(range(ranks)):
         raise ValueError(f"sources: must be some of ranks 0 to {ranks - 1}, got {list(staging)}")
 
-    def steps_of(rank: int, number: int) -> list[Step]:
+    def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         return _pull(rank, ranks, number, staging) + _finish(rank, ranks, number)
 
     return _protocol("pull", ranks, rounds, steps_of)
@@ -210,7 +210,7 @@ def push_after_pull(ranks: int, rounds: int) -> Protocol:
     by third ranks, so after a pull the host has all credits waited for first.
     """
 
-    def steps_of(rank: int, number: int) -> list[Step]:
+    def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         if number % 2:
             steps = _pull(rank, ranks, number, range(ranks))
         else:
@@ -224,7 +224,7 @@ def push_after_pull(ranks: int, rounds: int) -> Protocol:
 def two_shot(ranks: int, rounds: int) -> Protocol:
     """Stage, sum the own segment of all, tell everyone, read their sums: ``all_reduce_copy``."""
 
-    def steps_of(rank: int, number: int) -> list[Step]:
+    def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         peers = peers_of(rank, ranks)
         inputs, sums = f"inputs of round {number}", f"sums of round {number}"
         steps = _wait_credits(rank, ranks, number)
@@ -249,9 +249,9 @@ def flag_barrier(ranks: int, rounds: int) -> Protocol:
     Around it, a round of data: write the own memory, barrier, read everyone's, barrier.
     """
 
-    def steps_of(rank: int, number: int) -> list[Step]:
+    def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         peers = sorted(peers_of(rank, ranks))
-        barrier: list[Step] = []
+        barrier: list[ProtocolStep] = []
         barrier += [CompareAndSwap(f"flag {rank} of rank {peer}", 0, 1) for peer in peers]
         barrier += [CompareAndSwap(f"flag {peer} of rank {rank}", 1, 0) for peer in peers]
         content = f"data of round {number}"
@@ -271,7 +271,7 @@ def giving_up(ranks: int, rounds: int) -> Protocol:
     _check(ranks, rounds)
     dead = ranks - 1
     processes = []
-    published: list[Step] = []
+    published: list[ProtocolStep] = []
     for rank, program in [(0, 0), (0, 1), *((rank, 0) for rank in range(1, dead))]:
         record = [f"record of rank {rank}"]
         recording = read(record, EMPTY)  # nobody has written it before
@@ -284,7 +284,7 @@ def giving_up(ranks: int, rounds: int) -> Protocol:
         give_up = [CompareAndSwap(f"claim of rank {rank}", 0, 1, otherwise=len(give_up)), *give_up]
         only_after = None if rank < ranks // 2 else f"abort of rank {rank}"
         word = f"slot {program} of rank {rank}"
-        steps: list[Step] = []
+        steps: list[ProtocolStep] = []
         for number in range(1, rounds + 1):
             steps.append(Wait(word, number, giving_up=len(give_up), only_after=only_after))
             steps += give_up

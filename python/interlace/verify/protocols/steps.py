@@ -116,10 +116,10 @@ class EndWrite:
         return f"ends writing {', '.join(self.cells)}"
 
 
-Step = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrite | EndWrite
+ProtocolStep = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrite | EndWrite
 
 
-def read(cells: Iterable[str], content: str) -> list[Step]:
+def read(cells: Iterable[str], content: str) -> list[ProtocolStep]:
     """A read of ``cells``: its begin and its end.
 
     >>> [str(step) for step in read(["a", "b"], "data")]
@@ -129,7 +129,7 @@ def read(cells: Iterable[str], content: str) -> list[Step]:
     return [BeginRead(names, content), EndRead(names)]
 
 
-def write(cells: Iterable[str], content: str) -> list[Step]:
+def write(cells: Iterable[str], content: str) -> list[ProtocolStep]:
     """A write of ``content`` into ``cells``: its begin and its end.
 
     >>> [str(step) for step in write(["a"], "data")]
@@ -139,7 +139,7 @@ def write(cells: Iterable[str], content: str) -> list[Step]:
     return [BeginWrite(names, content), EndWrite(names)]
 
 
-def words_of(step: Step) -> list[str]:
+def words_of(step: ProtocolStep) -> list[str]:
     """The words that a step looks at or sets, the one that it waits for first."""
     if isinstance(step, Publish | CompareAndSwap):
         return [step.word]
@@ -148,12 +148,12 @@ def words_of(step: Step) -> list[str]:
     return []
 
 
-def cells_of(step: Step) -> tuple[str, ...]:
+def cells_of(step: ProtocolStep) -> tuple[str, ...]:
     """The cells whose access a step begins or ends."""
     return () if isinstance(step, Publish | Wait | CompareAndSwap) else step.cells
 
 
-def left_out_by(step: Step) -> int | None:
+def left_out_by(step: ProtocolStep) -> int | None:
     """How many of the steps that follow a step may leave out."""
     if isinstance(step, Wait):
         return step.giving_up
@@ -169,7 +169,7 @@ class Process:
     """
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[ProtocolStep, ...]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Protocol:
     processes: tuple[Process, ...]
     at_end: Callable[[Mapping[str, int | str]], str] | None = None
 
-    def rewritten(self, fault: str, rule: Callable[[Process], Iterable[Step]]) -> Protocol:
+    def rewritten(self, fault: str, rule: Callable[[Process], Iterable[ProtocolStep]]) -> Protocol:
         """A variant for a negative control: every process takes the steps ``rule(process)``.
 
         Raises ``ValueError`` if nothing changes: a control that is none would go unnoticed.
