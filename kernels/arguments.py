@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Of a gather: rows of the own shard and of all ranks, and tiles of all chunks."""
+    """Sizes of a gather: rows of the own shard and of all ranks, and tiles of all chunks."""
 
     own_rows: Any
     all_rows: Any

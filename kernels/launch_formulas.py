@@ -42,7 +42,7 @@ def chunk_rows(rows: Sequence[int], block_m: int, chunks: int) -> int:
 
 
 def chunk_elements(rows: Sequence[int], block: int, chunks: int) -> int:
-    """As :func:`chunk_rows` for a flat tensor, whose chunks need not be whole blocks."""
+    """Elements per chunk of a flat tensor: as :func:`chunk_rows`, but chunks need not be whole blocks."""
     return max(block, ceil_div(max(rows), chunks))
 
 

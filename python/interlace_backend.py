@@ -22,14 +22,14 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What ``init_process_group`` and ``new_group`` call on every rank that is a member."""
+    """Called by ``init_process_group`` and ``new_group`` on every rank that is a member."""
     from interlace.process_group.group import create
 
     return create(options, backend_options)
 
 
 def compile_graph(graph_module: Any, inputs: Any, **options: Any) -> Any:
-    """What ``torch.compile(backend="interlace")`` calls where nothing of interlace was imported."""
+    """The backend of ``torch.compile(backend="interlace")`` where nothing of interlace was imported."""
     from interlace.compile.backend import backend
 
     return backend(graph_module, inputs, **options)

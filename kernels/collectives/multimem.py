@@ -119,7 +119,7 @@ def wait_all_credits(peers, epoch):
 @triton.jit
 def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES: tl.constexpr,
                      row_scale_ptr, scale_offset, SCALED: tl.constexpr):  # fmt: skip
-    """As ``transfer.push_chunks``, every ``COPIERS``-th chunk once for all ranks.
+    """Push chunks as ``transfer.push_chunks`` does, every ``COPIERS``-th, once for all ranks.
 
     Rows begin at multiples of 16 bytes and are whole vectors. A chunk's sends are neighbours in the
     table, one per peer, which differ in the peer only.

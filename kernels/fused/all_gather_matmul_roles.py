@@ -71,7 +71,7 @@ def _next(place, phase, PLACES: gl.constexpr):
 
 @jit
 def _share(line, N, TILES: gl.constexpr):
-    """Of a chunk, by its line: the number of its first tile, tiles_m and tiles_n, own first tile, end."""
+    """A chunk's tiles, by its line: number of the first, tiles_m and tiles_n, this program's first, end."""
     start = gl.load(line + 5).to(gl.int32)
     tiles_m = tl.cdiv(gl.load(line + 2).to(gl.int32), TILES.BLOCK_M)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)

@@ -225,7 +225,7 @@ class Kernel:
     # -- arguments -----------------------------------------------------------------------------
 
     def _numbers(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, int]:
-        """What is given, by name, as numbers: pointers as addresses."""
+        """The arguments by name, as numbers: pointers as addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
                 raise TypeError(
@@ -459,7 +459,7 @@ def _entered(cupy: Any, stream: Any) -> Any:
 
 
 def _scalars(packed: Iterable[tuple[str, int | None]], scratch: int) -> Iterable[Any]:
-    """What CuPy passes bit by bit: NumPy scalars. The first that the loader fills in is scratch."""
+    """NumPy scalars, which CuPy passes bit by bit. The first that the loader fills in is ``scratch``."""
     import numpy as np
 
     for kind, number in packed:

@@ -97,7 +97,7 @@ def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
 def rank_function(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[Place], Any]:
-    """What a rank of ``fn(*args, **kwargs)`` does with its place."""
+    """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
     def on_rank(place: Place) -> Any:
         groups.install(place)
@@ -128,7 +128,7 @@ def _install(overrides: configuration.Override, timeout: float, place: Place) ->
 
 
 def _install_on_gpu(overrides: configuration.Override, timeout: float, place: Place) -> Place:
-    """As :func:`_install`, on one of the host's GPUs."""
+    """Set up a process as :func:`_install` does, on one of the host's GPUs."""
     import torch
 
     from interlace.runtime.start import connect

@@ -96,7 +96,7 @@ def all_gather_matmul(
 
 
 def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
-    """What the op returns, after the activations."""
+    """The op's result with the activations done."""
     outputs = result[1] if with_gathered else result
     outputs = outputs if several else [outputs]
     done: Any = [activate(output, name) for output, name in zip(outputs, names, strict=True)]

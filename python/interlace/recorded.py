@@ -47,7 +47,7 @@ def run(
     options: Any,
     **more: Any,
 ) -> Any:
-    """What ``op`` of ``interlace.functional`` makes: plain tensors, or a Work that returns them.
+    """The result of ``op`` of ``interlace.functional``: plain tensors, or a Work that returns them.
 
     ``then`` is done to these when they are complete; autograd knows of it too. ``options``: the op's own.
     """

@@ -68,7 +68,7 @@ def _product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _product_error(
     input: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, extra: int
 ) -> torch.Tensor:
-    """Of the accumulated, not yet rounded product. ``extra`` counts operations after the K products.
+    """A bound on the error of the product before rounding. ``extra``: operations after the K products.
 
     Three more stand for the rounding of both operands, which float64 into anything narrower needs,
     and for the last addition.
@@ -159,7 +159,7 @@ def matmul_all_reduce(
 def _sum_error(
     errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
 ) -> torch.Tensor:
-    """Of a sum of terms that are off by ``errors``; one more operation stands for the average."""
+    """A bound for a sum of terms that are off by ``errors``; one operation more is the average's."""
     return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
 
 

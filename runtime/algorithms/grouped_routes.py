@@ -47,7 +47,7 @@ class Routes:
         return [list(prefix_sums(each)) for each in self.counts]
 
     def block(self, source: int, rank: int) -> tuple[int, int]:
-        """Those rows of ``source`` that go to ``rank``: (first, rows)."""
+        """The rows of ``source`` that go to ``rank``: (first, rows)."""
         first, end = self.blocks[rank]
         begin = self.firsts[source][first]
         return begin, self.firsts[source][end] - begin
@@ -102,7 +102,7 @@ class Routes:
         return [[segment.rows for segment in each] for each in self.mine]
 
     def own_segments(self) -> list[RouteSegment]:
-        """Those that this rank has itself, by expert."""
+        """The segments of rows that this rank has itself, by expert."""
         return [each[self.rank] for each in self.mine]
 
     # -- for the kernel ------------------------------------------------------------------------

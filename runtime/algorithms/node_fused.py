@@ -57,7 +57,7 @@ class GatherMoves:
         self.programs = min(max(1, configuration.copiers), most)
 
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
-        """As ``launch_formulas.chunk_lines``, in the order in which chunks come between nodes."""
+        """The ``launch_formulas.chunk_lines`` in the order in which chunks come between nodes."""
         known = self._rank, self._nodes, self._rows, self._size
         arrivals = algorithms.arrival_lines(*known, own=False)
         return formulas.numbered_lines(self._rank, self._rows, arrivals, block_m, tiles_n)

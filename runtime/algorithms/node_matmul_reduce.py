@@ -62,7 +62,7 @@ def matmul_reduce_scatter(
     segments: Sequence[tuple[int, int]],
     configuration: Configuration,
 ) -> Event:
-    """As ``matmul_reduce.matmul_reduce_scatter_fused``; neither rows nor columns are 0."""
+    """``matmul_reduce.matmul_reduce_scatter_fused`` between nodes; neither rows nor columns are 0."""
     rank = communicator.rank
     columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
     tiles_n = formulas.ceil_div(columns, block_n)

@@ -182,7 +182,7 @@ def all_gather(
 def arrival_lines(
     rank: int, nodes: Nodes, rows: Sequence[int], chunk_rows: int, *, own: bool
 ) -> list[list[int]]:
-    """As ``launch_formulas.arrival_lines``, in the order in which chunks come between nodes."""
+    """The ``launch_formulas.arrival_lines`` in the order in which chunks come between nodes."""
     counts = [formulas.ceil_div(count, chunk_rows) for count in rows]
     return [
         formulas.transfer_line(source, source, chunk, rows, chunk_rows)

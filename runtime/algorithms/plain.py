@@ -298,7 +298,7 @@ def segment_table(
 def pushed_layout(
     communicator: Communicator, rows: Sequence[int], block_m: int, tiles_n: int, row_bytes: int
 ) -> Layout:
-    """Of an op in which every rank pushes its contribution to the rows of each owner."""
+    """The memory of an op in which every rank pushes its contribution to the rows of each owner."""
     world_size = communicator.world_size
     return Layout(
         formulas.reduce_slots(world_size, rows, block_m, tiles_n),
@@ -315,7 +315,7 @@ def reduce_scatter_kernel(
     *,
     average: bool,
 ) -> Event:
-    """As :func:`reduce_scatter_copy`, on one flat ``input`` cut into ``lengths``."""
+    """Reduce and scatter one flat ``input``, cut into ``lengths``, as :func:`reduce_scatter_copy` does."""
     segments = formulas.segments_of(lengths)
     arguments = {
         "input_ptr": input,

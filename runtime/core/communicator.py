@@ -78,11 +78,11 @@ class Communicator:
         self._out_of_step = ""  # since which call, once ranks have called different ops
 
     def on(self, *values: Any) -> Communicator:
-        """That of the same ranks on the device of the first tensor among ``values``, or in their lists."""
+        """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
         return self
 
     def on_all_devices(self) -> Sequence[Communicator]:
-        """Those of the same ranks, one per device, as far as they are made."""
+        """The communicators of the same ranks, one per device, as far as they are made."""
         return (self,)
 
     def _number(self, error: Exception) -> None:

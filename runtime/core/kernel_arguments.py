@@ -108,7 +108,7 @@ def compiled_with(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_number(value: Any) -> Any:
-    """As wide as ``value``, but neither 1 nor a multiple of 16."""
+    """An integer as wide as ``value``, but neither 1 nor a multiple of 16; other values as they are."""
     if type(value) is not int:
         return value
     return 3 if -SMALL <= value < SMALL else SMALL + 3

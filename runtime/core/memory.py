@@ -67,7 +67,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass
 class SymmetricBuffer:
-    """The same ``nbytes`` on every rank of a group.
+    """Memory of the same ``nbytes`` on every rank of a group.
 
     ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0
     of what is not mapped; between nodes it goes on as ``kernels/nodes/moves.py`` says.

@@ -192,11 +192,11 @@ class Place(ABC):
     # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """As ``Engine.send``."""
+        """Send ``tensor`` to ``peer`` as ``Engine.send`` does."""
         raise self._no_messages()
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """As ``Engine.recv``."""
+        """Receive into ``tensor`` from ``peer``, None for any, as ``Engine.recv`` does."""
         raise self._no_messages()
 
     def _no_messages(self) -> PlaceUnavailableError:

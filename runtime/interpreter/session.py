@@ -237,7 +237,7 @@ def outwards(frame: Any) -> Iterator[Any]:
 
 
 def source_frames(frame: Any) -> list[Any]:
-    """Those of kernel code: neither Triton's nor the runtime's own are of use to the author of a kernel."""
+    """The frames of kernel code: a kernel's author has no use for those of Triton and of the runtime."""
     return [
         each
         for each in outwards(frame)

@@ -69,7 +69,7 @@ def _made(model: Any, data: Any, dtype: Any, kind: Any) -> Any:
 
 
 def lengths(kind: Any) -> tuple[int, ...]:
-    """Of a block type: numbers, which a dictionary is asked for without Triton's own comparisons."""
+    """The lengths of a block type as numbers: a dictionary compares these without Triton's own code."""
     shape = kind.shape
     return tuple(shape.values if shape.__class__ is tl.tuple else shape)
 

@@ -159,7 +159,7 @@ def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
 
 
 def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
-    """The same memory, seen as another dtype."""
+    """A fold that calls ``inner`` on the same memory, seen as another dtype."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         inner([view(part) for part in parts], view(output))

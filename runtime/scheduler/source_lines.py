@@ -63,7 +63,7 @@ class MemoryNames:
         self._ranges.append((base, base + nbytes, name))
 
     def find(self, address: int) -> str | None:
-        """As "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
+        """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
         for base, end, name in reversed(self._ranges):
             if base <= address < end:
                 return f"{name}, byte {address - base}"
@@ -102,7 +102,7 @@ def user_line(task: Task) -> str:
 
 
 def line_of(frame: Any) -> str:
-    """As "file.py:12"; empty for None."""
+    """The frame's line, as in "file.py:12"; empty for None."""
     if frame is None:
         return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -71,7 +71,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of rows with the same key the last one counts."""
+        """A row's place in the cache: of rows with the same key the last one counts."""
         return self.op, self.dtype, self.extents, self.world, self.rows, self.columns, self.inner
 
 

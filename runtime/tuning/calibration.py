@@ -96,7 +96,7 @@ class MeasuredMesh:
 
 
 def device_name(device_type: str) -> str:
-    """Of the machine whose ranks have their tensors there."""
+    """The name of the machine on whose devices of ``device_type`` the ranks have their tensors."""
     return cache.machine("", torch.device(device_type)).device
 
 

@@ -222,7 +222,7 @@ def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
 
 
 def capability_of(place: Place) -> int | None:
-    """Of the GPU of a rank: 90 is 9.0; None for the interpreter."""
+    """The compute capability of a rank's GPU: 90 is 9.0; None for the interpreter."""
     if place.interpreted:
         return None
     major, minor = torch.cuda.get_device_capability(place.device)

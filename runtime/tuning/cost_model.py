@@ -57,7 +57,7 @@ class Problem:
 
 
 def tile_rate(chip: Chip, configuration: Configuration) -> float:
-    """Of the tensor cores' rate, what tiles of this size get: smaller ones load more per product."""
+    """The part of the tensor cores' rate that such tiles get: smaller ones load more per product."""
     rate, area = 1.0, configuration.block_m * configuration.block_n
     while area < LARGE_TILE:
         rate *= chip.small_tile_rate

@@ -95,7 +95,7 @@ def distance(a: Bucket, b: Bucket) -> int:
 
 
 def dtype_name(problem: Problem) -> str:
-    """As cache files have it."""
+    """The dtype's name in cache files: torch's, followed by "exact" for fp8 without ``fast_accum``."""
     name = str(problem.dtype).removeprefix("torch.")
     exact = problem.dtype.itemsize == 1 and not problem.fast_accum
     return f"{name} exact" if exact else name
@@ -124,7 +124,7 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
 
 
 def cached_rows(rows: Sequence[cache.Row], problem: Problem) -> list[cache.Row]:
-    """Those of the same op, dtype and kind of extents."""
+    """The rows of the same op, dtype and kind of extents."""
     kind = (problem.op, dtype_name(problem), extents_of(problem))
     return [row for row in rows if (row.op, row.dtype, row.extents) == kind]
 
@@ -141,7 +141,7 @@ def table_rows(capability: int, problem: Problem) -> list[tuning_table.Shape]:
 
 
 def default(capability: int | None, problem: Problem) -> Configuration:
-    """Of the table; ``capability`` None is the interpreter."""
+    """The table's configuration for ``problem``; ``capability`` None is the interpreter."""
     p = problem
     if capability is None:
         return configuration.interpreted_default(p.rows, p.columns, p.inner)
@@ -234,7 +234,7 @@ def gather_problem(
     *,
     fast_accum: bool = True,
 ) -> Problem:
-    """Of all-gather + matmul; ``columns`` are those of all weights of all ranks."""
+    """The problem of an all-gather + matmul; ``columns`` are those of all weights of all ranks."""
     kinds = {configuration.extents_class(each, inner) for each in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)

@@ -95,6 +95,6 @@ def tile_candidates(
 
 
 def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:
-    """The same tiles, with shards in more and fewer chunks, by the copy engine or by programs."""
+    """Candidates with the same tiles, and shards in more and fewer chunks, by copy engine or programs."""
     for copiers, chunks in itertools.product((0, 8, 16, 32), (1, 2, 4, 8)):
         yield replace(configuration, copiers=copiers, chunks=chunks)

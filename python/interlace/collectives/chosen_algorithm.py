@@ -59,7 +59,7 @@ def check_nodes(algorithm: str, communicator: Communicator) -> None:
 
 
 def serving(communicator: Communicator, algorithm: str) -> Engine:
-    """What runs a call whose term "algorithm" is ``algorithm``."""
+    """The engine that runs a call whose term "algorithm" is ``algorithm``."""
     engine = communicator.engine
     if algorithm == "auto" or isinstance(engine, StreamEngine):
         return engine

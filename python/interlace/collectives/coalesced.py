@@ -128,7 +128,7 @@ def all_gather_into_tensor_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`all_gather_coalesced`, under the name that backends of torch have for it.
+    """:func:`all_gather_coalesced` under the name that backends of torch have for it.
 
     ``inputs`` may differ in shape and dtype. Raises what that does.
 

@@ -51,7 +51,7 @@ def _loaded(data: bytes | torch.Tensor) -> Any:
 
 
 def _said(data: bytes) -> Packed:
-    """What a rank says of its bytes: themselves, or how many."""
+    """A rank's message about its bytes: these themselves if they are few, else their number."""
     return data if len(data) <= SMALL else len(data)
 
 

@@ -55,7 +55,7 @@ class FusionPass(CustomGraphPass):
             self.on_report(report)
 
     def uuid(self) -> Any:
-        """Of what the pass does to a graph, for Inductor's cache; none while someone wants reports."""
+        """A key of what the pass does to a graph, for Inductor's cache; None if someone wants reports."""
         if self.on_report is not None:
             return None
         return _sources(), self.policy, repr(self.machine)
@@ -90,7 +90,7 @@ def backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """What ``torch.compile(backend="interlace")`` calls. ``options``:
+    """The function that ``torch.compile(backend="interlace")`` calls. ``options``:
 
     ``codegen``: "inductor" (default), or "aot_eager", which runs the ops one by one. ``policy``,
     ``machine``, ``on_report``: of :class:`FusionPass`. All others are Inductor's.

@@ -27,7 +27,7 @@ class Explanation:
 
     @property
     def fused(self) -> list[Candidate]:
-        """Those that were fused."""
+        """The candidates that were fused."""
         return [candidate for candidate in self.candidates if candidate.fused]
 
     def __str__(self) -> str:

@@ -169,7 +169,7 @@ def _gather_products(
 def _with_own_scale(
     product: Product, collective: Collective, gathers: dict[fx.Node, Collective]
 ) -> Product:
-    """Of a matmul with a scale per row: with the scales of the own shard's rows."""
+    """The product with the scales of the own shard's rows, if its matmul has a scale per row."""
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
         return product

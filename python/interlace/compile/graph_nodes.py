@@ -31,7 +31,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def arguments(node: Any) -> Any:
-    """What the node calls its target with, of types that only its target knows."""
+    """The arguments of the node's call, of types that only its target knows."""
     return node.args
 
 
@@ -97,7 +97,7 @@ def keeps_columns(reshaped: fx.Node) -> bool:
 
 
 def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What ``node`` is a reshape of, back over those that keep the last dimension, and these."""
+    """The node behind the reshapes of ``node`` that keep the last dimension, and these reshapes."""
     passed = []
     while is_call(node, *RESHAPES) and keeps_columns(node):
         passed.append(node)

@@ -36,7 +36,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Scales:
-    """Of the operands of ``aten._scaled_mm``, and its options."""
+    """The scales of the operands of ``aten._scaled_mm``, and its options."""
 
     left: fx.Node
     right: fx.Node
@@ -61,7 +61,7 @@ class Product:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What products that share a fused op have in common."""
+        """A key that products must share to share a fused op."""
         if self.scales is None:
             return (self.batch,)
         return self.scales.left, self.scales.out_dtype, self.scales.fast

@@ -22,7 +22,7 @@ from interlace.runtime.tuning import calibration
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model knows of a machine. Seconds, bytes per second, floating-point operations per second.
+    """A machine as the model knows it. Seconds, bytes per second, floating-point operations per second.
 
     ``bandwidth``: of a collective, in bytes received by one rank. ``fused_bandwidth``: the same inside a
     fused op. ``latency``: of a collective without data. ``fused_host``: what a fused op costs beyond its

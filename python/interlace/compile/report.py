@@ -50,7 +50,7 @@ class Report:
 
     @property
     def fused(self) -> list[Candidate]:
-        """Those of the candidates that were fused."""
+        """The candidates that were fused."""
         return [candidate for candidate in self.candidates if candidate.fused]
 
     def summary(self) -> str:

@@ -80,7 +80,7 @@ def _gathering(
 
 
 def _in_batch(collective: Collective, products: list[Product], kept: bool) -> list[fx.Node]:
-    """As many ops as the batch has entries; every output is put together from theirs."""
+    """The outputs of a batched product: an op per entry of the batch, whose results are put together."""
     rows: list[list[fx.Node]] = []
     for entry in range(products[0].batch):
         one = call(aten.select.int, (collective.input, 0, entry), products[0].node)

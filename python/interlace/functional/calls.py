@@ -31,7 +31,7 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 def _traceable_out(name: str) -> Callable[..., Any]:
-    """The same for the op's form with ``out``, which comes last."""
+    """The op's form with ``out``, its last argument, as one call that Dynamo leaves to the next tracer."""
 
     def start(*args: Any) -> Any:
         *own, out = args
@@ -66,7 +66,7 @@ def run(
 
 
 def run_to_list(op: str, group: Any, tag: str, tensors: Sequence[Any], *args: Any) -> list[Any]:
-    """As :func:`run`, for an op that returns a list; ``tensors`` are all those in its arguments."""
+    """Run an op that returns a list, as :func:`run` does; ``tensors`` are all those in its arguments."""
     if direct(*tensors):
         started = library.BY_NAME[op].start(bound(group, tag), *args)
         return [AsyncTensor(each, started.work) for each in started.outputs]

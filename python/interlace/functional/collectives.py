@@ -181,7 +181,7 @@ def permute(
 def gather(
     input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
-    """As :func:`all_gather` of ``input`` on rank ``dst`` of the group; zeros of that shape on the others.
+    """Gather ``input`` on rank ``dst`` as :func:`all_gather` does; zeros of that shape on the others.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.gather``, into one tensor.

@@ -172,7 +172,7 @@ class _Request:
         self.largest_inner = max(self.communicator.parts(call))
 
     def _choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
-        """What the table, the cache or the model has for ``op``; ``rows`` of the longest part."""
+        """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
         problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
         return tuning.choose(self.communicator, problem, self.algorithm)
@@ -207,7 +207,7 @@ class _Request:
         return run(communicator, left, linear, segments)
 
     def all_reduce(self, left: torch.Tensor, linear: Linear) -> Event:
-        """The same on all ranks: one-shot, or the own rows of the output first, then the others' rows."""
+        """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
         communicator, output = self.communicator, linear.output
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self._choice(ALL_REDUCE, rows, columns)

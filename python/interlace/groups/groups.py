@@ -81,7 +81,7 @@ def joined() -> Communicator | None:
 
 
 def simulated() -> int:
-    """How many ranks torch's ``LocalTensorMode`` plays in this process just now; 0 without it."""
+    """The number of ranks that torch's ``LocalTensorMode`` plays in this process just now; 0 without it."""
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
     return 0 if mode is None else len(mode.ranks)

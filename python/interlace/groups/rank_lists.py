@@ -117,7 +117,7 @@ def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
 
 
 def all_rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
-    """As :func:`rows`, of the mesh from which ``mesh`` was cut: with the groups the caller is not in."""
+    """The :func:`rows` of the mesh from which ``mesh`` was cut: also groups that the caller is not in."""
     whole = mesh._get_root_mesh()
     if whole is mesh:
         return rows(mesh, index)

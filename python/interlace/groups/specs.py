@@ -180,7 +180,7 @@ def _of_name(name: str) -> tuple[str, int]:
 
 @_constant
 def _of_object(address: int) -> tuple[str, int]:
-    """Of the group at that address: Dynamo guards what ``id`` said, and passes on constants only."""
+    """Name and size of the group at that address: Dynamo guards ``id``, and passes on constants only."""
     group = ctypes.cast(address, ctypes.py_object).value
     if isinstance(group, Communicator):
         return rank_lists.name_of(default_group(), group), group.world_size
@@ -199,7 +199,7 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
 
 
 def size_of(name: str) -> int:
-    """How many ranks the group has that ``name`` stands for."""
+    """The number of ranks in the group that ``name`` stands for."""
     return _find(default_group(), name).world_size
 
 

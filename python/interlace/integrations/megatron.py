@@ -36,7 +36,7 @@ FUSED = "fused"
 
 
 class Patched(dict[str, str]):
-    """What :func:`patch` did: the name of each tensor-parallel linear layer, and "fused" or why it was not.
+    """The result of :func:`patch`: names of tensor-parallel linear layers, with "fused" or why not.
 
     The layers are Megatron-core's. A context manager, which undoes it at the end.
     """

@@ -184,7 +184,7 @@ def _of_shards(
     size: int,
     name: str,
 ) -> Any:
-    """Of the input, in flight: the products' gradients times their weights, reduced and scattered."""
+    """The input's gradient, in flight: products' gradients times their weights, reduced and scattered."""
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
     if not pairs:
         if of_gathered is None:

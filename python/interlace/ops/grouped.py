@@ -79,7 +79,7 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _sources(ctx: Any) -> int:
-    """How many ranks send; the size of the group, known where that is traced too."""
+    """The number of ranks that send; the size of the group, known where that is traced too."""
     return len(ctx.received) // int(ctx.experts)
 
 
@@ -98,13 +98,13 @@ def _by_expert(ctx: Any, rows: Tensor) -> Tensor:
 
 
 def _from_sources(ctx: Any) -> list[Any]:
-    """How many rows come from each rank."""
+    """The number of rows from each rank."""
     sources = _sources(ctx)
     return [sum(ctx.received[source::sources]) for source in range(sources)]
 
 
 def _to_ranks(ctx: Any) -> list[Any]:
-    """How many rows go to each rank that has experts of its own."""
+    """The number of rows to each rank that has experts of its own."""
     experts = int(ctx.experts)
     return [sum(ctx.sent[first : first + experts]) for first in range(0, len(ctx.sent), experts)]
 
@@ -144,7 +144,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
 
 
 def _received_again(ctx: Any, op: str, input: Tensor) -> Tensor:
-    """What was multiplied, if the op has not kept it."""
+    """The rows that were multiplied, received once more because the op has not kept them."""
     if op == GATHER:
         rows = _ops.all_gather(input, 0, ctx.size, ctx.name)
     else:

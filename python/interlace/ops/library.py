@@ -205,7 +205,7 @@ def register() -> None:
 
 
 def _unknown_size(name: str) -> Any:
-    """Of a group that the tracer knows by name only: the graph is for any size."""
+    """The size of a group that the tracer knows by name only: the graph is for any size."""
     return torch.library.get_ctx().new_dynamic_size(min=1)
 
 
@@ -271,7 +271,7 @@ def _in_place_kernel(op: Op) -> Callable[..., Any]:
 
 
 def _functional_form(name: str) -> Callable[..., Any]:
-    """Of an op in place, for graphs that must not change tensors."""
+    """The functional form of an op in place, for graphs that must not change tensors."""
 
     def functional(ctx: Any, input: torch.Tensor, *args: Any) -> torch.Tensor:
         unwrapped = ctx.unwrap_tensors(input)

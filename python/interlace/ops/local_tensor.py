@@ -57,7 +57,7 @@ def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[s
 
 
 def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
-    """What a group's name, as that of a ``GroupSpec``, stands for under LocalTensorMode: lists of ranks.
+    """Define a group's name, as that of a ``GroupSpec``, under LocalTensorMode: by lists of ranks.
 
     >>> define("dp", [[0, 2], [1, 3]])
     """
@@ -146,7 +146,7 @@ def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
 
 @contextlib.contextmanager
 def _outside() -> Any:
-    """What is made here are plain tensors, whatever modes are nested."""
+    """A context in which new tensors are plain ones, whatever modes are nested."""
     with contextlib.ExitStack() as stack:
         for mode in reversed(simulation.get_local_tensor_mode_list()):
             stack.enter_context(mode.disable())

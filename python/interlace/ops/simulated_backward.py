@@ -38,7 +38,7 @@ _Outcome = Future[Any]
 
 
 class _Channel:
-    """What an engine's thread asks of its rank: calls, of which there is one at a time, and its own end."""
+    """Requests of an engine's thread to its rank: calls, one at a time, and the thread's own end."""
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[Callable[[], Any] | _Outcome] = SimpleQueue()

@@ -95,7 +95,7 @@ ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GP
 
 
 class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
-    """What torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
+    """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
     tensors on GPUs are served there, by ``device_communicator``; ranks of one job find the same.

@@ -168,7 +168,7 @@ class InterlaceProcessGroup(Collectives):
         """Ranks count from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has started."""
+        """The number of collectives that this rank has started."""
         return self._sequence
 
     def _make_dispatchable(self) -> None:

@@ -134,7 +134,7 @@ def set_signal_pad_size(size: int) -> None:
 
 
 def get_backend(device: torch.device | str) -> str | None:
-    """What symmetric memory on ``device`` is made of: "SIM" or "SHM", None if there is none there.
+    """The backend of symmetric memory on ``device``: "SIM" or "SHM", None if there is none there.
 
     Raises :class:`interlace.InterlaceError` outside of a group, RuntimeError for a device that torch does
     not know.

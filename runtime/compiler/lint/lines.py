@@ -68,7 +68,7 @@ def _statements(path: str) -> dict[int, tuple[int, str]]:
 
 
 def _spans(node: ast.AST, function: str) -> Iterator[tuple[int, tuple[int, str]]]:
-    """Of every statement, those inside it after it, so that a dictionary keeps the innermost."""
+    """The lines of every statement: outer ones first, so that a dictionary keeps the innermost."""
     for child in ast.iter_child_nodes(node):
         inside = function
         if isinstance(child, (ast.FunctionDef, ast.ClassDef)):

@@ -40,7 +40,7 @@ class Loop:
 
 
 def loops(sass: str) -> tuple[Loop, ...]:
-    """Those of ``nvdisasm -g``'s text in the order of the code, behind what is outside of all."""
+    """The loops of ``nvdisasm -g``'s text in the order of the code; first, what is outside of all."""
     code, labels = operations(sass)
     flow = control_flow(code, labels)
     found = [_counted("", 0, [one for i, one in enumerate(code) if not flow.loop(i)], 1)]

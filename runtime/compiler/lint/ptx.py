@@ -105,7 +105,7 @@ class Program:
             yield from [(i, jump) for i in meetings if 0 < jump - i < 9][-1:]
 
     def _count_warps(self, part: set[int]) -> None:
-        """Of a part of one warp, that warp's barrier is all warps'; with more warps they have another."""
+        """Make ``bar.warp.sync`` a ``bar.sync`` in a part without any: one warp is all its threads."""
         if not any(self.instructions[i].operation == "bar.sync" for i in part):
             for i in part:
                 if self.instructions[i].operation == "bar.warp.sync":

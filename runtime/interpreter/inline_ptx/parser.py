@@ -20,7 +20,7 @@ _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 
 
 class Parser:
-    """Of one text whose operands ``$0``, ``$1``, ... are the given registers; ``slots`` counts all."""
+    """A parser of one text whose operands ``$0``, ``$1``, ... are given registers; ``slots`` counts all."""
 
     def __init__(self, operands: Sequence[Register]) -> None:
         self.slots = max((register.slot + 1 for register in operands), default=0)

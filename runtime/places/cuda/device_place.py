@@ -302,7 +302,7 @@ class DevicePlace(Place):
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
-        """So many programs were enqueued, each of which counts one up in ``buffer`` when it has ended."""
+        """Note that ``programs`` were enqueued, each of which adds one in ``buffer`` when it has ended."""
         self._epochs[buffer.addresses[self.rank]] += programs
 
     @functools.cached_property

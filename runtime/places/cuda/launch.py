@@ -231,7 +231,7 @@ class PreparedLaunch:
         return self._compiled.ordered(arguments)
 
     def again(self, stream: int, capture: int, values: list[Any]) -> None:
-        """The same launch once more, on ``stream``, with other values."""
+        """Launch the kernel once more, on ``stream``, with other values."""
         compiled = self._compiled
         scratch = self._cache.scratch_for(compiled, self._extents, stream, capture)
         compiled.launch(self._extents, stream, values, scratch)

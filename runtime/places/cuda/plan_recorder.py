@@ -102,7 +102,7 @@ class PlanRecorder:
         self._begins(PlanStep(workspace, layout.pulled))
 
     def begins_words(self, buffer: SymmetricBuffer, programs: int) -> None:
-        """The same for a kernel that leases no workspace."""
+        """An ``enqueue`` of a kernel that leases no workspace is about to put it on the stream."""
         self._begins(PlanStep(None, False, words=(buffer, programs)))
 
     def _begins(self, step: PlanStep) -> None:
@@ -212,7 +212,7 @@ class _Where:
         return Launched(second, addresses)
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Of arguments in one storage the one that begins where ``tensor`` does; there must be one such.
+        """Index of the argument in ``tensor``'s storage; of several, the one that begins where it does.
 
         If it is known how they lie to each other, any that has where it begins.
         """

@@ -96,5 +96,5 @@ _of_devices: dict[Any, Residency] = {}
 
 
 def residency(key: Any, capacity: int, known: dict[Any, Residency] | None = None) -> Residency:
-    """That of ``key``, the same for all groups: among ``known``, or of a GPU of this process."""
+    """The residency of ``key``, one for all groups: among ``known``, or of a GPU of this process."""
     return (_of_devices if known is None else known).setdefault(key, Residency(capacity))

@@ -80,7 +80,7 @@ class VirtualRankPlace(DevicePlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        """Of this rank's share of the GPU, the same for all its groups."""
+        """The residency of this rank's share of the GPU, the same for all its groups."""
         capacity, known = self.program_limit + 1, self._turns.residencies
         return residency(self._members[self.rank], capacity, known)
 

@@ -80,7 +80,7 @@ class IpcMemory:
         self._board = [part.data.cast("B").cast("q") for part in self._memory]
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """As ``TorchMemory.allocate``."""
+        """Implements ``TorchMemory.allocate``, by memory that each rank exports and its peers open."""
         sweep()
         addresses = [0] * self._world_size
         with together(self._exchange):

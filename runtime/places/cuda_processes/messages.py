@@ -56,11 +56,11 @@ class HostMessages:
         self._engine, self._bring = engine, bring
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """As ``Engine.send``; waits for what makes ``tensor``."""
+        """Send ``tensor`` as ``Engine.send`` does; waits for what makes ``tensor``."""
         return self._engine.send(Call("send"), tensor.detach().to("cpu", copy=True), peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """As ``Engine.recv``."""
+        """Receive into ``tensor`` as ``Engine.recv`` does."""
         arrived: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
 
         def then(outcome: Outcome) -> Outcome:

@@ -139,7 +139,7 @@ class DeviceProcessPlace(DevicePlace):
         return self._agreement.mismatch() or self.processes.trouble(doing)
 
     def abort(self, reason: str) -> None:
-        """As ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""
+        """Implements ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""
         self.processes.abort(reason)
         self.wake_kernels()
 

@@ -174,7 +174,7 @@ class HostGroup:
                 own.close()
 
     def share(self, own: SharedSegment, doing: str) -> list[Mapping]:
-        """As :meth:`allocate`, of a segment that is there; it may be shared in several groups."""
+        """Share a segment that is there as :meth:`allocate` does a new one; several groups may share it."""
         return self._share(own, own.identity, "", doing)
 
     def _share(

@@ -390,7 +390,7 @@ def _largest(parts: Sequence[Span]) -> int:
 
 
 def _spans(targets: Sequence[RingTarget], addresses: tuple[int, int]) -> list[Any]:
-    """The same as numbers."""
+    """The targets with numbers for addresses; ``addresses`` are the input's and the output's."""
     registers = {INPUT: addresses[0], OUTPUT: addresses[1]}
     found: list[Any] = []
     for target in targets:

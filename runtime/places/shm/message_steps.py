@@ -87,7 +87,7 @@ class Listed(Steps):
 
 
 class AtOnce:
-    """The same steps, done by Python."""
+    """Steps of one rank, done at once by Python."""
 
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
@@ -184,7 +184,7 @@ class HostSteps:
         return bool(self.again(key, addresses))
 
     def again(self, key: Key | None, addresses: tuple[int, int]) -> bool | None:
-        """As :meth:`meet`, if there is a list; None, and nothing is done, if there is not."""
+        """Do the steps kept for ``key``, if any, as :meth:`meet`; None, and nothing is done, if not."""
         steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is None or not self.call.equal_fits:
             return None

@@ -83,7 +83,7 @@ class ShmPlace(CpuPlace):
     # -- memory and messages -------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """As ``Place.allocate``; errors as of ``HostGroup.allocate``. Unmapped with the last tensor."""
+        """Implements ``Place.allocate``. Errors: ``HostGroup``'s. Unmapped with the last tensor."""
         if nbytes < 0:
             raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
         self.worker.drain()
@@ -148,7 +148,7 @@ class ShmPlace(CpuPlace):
         return self.group.interruption(doing, [rank for rank in present if rank != self.rank])
 
     def abort(self, reason: str) -> None:
-        """As ``Place.abort``. The reason goes first: whoever sees a buffer's ABORT word finds it."""
+        """Implements ``Place.abort``. The reason goes first: who sees a buffer's ABORT word finds it."""
         self.group.abort(reason)
         for reference in self._buffers:
             buffer = reference()

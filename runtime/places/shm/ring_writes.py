@@ -40,7 +40,7 @@ class RingWrites:
         return self._table[self._place((op, count.bit_length()))] != 0
 
     def took(self, op: str, count: int, past: bool, seconds: float) -> None:
-        """Such an op was done in this way, from the meeting of the ranks to its end."""
+        """Note how long such an op took in this way, from the meeting of the ranks to its end."""
         if self._decides:
             key = op, count.bit_length()
             choice = self._choices.get(key)
@@ -50,7 +50,7 @@ class RingWrites:
             self._table[self._place(key)] = choice.past()
 
     def _place(self, key: Key) -> int:
-        """Alike on all ranks. Two kinds may share one: then some ops go the way of the other kind."""
+        """A kind's place in the table, the same on all ranks. Two kinds may share one, and its way."""
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = zlib.crc32(repr(key).encode()) % len(self._table)

@@ -51,7 +51,7 @@ def _open_places() -> list[Any]:
 
 
 def _usable(places: list[Any]) -> list[Any]:
-    """Those whose group has not failed. Raises what it has failed with if all have."""
+    """The places whose group has not failed. Raises what it has failed with if all have."""
     usable = []
     failure: InterlaceError | None = None
     for place in places:

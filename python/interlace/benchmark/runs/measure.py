@@ -106,7 +106,7 @@ def _rotation(
 
 
 def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
-    """How many sets of inputs like ``first`` get past the cache, and the bytes of one. Collective.
+    """The number of sets of inputs like ``first`` that get past the cache, and one's bytes. Collective.
 
     One in the simulator, whose times do not depend on a cache.
     """

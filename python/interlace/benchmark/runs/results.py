@@ -93,7 +93,7 @@ class Result:
 
     @property
     def heading(self) -> str:
-        """What :attr:`label` consists of: "size", "m x n x k"."""
+        """The parts of :attr:`label`, as a column's heading: "size", "m x n x k"."""
         names = [] if self.sizes is None else [name for name in self.sizes.shape if name != "bytes"]
         return " x ".join(names) or "size"
 

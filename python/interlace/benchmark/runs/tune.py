@@ -78,7 +78,7 @@ class Timed:
 
 
 def on_rank(request: TuneRequest, tick: Tick) -> list[Timed]:
-    """Of every candidate; the same on every rank. Collective. Raises CandidateError."""
+    """The times of every candidate, the same list on every rank. Collective. Raises CandidateError."""
     return _Search(request, rank_0(tick)).run()
 
 
@@ -184,7 +184,7 @@ class _Search:
 
 @dataclass
 class Tuned:
-    """What came of one shape. ``skipped``: candidates that could not be run, and why."""
+    """The result of tuning one shape. ``skipped``: candidates that could not be run, and why."""
 
     request: TuneRequest
     timed: list[Timed]
@@ -205,7 +205,7 @@ class Tuned:
 
     @property
     def factor(self) -> float:
-        """How many times as fast as the default."""
+        """The default's time over the best one's."""
         return self.default.median / self.best.median
 
     @property

@@ -71,7 +71,7 @@ def problem_of(op: str, dtype: Any, m: int, n: int, k: int, world_size: int) -> 
 
 
 def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
-    """What "auto" is without a cache: the algorithm, and the choice with its source."""
+    """The choice of "auto" without a cache: the algorithm, and the configuration with its source."""
     choice = tuning.decide(capability, problem, None)
     kind: Any = SimpleNamespace(name=place, direct_access=place == "shm", nodes=None)
     rows, size = problem.rows * problem.whole, problem.world_size

@@ -31,7 +31,7 @@ SYMMETRIC_SETS = 8  # each is a rendezvous
 
 
 def default(place: str, device: str, *, virtual: bool) -> tuple[str, ...]:
-    """What to compare with if nobody says."""
+    """The baselines to compare with if nobody says any."""
     if place == "sim":
         return ()
     if virtual:
@@ -90,7 +90,7 @@ def joined(backend: str | None, store: str | None, rank: int, world_size: int) -
 
 
 def group_name() -> str:
-    """Of torch's default group, for its symmetric memory."""
+    """The name of torch's default group, for torch's symmetric memory."""
     world = dist.group.WORLD
     assert world is not None
     return str(world.group_name)

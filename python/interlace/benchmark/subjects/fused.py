@@ -106,7 +106,7 @@ class Fused(ABC):
     # -- what is right ---------------------------------------------------------------------------------
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        """Of these rows of the result of ``call``. Here: of a sum of products over ranks."""
+        """Right values and bounds for these rows of the result of ``call``. Here: of a sum over ranks."""
         rows = rows + self.result_rows[0]
         inputs = [
             payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.setting.dtype)

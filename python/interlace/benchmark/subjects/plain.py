@@ -57,11 +57,11 @@ class Plain(ABC):
 
     @property
     def message_bytes(self) -> int:
-        """What a rank sends to each other one, at once."""
+        """Bytes that a rank sends to each other one, at once."""
         return self.nbytes
 
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """What ``rank`` brings to ``call``: all elements, or ``count`` of them."""
+        """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
         return payload.vector(first, count, rank, call, self.setting.dtype, self.setting.device)
 

@@ -56,7 +56,7 @@ class Request:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a function of the user's own may take."""
+        """The arguments that a function of the user's own may take."""
         sizes = {"nbytes": self.nbytes, "m": self.m, "n": self.n, "k": self.k}
         return {**sizes, "dtype": DTYPES[self.dtype]}
 
@@ -79,7 +79,7 @@ class Source:
 
 
 def source(request: Request, place: Place) -> Source:
-    """What ``request`` asks for, on the calling rank of ``place``. Collective for a kernel of one's own.
+    """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own.
 
     Raises ValueError or TypeError for what cannot be in this place.
     """
@@ -195,7 +195,7 @@ def _own_kernel(request: Request, place: Place) -> Source:
 
 
 def _own_baselines(request: Request, found: kernel.Kernel, place: Place) -> list[str]:
-    """Those that were asked for, or all that this place has."""
+    """The baselines that were asked for, or all that this place has."""
     names = []
     for name in found.baselines if request.chosen is None else request.chosen:
         if name not in found.baselines:

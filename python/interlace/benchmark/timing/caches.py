@@ -15,14 +15,14 @@ _CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of a GPU its L2, of a CPU its last level; 32 MiB where the system does not say."""
+    """Bytes of the largest cache: a GPU's L2, a CPU's last level; 32 MiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size or FALLBACK_BYTES
     return last_level(_CPU) or FALLBACK_BYTES
 
 
 def last_level(folder: Path) -> int:
-    """Of the largest level that Linux lists in ``folder``, in bytes; 0 if it lists none."""
+    """Bytes of the largest cache level that Linux lists in ``folder``; 0 if it lists none."""
     found = (0, 0)
     for index in folder.glob("index*"):
         try:
@@ -36,7 +36,7 @@ def last_level(folder: Path) -> int:
 
 
 def sets_needed(set_bytes: int, cache: int) -> int:
-    """How many sets of ``set_bytes`` to use in turn, so that none is in ``cache`` when it comes again.
+    """The number of sets to use in turn, so that ``cache`` holds no part of one when it comes again.
 
     At most 4096 and at most 2 GiB in all, at least 1: small inputs may stay in the cache.
     """

@@ -65,7 +65,7 @@ class Kernel:
 def arguments_for(
     function: Callable[..., Any], target: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Those of ``given`` that the function takes.
+    """The values among ``given`` that the function takes.
 
     Raises ValueError if it needs one that is None, TypeError if it needs any that is not in ``ARGUMENTS``.
     """
@@ -86,7 +86,7 @@ def arguments_for(
 
 
 def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Kernel:
-    """What ``function`` is at one size. ``given``: values by the names in ``ARGUMENTS``. Collective."""
+    """The kernel that ``function`` makes at one size. ``given``: values by ``ARGUMENTS``. Collective."""
     arguments = arguments_for(function, target, given)
     found = function(**arguments)
     if isinstance(found, Kernel):

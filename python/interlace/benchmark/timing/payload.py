@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def values(index: torch.Tensor, rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of the elements ``index`` (int64, any shape)."""
+    """The values of the elements ``index`` (int64, any shape) of a vector of ``rank`` in ``call``."""
     mixed = (index + (rank + 1) * 1_000_003 + (call + 1) * 7_368_787_331) * _MIX
     mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
     small = ((mixed >> 33) & 127) - 64
@@ -87,6 +87,6 @@ def error_of_sum(
 
 
 def often_rounded(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """How far a sum may be off for rounding each partial sum of ``parts`` to ``dtype``."""
+    """A bound on a sum's error from rounding each partial sum of ``parts`` to ``dtype``."""
     magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
     return reference.gamma(len(parts) + 1, reference.unit_roundoff(dtype)) * magnitude

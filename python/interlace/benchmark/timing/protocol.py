@@ -44,7 +44,7 @@ class Timing:
 
 
 def everyones(mine: Any) -> list[Any]:
-    """What each rank brings, by rank; small and picklable. Collective, on the host only.
+    """The values of all ranks, by rank; small and picklable. Collective, on the host only.
 
     Not by ``Communicator.agree``, for which a place may answer from what it has agreed on before.
     """
@@ -76,7 +76,7 @@ def block(function: Callable[[], object], calls: int, *, virtual: bool = False) 
 
 
 def calls_per_block(function: Callable[[], object], *, virtual: bool = False) -> int:
-    """How many calls fill a block; the same on every rank. Collective."""
+    """The number of calls that fill a block; the same on every rank. Collective."""
     once = block(function, 1, virtual=virtual)
     if once < BLOCK_SECONDS:
         once = min(block(function, 3, virtual=virtual) for _ in range(2))
@@ -122,12 +122,12 @@ class Rotation:
 
 
 def total_bytes(value: Any) -> int:
-    """Of the storages of all tensors in nested tuples and lists."""
+    """Bytes of the storages of all tensors in nested tuples and lists."""
     return sum(storage.nbytes() for storage in _storages(value).values())
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
-    """The same tensors ``count`` times; those that share memory share it in every copy, too.
+    """A list of ``count`` copies of the tensors; those that share memory share it in every copy, too.
 
     All copies of a storage lie in one allocation, ALIGNMENT apart: thousands are made in no time.
     """

@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass
 class Subject(Facts):
-    """What is measured, and the ways to do it."""
+    """A subject to measure, and the ways to do it."""
 
     candidates: list[Candidate] = field(default_factory=list)
 

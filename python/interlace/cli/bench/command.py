@@ -123,7 +123,7 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
 
 @contextmanager
 def _wrong(request: Request) -> Iterator[list[str]]:
-    """What a function of the user's own said in an AssertionError: its way to say that it was wrong."""
+    """The text of an AssertionError of the user's own function, by which it says that it was wrong."""
     said: list[str] = []
     try:
         yield said

@@ -152,7 +152,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
 
 
 def _check_place(options: BenchOptions, request: Request) -> None:
-    """That the place is there, and has the baselines, as far as that is known before ranks have met."""
+    """Check that the place is there and has the baselines, as far as is known before ranks have met."""
     place, has_gpu = place_of(options), torch.cuda.is_available()
     if place not in OWN_PLACES and not under_torchrun():
         raise ValueError(f"--place {place} is one of torchrun's: start bench with it")
@@ -169,7 +169,7 @@ def _check_place(options: BenchOptions, request: Request) -> None:
 
 
 def world_size_of(options: Any) -> int:
-    """How many ranks. Raises ValueError for a number that cannot be."""
+    """The number of ranks. Raises ValueError for one that cannot be."""
     given = options.world_size
     if under_torchrun():
         actual = int(os.environ["WORLD_SIZE"])

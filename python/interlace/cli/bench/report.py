@@ -116,7 +116,7 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """What a reader must know besides, each once."""
+    """Notes that a reader of the results needs, each once."""
     found = []
     for result in results:
         sizes = result.sizes

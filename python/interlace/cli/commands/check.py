@@ -62,7 +62,7 @@ class Verdict:
 
 
 def _random(seed: int, rank: int, *shape: int, dtype: str) -> torch.Tensor:
-    """The same numbers on every device and in every place."""
+    """Random numbers, the same on every device and in every place."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(*shape, generator=generator).to(DTYPES[dtype])
 
@@ -132,7 +132,7 @@ def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """What is checked. On a GPU the shapes are large enough for several waves of tiles."""
+    """The cases to check. On a GPU the shapes are large enough for several waves of tiles."""
     shapes = [(96, 80, 64), (61, 45, 37)]
     worlds = (1, 2, 3, 4)
     if device == "cuda":

@@ -75,7 +75,7 @@ class _Trace:
             ]
 
     def names(self) -> list[Event]:
-        """What processes and threads are called, and their order."""
+        """Events that name processes and threads, and say their order."""
         events: list[Event] = []
 
         def name(kind: str, rank: int, thread: int, text: str, index: int) -> None:

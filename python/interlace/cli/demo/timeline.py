@@ -59,7 +59,7 @@ class Timeline:
 
 
 def legend(ascii_only: bool) -> Text:
-    """How to read a :class:`Timeline`, in five lines."""
+    """A legend of a :class:`Timeline`, in five lines."""
     glyphs = Glyphs(ascii_only)
     text = Text(
         "  reading the timelines, where a rank is always the same digit and color:\n", "dim"
@@ -129,7 +129,7 @@ def extent(recording: Recording) -> tuple[int, int]:
 
 
 def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
-    """What arrives at ``rank``."""
+    """The cells of a line that shows the chunks that arrive at ``rank``."""
     cells: Cells = [(" ", "")] * scale.cells
     for span in recording.spans:
         if span.kind == "copy" and span.peer == rank and span.rank != rank:
@@ -146,7 +146,7 @@ def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) 
 
 
 def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
-    """What ``rank`` computes."""
+    """The cells of a line that shows the tiles that ``rank`` computes."""
     work: list[dict[tuple[str, int | None], float]] = [
         defaultdict(float) for _ in range(scale.cells)
     ]

@@ -137,7 +137,7 @@ def _weights(k: int, n: int, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 def _read(path: str, where: str) -> dict[str, Any]:
-    """What is in the file, by the names in ``KEYS``."""
+    """The contents of the file, by the names in ``KEYS``."""
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npy", ".pt"):
         raise ValueError(f"{where}: must be a .npy or a .pt file")

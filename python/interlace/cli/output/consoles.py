@@ -10,7 +10,7 @@ _MARKUP = re.compile(r"\[/?[a-z ]*\]")
 
 
 class PlainConsole:
-    """As much of ``rich.console.Console`` as the commands need that work without rich."""
+    """A console that needs no rich: as much of ``rich.console.Console`` as the commands use."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         self._stderr = stderr

@@ -67,7 +67,7 @@ def inspect_machine() -> Facts:
 
 
 def _probe(probe: Callable[[], Any]) -> Any:
-    """What ``probe`` returns, or {"error": why it could not."""
+    """The result of ``probe``, or {"error": the reason why it failed}."""
     try:
         return probe()
     except Exception as error:  # whatever a broken driver or package raises is the finding
@@ -85,7 +85,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _interpreted() -> bool:
-    """What interlace's kernels were decorated as; their import settled it."""
+    """Whether interlace's kernels are interpreted, as they were decorated when they were imported."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from interlace.kernels import signal
@@ -156,7 +156,7 @@ def _this_host() -> str:
 
 
 def _launched() -> str | None:
-    """Which ranks torchrun has put on this host; None if nobody has launched this process as a rank."""
+    """The ranks that torchrun has put on this host, in words; None for a process that is no rank."""
     rank, world_size, here = (
         os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     )

@@ -25,7 +25,7 @@ Tick = Callable[[int, int], None]
 
 
 def _write_tick(path: str, done: int, total: int) -> None:
-    """What a rank in another process calls."""
+    """Write progress to a file, for a rank in another process."""
     with open(path, "w", encoding="ascii") as file:
         file.write(f"{done} {total}\n")
 
@@ -80,7 +80,7 @@ class Progress:
 
     @contextlib.contextmanager
     def on_ranks(self, *, apart: bool) -> Iterator[Tick]:
-        """What ranks call as ``tick(done, total)``; if they are processes of their own, by a file."""
+        """A function for ranks, ``tick(done, total)``; if they are processes of their own, by a file."""
         if not apart:
             yield self.at
             return

@@ -169,7 +169,7 @@ def _print(console: Any, job: Job, outcome: Tuned) -> None:
 
 
 def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
-    """What is chosen now and why, and what would be tried."""
+    """Print what is chosen now and why, and what would be tried."""
     place, capability = place_of(options), _capability(options)
     rows: tuple[cache.Row, ...] = ()
     if options.arch is None:

@@ -168,7 +168,7 @@ def shapes_of(options: TuneOptions) -> list[Shape]:
 
 
 def read_shapes(path: pathlib.Path) -> list[Shape]:
-    """Of a file of lines; errors name the line."""
+    """The shapes in a file, one per line; errors name the line."""
     shapes = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.partition("#")[0].strip()

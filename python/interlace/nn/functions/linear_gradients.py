@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """How a call communicates: not at all without a ``communicator``, which a lone rank has not."""
+    """A call's way to communicate: not at all without a ``communicator``, which a lone rank has not."""
 
     communicator: Communicator | None
     dim: int
@@ -46,7 +46,7 @@ class Layer:
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
-    """That of the operands: the input's, or what autocast says."""
+    """The dtype of the operands: the input's, or what autocast says."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -102,7 +102,7 @@ def _pass(
 
 
 class _Copied(torch.autograd.Function):
-    """Of several tensors at once: one collective for all gradients."""
+    """Views of several tensors, with one collective that sums all their gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, group: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class _Copied(torch.autograd.Function):
 
 
 def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:
-    """The same ``tensors``, whose gradients are summed over ``group``, all in one collective.
+    """Return ``tensors`` as they are; their gradients are summed over ``group``, all in one collective.
 
     For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
     on sequence shards. Any shapes; None stays None. Without it each rank has its share of the gradient

@@ -75,7 +75,7 @@ def check_main_grad(name: str, weight: torch.Tensor, rank: int | None = None) ->
 
 
 def placeholder(weight: torch.Tensor) -> torch.Tensor | None:
-    """What autograd is given for a weight whose gradient goes to ``main_grad``.
+    """The gradient that autograd gets for a weight whose own goes to ``main_grad``.
 
     None, unless the weight has the attribute ``grad_added_to_main_grad``: then that is set to True, and the
     placeholder is a tensor of undefined values, or of zeros if ``weight.zero_out_wgrad``. Megatron's
@@ -91,7 +91,7 @@ def placeholder(weight: torch.Tensor) -> torch.Tensor | None:
 def gradient(
     weight: torch.Tensor, grad: torch.Tensor, input: torch.Tensor, *, fused: bool
 ) -> torch.Tensor | None:
-    """What backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
+    """The gradient that backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
     if fused:
         accumulate(weight, grad, input)
         return placeholder(weight)

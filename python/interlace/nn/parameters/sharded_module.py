@@ -169,7 +169,7 @@ def _split_as(parameter: Any, value: torch.Tensor) -> Any:
 
 
 def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
-    """What this rank, or all of them, holds of a DTensor; communicates if that lies otherwise."""
+    """A DTensor's part on this rank, or on all of them; communicates if it lies otherwise."""
     mesh, placements = layout(sharding, value.device_mesh.device_type)
     same_ranks = torch.equal(value.device_mesh.mesh, mesh.mesh)
     same = same_ranks and tuple(value.placements) == tuple(placements)

@@ -60,7 +60,7 @@ class OnGroup(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a parameter lies over a group: ``parameter.sharding`` of the layers of ``interlace.nn``.
+    """A parameter's layout over a group: ``parameter.sharding`` of the layers of ``interlace.nn``.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _mesh(sharding: Sharding, device_type: str) -> Any:
-    """Of the group's ranks: the caller's own mesh, else one that makes no process groups."""
+    """The mesh of the group's ranks: the caller's own, else one that makes no process groups."""
     from torch.distributed.device_mesh import DeviceMesh
 
     named, ranks = sharding.held.named, list(sharding.group.ranks)

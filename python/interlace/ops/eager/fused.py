@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 def gather_products(
     input: Tensor, weights: Sequence[Tensor], options: gather.Options, size: int
 ) -> list[shapes.Product]:
-    """What all_gather_matmul returns: a product per weight, then the gathered input if it is asked for."""
+    """The results of all_gather_matmul: a product per weight, then the gathered input if asked for."""
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
@@ -63,7 +63,7 @@ def all_gather_matmul(
 def reduce_product(
     input: Tensor, weight: Tensor, options: reduce.Options, size: int
 ) -> shapes.Product:
-    """What matmul_reduce_scatter returns; with no ``scatter_dim``, what matmul_all_reduce does."""
+    """The result of matmul_reduce_scatter or, with no ``scatter_dim``, of matmul_all_reduce."""
     if input.dim() < 2 or weight.dim() != 2:
         raise ValueError(
             f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
@@ -77,7 +77,7 @@ def reduce_product(
 
 
 def all_reduce_options(reduce_op: str, *given: Any) -> reduce.Options:
-    """Of matmul_all_reduce, which has no ``scatter_dim``."""
+    """The options of matmul_all_reduce, which has no ``scatter_dim``."""
     return reduce.Options(reduce_op, None, *given)
 
 

@@ -44,7 +44,7 @@ _scaled_mm: Any = torch._scaled_mm
 
 
 class GatherOptions(NamedTuple):
-    """What follows the tensors in the arguments of all_gather_scaled_matmul."""
+    """The arguments of all_gather_scaled_matmul that follow the tensors."""
 
     gather_dim: int
     return_gathered: bool
@@ -54,7 +54,7 @@ class GatherOptions(NamedTuple):
 
 
 class ReduceOptions(NamedTuple):
-    """What follows the tensors in the arguments of scaled_matmul_reduce_scatter."""
+    """The arguments of scaled_matmul_reduce_scatter that follow the tensors."""
 
     reduce_op: str
     scatter_dim: int
@@ -99,7 +99,7 @@ def is_by_row(input: torch.Tensor, scale: torch.Tensor) -> bool:
 
 
 def _check(operands: Operands) -> None:
-    """What ranks would disagree on, if they left it to torch to find."""
+    """Check operands for faults on which ranks would disagree if torch found them."""
     input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
         raise ValueError(
@@ -156,7 +156,7 @@ def operands(
     weight_scales: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> list[Operands]:
-    """Of each weight's product, checked."""
+    """The operands of each weight's product, checked."""
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
             f"weight_scales and biases must be as many as the {len(weights)} weights, got "

@@ -22,7 +22,7 @@ OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Operands(NamedTuple):
-    """Of one product: fp8 matrices, their scales, and a bias."""
+    """The operands of one product: fp8 matrices, their scales, and a bias."""
 
     input: torch.Tensor
     weight: torch.Tensor

@@ -56,7 +56,7 @@ def exchanged(
     input_split_sizes: Sequence[int] | None,
     size: int,
 ) -> torch.Tensor:
-    """Of an all_to_all along dim 0: as many rows as ``output_split_sizes`` say, by default the input's."""
+    """An all_to_all's result along dim 0: rows as in ``output_split_sizes``, by default the input's."""
     if not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
     for name, sizes in (

@@ -38,7 +38,7 @@ Times = dict[Key, list[float]]
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are to measure. ``repetitions`` of small messages, a third of it of large ones."""
+    """A request to measure. ``repetitions`` of small messages, a third of it of large ones."""
 
     mesh: tuple[int, ...]
     small: tuple[int, ...] = SMALL
@@ -116,7 +116,7 @@ def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device)
 
 
 def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
-    """Of each case the median over calls of the slowest rank."""
+    """The median time of each case over its calls, each call by its slowest rank."""
     return {
         key: statistics.median(
             max(calls) for calls in zip(*(each[key] for each in by_rank), strict=True)
@@ -158,7 +158,7 @@ def _rate(slope: float) -> float:
 def measured(
     request: Request, by_rank: Sequence[Times], backend: str, processes: str
 ) -> MeasuredMesh:
-    """What the ranks' times say of the mesh. ``processes``: what the ranks were, in a word."""
+    """The mesh as the ranks' times measure it. ``processes``: what the ranks were, in a word."""
     found = medians(by_rank)
     links = []
     for dim, ranks in enumerate(request.mesh):

@@ -31,7 +31,7 @@ from interlace.runtime.core.work import Work
 
 
 def _done(op: str, tensor: torch.Tensor, async_op: bool) -> Work | None:
-    """Of what needed no communication."""
+    """The Work of an op that needed no communication; None unless ``async_op``."""
     return Work(op, cast(Any, _Nowhere()), None, [tensor]) if async_op else None
 
 

@@ -30,7 +30,7 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class Style:
-    """What a parallel style was made with, and the mesh that it was applied on."""
+    """A parallel style's arguments, and the mesh that it was applied on."""
 
     name: str
     mesh: DeviceMesh
@@ -58,7 +58,7 @@ class FusedLinear(nn.Linear):
     _explanation: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear under the style; ``input`` is a local tensor of ``input_layouts`` or a DTensor."""
+        """nn.Linear under the style; ``input``: a local tensor of ``input_layouts``, or a DTensor."""
         try:
             output, found = self._fused(input)
         except _Unfused as why:
@@ -76,7 +76,7 @@ class FusedLinear(nn.Linear):
         return whole.to_local() if style.use_local_output else whole
 
     def explain(self) -> str:
-        """What the last forward ran, and why; before the first, what the layouts ask for."""
+        """A text: what the last forward ran, and why; before the first, what the layouts ask for."""
         return self._explanation
 
     def _say(self, text: str) -> None:

@@ -86,7 +86,7 @@ def alltoall_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> fl
 def _step(
     current: Any, target: Any, topo: MeshTopoInfo, mesh_dim: int, gib: float
 ) -> tuple[float, float]:
-    """Of one dimension from one placement to another: its cost, and the GiB of a rank after it."""
+    """A change of placement in one dimension: its cost, and the GiB of a rank after it."""
     ranks = topo.mesh_dim_devices[mesh_dim]
     if current == target:
         return 0.0, gib
@@ -151,7 +151,7 @@ def redistribute_cost(
 def one_step_redistribute_cost(
     current_spec: Any, target_spec: Any, *, mesh_topo: MeshTopoInfo | None = None
 ) -> float:
-    """As :func:`redistribute_cost`, for specs that differ in one placement at most.
+    """The cost as :func:`redistribute_cost`, for specs that differ in one placement at most.
 
     Raises ValueError if they differ in more. Semantics:
     ``torch.distributed.tensor._collective_utils.one_step_redistribute_cost``.

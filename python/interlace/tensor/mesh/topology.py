@@ -153,7 +153,7 @@ def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
 
 
 def _backend(mesh: DeviceMesh) -> str:
-    """What carries the collectives of ``mesh``; a group of torch, or interlace's own."""
+    """The backend of the collectives of ``mesh``: that of a group of torch, or interlace's own."""
     if not dist.is_initialized():
         return calibration.OWN
     try:
@@ -165,7 +165,7 @@ def _backend(mesh: DeviceMesh) -> str:
 def _calibration(
     mesh: DeviceMesh, sizes: list[int], file: pathlib.Path | None
 ) -> tuple[MeasuredMesh, Sequence[int]] | None:
-    """What the file has of this mesh, or of the mesh from which it was cut; and its dimensions there."""
+    """The file's times of this mesh, or of the mesh from which it was cut; and its dimensions there."""
     meshes = calibration.read(mesh.device_type, file)
     backend, dims = _backend(mesh), list(range(mesh.ndim))
     found = calibration.find(meshes, backend, sizes)

@@ -97,7 +97,7 @@ def gather_sum(
     root: int,
     shape: Sequence[int],
 ) -> torch.Tensor | None:
-    """As :func:`gather`; where ranks hold the same block, the sum of theirs, in fp32 and in rank order."""
+    """Gather as :func:`gather`; of ranks with the same block, the sum of theirs, in fp32, in rank order."""
     if len(set(blocks)) == len(blocks):
         return gather(communicator, part, blocks, root, shape)
     outputs = None

@@ -40,7 +40,7 @@ def exchange(
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What a rank tells of its tensor; ``shape`` is None where it has none."""
+    """Facts that a rank tells of its tensor; ``shape`` is None where it has none."""
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None

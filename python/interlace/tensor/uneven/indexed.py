@@ -17,7 +17,7 @@ from interlace.tensor.uneven.recorded import recorded
 
 
 class _Picked(NamedTuple):
-    """What a rank tells the others. ``counts``: positions by receiver; ``matrix``: the caller's sizes."""
+    """A rank's message to the others. ``counts``: positions by receiver; ``matrix``: the caller's sizes."""
 
     shape: tuple[int, ...]
     requires_grad: bool

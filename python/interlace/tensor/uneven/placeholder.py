@@ -148,7 +148,7 @@ def _without_gradient(value: Any) -> Any:
 
 
 def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What ``func`` returns, as far as that can be said without data."""
+    """The result of ``func``, as far as that can be said without data."""
     name = func._schema.name.partition("::")[2]
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
     first = given[0]

@@ -85,12 +85,12 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of this rank's part, and of the whole."""
+        """The dtype of this rank's part, and of the whole."""
         return self._local.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of this rank's part."""
+        """The device of this rank's part."""
         return self._local.device
 
     @property
@@ -149,7 +149,7 @@ class ShardedTensor:
         return gathered(communicator, local, cuts, root, tuple(self.shape), any(wanted))
 
     def to_dtensor(self) -> DTensor:
-        """The same tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
+        """This tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
 
         Raises ValueError, which says what rank has what, unless all parts are as long as those of
         ``torch.chunk``; TypeError unless the mesh is a ``DeviceMesh``.
@@ -323,7 +323,7 @@ def scatter(
 
 
 def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root: int) -> Sharding:
-    """How the source's tensor is cut."""
+    """The way in which the source's tensor is cut."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None
     placements = for_dims(placements, len(shape), root)
@@ -338,7 +338,7 @@ def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root:
 
 
 def from_dtensor(dtensor: DTensor) -> ShardedTensor:
-    """The same tensor as torch's ``dtensor``, of any shape, on the same memory.
+    """A ShardedTensor of torch's ``dtensor``, of any shape, on the same memory.
 
     Differentiable, sends nothing. Raises TypeError for anything else, ValueError for ``Partial``
     placements. The way back is :meth:`ShardedTensor.to_dtensor`.

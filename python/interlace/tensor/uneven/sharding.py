@@ -98,7 +98,7 @@ def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
 
 
 def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shape]) -> Sharding:
-    """What the shapes of all ranks' shards make together; ValueError if these do not fit."""
+    """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
     first = shapes[0]
     places = coordinates(mesh_shape)
     blocks: list[list[tuple[int, int]]] = [[] for _ in shapes]
@@ -176,7 +176,7 @@ def with_sizes(
 
 
 def unlike_chunks(sharding: Sharding) -> list[str]:
-    """Which rank has another shape than ``torch.chunk`` would give it, in words."""
+    """A line for each rank that has another shape than ``torch.chunk`` would give it."""
     usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
     both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
     return [

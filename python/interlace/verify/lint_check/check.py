@@ -37,7 +37,7 @@ ANY_ARCH = 90
 
 @dataclass(frozen=True)
 class LintReport:
-    """What a kernel compiled to, and what is wrong with it.
+    """A compiled kernel's figures, and what is wrong with it.
 
     ``kernel`` is its name, ``arch`` 80, 90 or 100. ``registers`` are per thread, ``stack`` bytes per
     thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,

@@ -62,7 +62,7 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Exploration:
-    """What :func:`explore` has found.
+    """The findings of :func:`explore`.
 
     ``depth``: how many interleaved steps the state takes that is farthest from the start.
     ``deadlocks`` and ``violations`` have one entry per different text, the nearest first.

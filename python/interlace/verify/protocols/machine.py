@@ -215,7 +215,7 @@ class ProtocolMachine:
         return ""
 
     def choices(self, state: bytes) -> list[int]:
-        """Who may have a step in a settled state: all others have finished or are held."""
+        """Ranks that may have a step in a settled state: all others have finished or are held."""
         return [p for p, line in enumerate(self._codes) if not line[state[p]].at_once]
 
     def settle(
@@ -281,7 +281,7 @@ class ProtocolMachine:
         return "; ".join(lines)
 
     def wrong_end(self, state: bytes) -> str:
-        """What ``at_end`` objects to where all have finished."""
+        """The objection of ``at_end`` to a state where all have finished; "" if none."""
         if self.protocol.at_end is None:
             return ""
         values: dict[str, int | str] = {word: state[self._at[word]] for word in self._words}

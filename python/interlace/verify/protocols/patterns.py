@@ -58,7 +58,7 @@ def part(owner: int, source: int, where: str = "") -> str:
 
 
 def data(rank: int, number: int) -> str:
-    """What ``rank`` contributes to round ``number``."""
+    """The contribution of ``rank`` to round ``number``."""
     return f"rank {rank}'s data of round {number}"
 
 

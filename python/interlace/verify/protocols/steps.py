@@ -154,7 +154,7 @@ def cells_of(step: ProtocolStep) -> tuple[str, ...]:
 
 
 def left_out_by(step: ProtocolStep) -> int | None:
-    """How many of the steps that follow a step may leave out."""
+    """The number of following steps that a step may leave out."""
     if isinstance(step, Wait):
         return step.giving_up
     return step.otherwise if isinstance(step, CompareAndSwap) else None

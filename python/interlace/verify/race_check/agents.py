@@ -13,7 +13,7 @@ SYS = SCOPES["sys"]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which rules hold. Off: every release has a barrier, every atomic is acq_rel, or of scope sys."""
+    """The rules that hold. Off: every release has a barrier, every atomic is acq_rel, or of scope sys."""
 
     barriers: bool = True
     orders: bool = True

@@ -355,7 +355,7 @@ class Detector(Observer):
 
 
 def _stream_atomic(kind: str, sem: str) -> Atomic:
-    """What ``publish_kernel`` and ``wait_kernel`` would do; streams do it themselves in ``sim``."""
+    """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
     return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")
 
 

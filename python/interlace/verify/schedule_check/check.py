@@ -173,7 +173,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run in each schedule. ``expected``: the digest of right results, None if any is."""
+    """A run to repeat in each schedule. ``expected``: the digest of right results, None if any is."""
 
     on_rank: Callable[[Any], Any]
     world_size: int

@@ -32,7 +32,7 @@ FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 
 @dataclass(frozen=True)
 class Plan:
-    """What to check and how much. ``ranks`` for races; schedules run on the smallest of them.
+    """A plan: what to check and how much. ``ranks`` for races; schedules run on the smallest of them.
 
     ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``: lint one variant of each
     kernel, and explore protocols of fewer ranks and rounds.
@@ -171,7 +171,7 @@ def lint_shipped(
 
 
 def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
-    """What :func:`lint_shipped` compiles."""
+    """The entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
     if not plan.quick:
