@@ -41,7 +41,7 @@ MOST_SIZES = 1024  # kept for shapes that come again
 
 
 class _Sizes(NamedTuple):
-    """What calls of the same shapes have in common; ``launches``: by weight, ``chunks``, tiles, grid."""
+    """Values that calls of the same shapes share; ``launches``: by weight, ``chunks``, tiles, grid."""
 
     chunk_rows: int
     layout: Layout
@@ -200,7 +200,7 @@ def _with_roles(arguments: dict[str, Any], extents: Extents, stages: int) -> Any
 def multicast_path(
     communicator: Communicator, configuration: Configuration, workspace: Workspace
 ) -> str:
-    """How copiers reach all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
+    """Copiers' way to all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
     if not configuration.multimem:
         return ""
     if workspace.buffer.multicast:

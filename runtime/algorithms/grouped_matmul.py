@@ -45,7 +45,7 @@ def _expert(linear: Linear, expert: int) -> Linear:
 def _operands(
     communicator: Communicator, configuration: Configuration, input: torch.Tensor, linear: Linear
 ) -> dict[str, object]:
-    """What the kernel is told about the matmul of the first expert, and where the others' weights are."""
+    """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
     weight = linear.weight
     first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
     if weight.stride(0) * weight.element_size() % DESCRIPTOR_ALIGNMENT:
@@ -231,7 +231,7 @@ def grouped_matmul_unfused(
 def _by_source(
     communicator: Communicator, op: str, input: torch.Tensor, routes: Routes
 ) -> torch.Tensor:
-    """What arrives, one source after another, each sorted by expert."""
+    """The rows that arrive, one source after another, each sorted by expert."""
     rank, inner = communicator.rank, input.shape[1]
     counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
     arrived = input.new_empty(sum(counts), inner)

@@ -53,7 +53,7 @@ class Routes:
         return begin, self.firsts[source][end] - begin
 
     def received(self, rank: int) -> int:
-        """How many rows ``rank`` multiplies."""
+        """The number of rows that ``rank`` multiplies."""
         return sum(self.block(source, rank)[1] for source in range(self.world_size))
 
     @cached_property
@@ -71,7 +71,7 @@ class Routes:
         return list(prefix_sums([each[e] for e in range(first, end) for each in self.counts]))
 
     def segments(self, rank: int) -> list[list[RouteSegment]]:
-        """What ``rank`` multiplies, by expert and source; experts are counted from its first one."""
+        """The segments that ``rank`` multiplies, by expert and source; experts count from its first one."""
         first, end = self.blocks[rank]
         offsets, world_size = self.offsets(rank), self.world_size
         return [
@@ -153,7 +153,7 @@ class Routes:
         ]
 
     def tiles(self, block_m: int, chunk_rows: int, tiles_n: int) -> int:
-        """How many tiles this rank computes."""
+        """The number of tiles that this rank computes."""
         return tiles_n * sum(
             ceil_div(rows, block_m)
             for expert in self.mine

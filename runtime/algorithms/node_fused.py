@@ -38,7 +38,7 @@ SUMMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GatherMoves:
-    """What ``all_gather_matmul_fused`` needs in place of copiers: ``programs`` that move chunks of rows."""
+    """Moves of chunks of rows by ``programs`` of ``all_gather_matmul_fused``, in place of copiers."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from interlace.runtime.tuning.configuration import Configuration
 
 @dataclass(frozen=True)
 class Tables:
-    """What the kernels of one rank are told of owners; see the legends of the kernels."""
+    """Tables that tell the kernels of one rank of owners; see the legends of the kernels."""
 
     segments: list[list[int]]
     duties: list[list[int]]

@@ -275,7 +275,7 @@ def regions_of(nodes: Nodes) -> tuple[int, int]:
 
 
 def node_argument(communicator: Communicator, nodes: Nodes, sums: torch.Tensor) -> Node:
-    """What kernels that sum are told of this rank's node; ``sums`` is the table of who sums for it."""
+    """The argument that tells kernels that sum of this rank's node; ``sums`` says who sums for it."""
     rank, names = communicator.rank, nodes.names()
     members = nodes.members(rank)
     table, place = communicator.table("node members", lambda: [members]), members.index(rank)
@@ -283,7 +283,7 @@ def node_argument(communicator: Communicator, nodes: Nodes, sums: torch.Tensor) 
 
 
 class Reductions(NamedTuple):
-    """Who sums what in a reduce-scatter, as one rank needs to know it.
+    """A plan of who sums what in a reduce-scatter, as one rank needs to know it.
 
     ``parts``: lines (owner, reducer, the owner's place with it, first piece), in the order of production.
     ``duties``: (owner, its place here, first piece) of what this rank sums for others. ``sums``: by node,

@@ -110,7 +110,7 @@ def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
 
 
 def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: torch.Tensor) -> str:
-    """Which path of ``kernels/matmul.py`` an aligned ``input`` and a weight allow: "", "kn" or "nk"."""
+    """The path of ``kernels/matmul.py`` that an aligned ``input`` and a weight allow: "", "kn" or "nk"."""
     inner = input.shape[1]
     if not configuration.descriptors or inner == 0 or input.stride(0) < inner:
         return ""
@@ -124,7 +124,7 @@ def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: t
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """How fp32 products are taken: as ``torch.set_float32_matmul_precision`` says."""
+    """The precision of fp32 products, as ``torch.set_float32_matmul_precision`` says."""
     exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return "ieee" if exact else "tf32"
 
@@ -185,7 +185,7 @@ def product(
 
 
 def bias_or_none(linear: Linear) -> torch.Tensor:
-    """What to hand over as the bias: some tensor of its dtype where there is none."""
+    """The tensor to hand over as the bias: some tensor of its dtype where there is none."""
     return linear.output if linear.bias is None else linear.bias
 
 

@@ -128,7 +128,7 @@ def all_gather_copy(
 
 
 def send_table(communicator: Communicator, rows: Sequence[int], chunk_size: int) -> Table:
-    """What this rank sends in an all-gather."""
+    """The table of this rank's sends in an all-gather."""
     rank, world_size = communicator.rank, communicator.world_size
     lines = communicator.table(
         ("sends", tuple(rows), chunk_size),
@@ -156,7 +156,7 @@ def send_by_copy_engine(
 
 
 def agreed_call(communicator: Communicator, op: str, key: tuple[Any, ...]) -> Call:
-    """What the ranks have agreed on already, as the engine wants it."""
+    """The call for an engine, with terms that the ranks have agreed on already."""
     call = communicator.calls.get(key)
     if call is None:
         terms = tuple((str(index), each) for index, each in enumerate(key))

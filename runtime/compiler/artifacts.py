@@ -34,7 +34,7 @@ def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> No
 
 
 def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any]:
-    """How to launch ``compiled``, and what a program of it takes of a multiprocessor."""
+    """Facts to launch ``compiled`` with, and what a program of it takes of a multiprocessor."""
     metadata, source, ptx = compiled.metadata, compiled.src, compiled.asm["ptx"]
     for name, allowed in (("num_ctas", 1), ("profile_scratch_size", 0), ("launch_pdl", False)):
         if (value := getattr(metadata, name)) != allowed:
@@ -99,7 +99,7 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
 
 
 def _path(source: Any, place: tuple[int, ...]) -> str:
-    """What Triton calls by its place, by name."""
+    """The name of an argument, or of a field of one, that Triton calls by its place."""
     name = source.fn.arg_names[place[0]]
     return ".".join((name, *(source.signature[name]._fields[each] for each in place[1:])))
 

@@ -170,7 +170,7 @@ class Operands:
         return (DTYPES | SCALED_DTYPES)[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
-        """What is launched for these operands."""
+        """The configuration that is launched for these operands."""
         extents = self.rows, self.columns, self.inner
         kind = {"fast_accum": self.fast_accum, "grouped": self.grouped}
         default = gpu_default(arch, self.torch_dtype, *extents, **kind)

@@ -63,7 +63,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
 
 
 def linked(arch: int, folder: str | None = None) -> list[Entry]:
-    """The same, linked with what ``nvshmem_library`` finds, or its PlaceUnavailableError."""
+    """Entries between nodes, linked with what ``nvshmem_library`` finds, or PlaceUnavailableError."""
     library = {LIBRARY: device_library(arch, folder)}
     entries = between_nodes(arch, "nvshmem")
     return [replace(entry, libraries=library, default=False) for entry in entries]

@@ -82,7 +82,7 @@ class Entry(Request):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a request compiled to. ``tensor_cores`` is None where the kernel has no use for them.
+    """Measured figures of a compiled request. ``tensor_cores`` is None if the kernel has no use for them.
 
     ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` and ``tensor_cores`` count
     instructions. ``error`` is set if it did not compile, and then only ``where`` and ``seconds`` with it.

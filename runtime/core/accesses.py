@@ -43,7 +43,7 @@ class Atomic:
 
 
 class Hooks(Protocol):
-    """What a session tells about a program's memory operations.
+    """Hooks of a session, called for each memory operation of a program.
 
     ``perform`` does the operation and returns its handle (None for stores); a hook calls it once and
     returns what it returned. A poll may perform more than once.

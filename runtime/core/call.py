@@ -25,7 +25,7 @@ Start = Callable[[], Outcome | Event | None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a rank sends in place of its terms: why it cannot take part in the op."""
+    """A rank's message in place of its terms: why it cannot take part in the op."""
 
     kind: type[Exception]
     text: str
@@ -36,7 +36,7 @@ class Refusal:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """What one rank asks for: what must be equal on all ranks, and what every rank adds of its own.
+    """A rank's request: what must be equal on all ranks, and what every rank adds of its own.
 
     Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own;
     ``fitting`` are the messages of all ranks that fitted together last.

@@ -226,7 +226,7 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """What the host part of an op leaves, which may have been queued."""
+        """The outcome of the host part of an op, which may have been queued."""
         if self._out_of_step:  # since an op that was queued before this one
             raise self._over(op)
         try:
@@ -257,7 +257,7 @@ class Communicator:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """What does the plain collectives of this group."""
+        """The engine of this group's plain collectives."""
         return self.place.new_engine(self)
 
     def remember(self, key: Any, call: Call) -> Call:

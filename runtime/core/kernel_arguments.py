@@ -59,7 +59,7 @@ def _tuple(name: str, fields: dict[str, Any]) -> Any:
 
 
 def outside_name(path: str) -> str:
-    """What a bundle calls it: ``input_stride`` and ``num_sends``, but of most tuples just the field."""
+    """A field's name in a bundle: ``input_stride`` and ``num_sends``, but of most tuples just the field."""
     of, _, name = path.rpartition(".")
     return _OF_ONE_THING.get(name, name).format(of)
 

@@ -116,7 +116,7 @@ def peers_of(buffer: SymmetricBuffer, world_size: int) -> arguments.Peers:
 
 @dataclass
 class Layout:
-    """What one op needs of a channel, built up by the op's algorithm before it leases.
+    """The memory that one op needs of a channel, built up by the op's algorithm before it leases.
 
     ``pulled`` says that peers read this rank's data region. It is then free for the next op once all
     ranks have finished; after an op that pushes it is free as soon as its owner has.

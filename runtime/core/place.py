@@ -112,7 +112,7 @@ class Place(ABC):
 
     @abstractmethod
     def new_engine(self, communicator: Any) -> Engine:
-        """What does the plain collectives of ``communicator``, which is on this place."""
+        """The engine of the plain collectives of ``communicator``, which is on this place."""
 
     @abstractmethod
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
@@ -211,7 +211,7 @@ class Place(ABC):
         return 1 << 62
 
     def new_plans(self, communicator: Any) -> Any:
-        """What repeats fused calls of ``communicator`` at little cost for the host; None for nothing."""
+        """Plans to repeat fused calls of ``communicator`` at little cost for the host; None for nothing."""
         return None
 
     launching: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -237,7 +237,7 @@ class Place(ABC):
         return
 
     def failure_of(self, number: int, *, completed: bool) -> Exception | None:
-        """What call ``number`` failed with after it was enqueued, as far as is known. Never blocks.
+        """The error of call ``number`` after it was enqueued, as far as is known. Never blocks.
 
         ``completed``: it was seen to have completed before the group failed.
         """

@@ -64,7 +64,7 @@ class Event(ABC):
 
 @dataclass(slots=True)
 class Outcome:
-    """What the host part of an op leaves behind: its result and the point where it is there.
+    """The outcome of the host part of an op: its result and the point where it is there.
 
     ``event`` is None where everything has happened when the host part returns. ``source()`` is the
     rank that a receive has received from.

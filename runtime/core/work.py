@@ -109,7 +109,7 @@ class Work(TorchWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the op failed with; None while it runs or if it succeeded. Never blocks.
+        """The error of the op; None while it runs or if it succeeded. Never blocks.
 
         On a GPU an op fails with its group, unless it was seen to have completed before. If ranks have
         called different things the op fails as soon as that is known, whatever it has computed.
@@ -122,7 +122,7 @@ class Work(TorchWork):
         return error
 
     def result(self) -> Any:
-        """What the op gives back, for which this waits: the result of a functional op; the list of
+        """The op's result, for which this waits: that of a functional op; the list of
         tensors it filled for one that works in place."""
         value = self.wait()
         return self._outputs if value is True else value
@@ -166,7 +166,7 @@ class Work(TorchWork):
         return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
-        """What the future is of, once the host part has ended; raises what the op failed with."""
+        """The future's value, once the host part has ended; raises what the op failed with."""
         result = None if self._outcome is None else self._outcome.result().result
         return self._outputs if result is None else result
 

@@ -238,7 +238,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exact_arithmetic() -> list[Replacement]:
-    """What makes interpreted kernels exact in all threads, which share one builder: for ``replaced``."""
+    """Replacements that make interpreted kernels exact in all threads, which share one builder."""
     builder = interpreter.interpreter_builder
     kinds = (interpreter.ReduceOps, interpreter.ScanOps)
     return [

@@ -94,7 +94,7 @@ def _shaped(dtype: Any, model: Any) -> Any:
 
 
 def _model(left: Any, right: Any) -> Any:
-    """Which of two tensors has the shape of the result; None if neither has, or scalars are odd."""
+    """The tensor of the two that has the result's shape; None if neither has, or scalars are odd."""
     mine, theirs = left.handle.data.shape, right.handle.data.shape
     if left.type.__class__ is tl.block_type:
         if right.type.__class__ is tl.block_type:

@@ -30,7 +30,7 @@ LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
 
 
 class Read(NamedTuple):
-    """What a program has seen: addresses, and the bytes there."""
+    """A program's read: addresses, and the bytes there."""
 
     addresses: bytes
     values: bytes
@@ -242,6 +242,6 @@ def _circle(seen: list[Read]) -> list[Read]:
 
 
 def _read(pointers: Any, mask: Any, result: Any) -> Read:
-    """What a load or a poll has seen, without the elements that its mask left out."""
+    """The read of a load or a poll, without the elements that its mask left out."""
     addresses, values = active_addresses(pointers, mask), active(result.data, pointers, mask)
     return Read(np.ascontiguousarray(addresses).tobytes(), values.tobytes())

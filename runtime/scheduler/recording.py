@@ -73,7 +73,7 @@ class Recording:
         return [span for span in self.spans if span.rank == rank and span.kind == "tile"]
 
     def overlap(self, rank: int) -> tuple[int, int] | None:
-        """How many tiles were done before the op's last chunk came, of how many; None without chunks."""
+        """The number of tiles done before the op's last chunk came, and of all; None without chunks."""
         last = {signal.op: signal.time for signal in self.arrivals(rank)}
         tiles = [tile for tile in self.tiles(rank) if tile.op in last]
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None

@@ -282,7 +282,7 @@ class Scheduler(ProgramHooks):
                 task.on_finish()
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
-        """What ran, in order, for ``strategies.Replay``."""
+        """The segments that ran, in order, for ``strategies.Replay``."""
         self._close_segment()
         return tuple(self.segments)
 

@@ -74,7 +74,7 @@ class MemoryNames:
 
 
 def _expected(frame: Any) -> int | None:
-    """What the line compares with, if it is a number or a scalar variable: the end of a poll."""
+    """The number with which the line compares, if written or in a scalar variable: the end of a poll."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = _COMPARED.findall(line)
     if not found:

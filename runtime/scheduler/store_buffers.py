@@ -102,7 +102,7 @@ class StoreBuffers:
             self._drain_overlapping(task, addresses, max(1, bits // 8))
 
     def barrier(self, task: Task) -> None:
-        """What all threads stored is before whatever any of them does next."""
+        """Order what all threads stored before whatever any of them does next."""
         for pending in self._pending:
             if pending.task is task:
                 pending.ordered = True

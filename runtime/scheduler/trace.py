@@ -81,7 +81,7 @@ class Recorder(Observer):
         self._last = 0
 
     def recording(self) -> Recording:
-        """What was recorded so far, for :func:`merge`."""
+        """A recording of everything so far, for :func:`merge`."""
         unit = MICROSECONDS if self._steps is None else STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 

@@ -55,7 +55,7 @@ class Task:
 
 @dataclass
 class Report:
-    """How a task ended; ``value``: a pickle, or empty. ``follows``: by another rank's fault."""
+    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: by another rank's fault."""
 
     failed: bool
     value: bytes

@@ -60,7 +60,7 @@ class _Child:
         theirs.close()
 
     def ended(self) -> str:
-        """How the process ended, for an error message."""
+        """A text on how the process ended, for an error message."""
         self.process.join(GRACE_SECONDS)
         code = self.process.exitcode
         if code is not None and code < 0:

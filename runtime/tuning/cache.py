@@ -38,7 +38,7 @@ ALGORITHMS = ("fused", "pipelined", "unfused")
 
 @dataclass(frozen=True)
 class TunedMachine:
-    """What rows were measured on; they hold nowhere else."""
+    """The machine that rows were measured on; they hold nowhere else."""
 
     device: str
     place: str

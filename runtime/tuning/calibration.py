@@ -153,7 +153,7 @@ def _read(file: pathlib.Path, device_type: str, changed: int) -> tuple[MeasuredM
 
 
 def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[MeasuredMesh, ...]:
-    """What this machine's file has; () if there is none, with a warning if it cannot be used."""
+    """The meshes in this machine's file; () if there is none, with a warning if it cannot be used."""
     file = path(device_type) if file is None else file
     if file is None:
         return ()

@@ -29,7 +29,7 @@ SHARED_KIB = {
 
 
 def shared_bytes(capability: int) -> int:
-    """What one program can have; of a chip that is not known, what all have.
+    """Bytes of shared memory that one program can have; of an unknown chip, those that all have.
 
     >>> shared_bytes(90), shared_bytes(999)
     (232448, 49152)

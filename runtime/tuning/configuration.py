@@ -20,7 +20,7 @@ from interlace.runtime.tuning import table
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the kernels of one call are built and launched.
+    """A way to build and launch the kernels of one call.
 
     ``copiers`` programs push chunks inside the all-gather kernel; 0 leaves that to the copy engine.
     ``chunks`` is how many chunks a shard is sent in. ``programs`` bounds a persistent grid (0: as
@@ -176,14 +176,14 @@ def override(**values: int | bool) -> Iterator[None]:
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
-    """What the table calls the dtype of the operands."""
+    """The table's name for the dtype of the operands."""
     if dtype.itemsize == 1:
         return "fp8 fast" if fast_accum else "fp8 exact"
     return "16 bit" if dtype.itemsize == 2 else "fp32"
 
 
 def extents_class(columns: int, inner: int) -> str:
-    """What the table calls a matmul whose extents are, or are no, multiples of 16."""
+    """The table's name for a matmul by which of its extents are multiples of 16."""
     return "odd N" if columns % 16 else "odd K" if inner % 16 else "even"
 
 

@@ -70,7 +70,7 @@ class MeasuredFile(Generic[Content]):
         return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
 
     def content(self, file: pathlib.Path) -> Content:
-        """What is in it. Raises NotOursError, FileNotFoundError and other OSErrors."""
+        """The file's content. Raises NotOursError, FileNotFoundError and other OSErrors."""
         try:
             about = file.stat()  # before it is opened: that of a pipe may never end
             if not stat.S_ISREG(about.st_mode):
@@ -93,7 +93,7 @@ class MeasuredFile(Generic[Content]):
             raise NotOursError(f"{file}: is damaged: {type(error).__name__}: {error}") from None
 
     def read(self, file: pathlib.Path) -> Content | None:
-        """What is in it; None if there is none, or with a warning if it cannot be used."""
+        """The file's content; None if there is none, or with a warning if it cannot be used."""
         try:
             return self.content(file)
         except FileNotFoundError:

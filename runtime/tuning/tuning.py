@@ -217,7 +217,7 @@ def _tiles(capability: int, problem: Problem, base: Configuration) -> list[Confi
 def _alternatives(
     capability: int, problem: Problem, base: Configuration
 ) -> Iterable[Configuration]:
-    """What the cost model chooses from: the table's tiles, and for a gather who sends how much at once."""
+    """The cost model's choices: the table's tiles, and for a gather who sends how much at once."""
     for made in _tiles(capability, problem, base):
         yield made
         if problem.op == "all_gather_matmul":
@@ -246,14 +246,14 @@ def gather_problem(
 
 @dataclass(frozen=True)
 class Gather:
-    """How long an all_gather takes here among the ranks of a group, and when that was measured."""
+    """The time of an all_gather among the ranks of a group here, and when that was measured."""
 
     link: calibration.Link
     date: str
 
 
 def own_gather(place: Place) -> Gather | None:
-    """What this rank's calibration says, where it counts: among processes of one node."""
+    """The gather in this rank's calibration, where it counts: among processes of one node."""
     if place.name == SIM or place.nodes is not None or place.virtual:
         return None
     meshes = calibration.read(place.device.type)
@@ -282,7 +282,7 @@ _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
 
 
 def own_rows(place: Place) -> tuple[cache.Row, ...]:
-    """What this rank's cache has for its machine; read once per process and file."""
+    """The rows of this rank's cache for its machine; read once per process and file."""
     if place.nodes is not None or (place.name == SIM and cache.VARIABLE not in os.environ):
         return ()
     return _read(place.name, place.device, cache.path())

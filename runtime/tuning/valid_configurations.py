@@ -58,7 +58,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
 
 
 def without_effect(configuration: Configuration, capability: int) -> str:
-    """Which option changes nothing on a GPU of ``capability``, and why; "" if all do.
+    """A text: the option that changes nothing on a GPU of ``capability``, and why; "" if all do something.
 
     >>> without_effect(Configuration(warp_specialize=True), 90)
     'warp_specialize does nothing on sm_90 with 8 warps: Triton takes 4 there'

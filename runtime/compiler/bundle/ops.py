@@ -34,7 +34,7 @@ _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 @dataclass(frozen=True)
 class Options:
-    """What specialises the kernels of a bundle. The world size does not.
+    """Options that specialise the kernels of a bundle. The world size does not.
 
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
     "n" or "m", ``path`` "auto", "tma" or "pointers". For ``rows`` per rank, ``columns`` and ``inner``
@@ -223,7 +223,7 @@ WORKSPACE = {
 
 
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
-    """What descriptors (TMA) ask of the operands, besides multiples of 16."""
+    """Conditions that descriptors (TMA) put on the operands, besides multiples of 16."""
     rows_of_weight = {"kn": "weight_stride_k >= N", "nk": "weight_stride_n >= K"}
     path = entry.fixed.get("DESCRIPTORS", "")
     return ("K > 0", "input_stride >= K", rows_of_weight[str(path)]) if path else ()

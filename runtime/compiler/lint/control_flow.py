@@ -28,7 +28,7 @@ class Flow:
         return bool(self._later[first] >> second & 1)
 
     def reach(self, starts: Iterable[int], stop: Callable[[int], bool]) -> set[int]:
-        """What may run after any of ``starts``, up to and without those where ``stop`` holds."""
+        """Indices of what may run after any of ``starts``, up to and without those where ``stop`` holds."""
         todo = [after for start in starts for after in self._next[start]]
         seen: set[int] = set()
         while todo:

@@ -60,7 +60,7 @@ class Instruction:
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
-        """What a load, an atomic or an arithmetic operation writes: its first operand."""
+        """The registers that a load, an atomic or an arithmetic operation writes: its first operand."""
         first = self.operands.lstrip()
         if first.startswith("["):
             return ()

@@ -28,7 +28,7 @@ _FP8 = {9: "QGMMA", 10: "UTCQMMA"}
 
 
 def instruction_counts(sass: str) -> Counter[str]:
-    """How often each instruction stands in the disassembly, modifiers left out: {"HGMMA": 4}."""
+    """Counts of each instruction in the disassembly, modifiers left out: {"HGMMA": 4}."""
     return Counter(one.name for one in operations(sass)[0])
 
 

@@ -48,7 +48,7 @@ def operations(sass: str) -> tuple[list[Operation], dict[str, int]]:
 
 
 def control_flow(code: list[Operation], labels: dict[str, int]) -> Flow:
-    """What may run after what."""
+    """The control flow: which instruction may run after which."""
 
     def successors(index: int) -> list[int]:
         one, following = code[index], [index + 1][: len(code) - index - 1]

@@ -15,7 +15,7 @@ CLOCK_STEP = 1000
 
 @dataclass(eq=False)
 class PtxSession:
-    """What all threads of a session share."""
+    """State that all threads of a session share."""
 
     builder: Any
     hooks: Any

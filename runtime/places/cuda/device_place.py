@@ -257,7 +257,7 @@ class DevicePlace(Place):
         self._in_flight.append((event, used))
 
     def keep(self, *used: Any) -> None:
-        """What an item uses lives until the op has ended, if that runs on streams of the group's own.
+        """Keep what an item uses until the op has ended, if that runs on streams of the group's own.
 
         The caching allocator would otherwise give the memory of a dropped tensor to the stream on which
         it was made, while this one still works with it. ``record_stream`` would do, too, but leaves the
@@ -286,7 +286,7 @@ class DevicePlace(Place):
     # -- signals of streams --------------------------------------------------------------------
 
     def _stream_words(self) -> driver.Driver | None:
-        """What streams of this rank write words with; None if they cannot, or must not."""
+        """The driver by which this rank's streams write words; None if they cannot, or must not."""
         return driver.stream_words(self._index)
 
     def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
@@ -354,7 +354,7 @@ class DevicePlace(Place):
         return list(self._buffers)
 
     def ops_finished(self, buffer: SymmetricBuffer) -> int:
-        """How many ops' ends were enqueued in a workspace; replays of graphs are not counted."""
+        """The number of ops' ends enqueued in a workspace; replays of graphs are not counted."""
         return self._epochs.get(buffer.addresses[self.rank], 0)
 
     @property

@@ -87,7 +87,7 @@ def _loaded() -> Driver | None:
 
 @functools.cache
 def stream_words(device: int) -> Driver | None:
-    """What writes words on GPU number ``device``; None if nothing does."""
+    """The driver that writes words on GPU number ``device``; None if nothing does."""
     driver = _loaded()
     return driver if driver is not None and driver.has_words(device) else None
 

@@ -45,7 +45,7 @@ class LaunchCache:
         self._outgrown: list[torch.Tensor] = []
 
     def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> PreparedLaunch:
-        """What runs ``launch`` on ``stream``; InterlaceError if it had to be loaded in a graph capture."""
+        """A prepared launch for ``stream``; InterlaceError if it had to be loaded in a graph capture."""
         values: list[Any] = []
         number = id(launch.kernel)
         known = self._known.get(number)

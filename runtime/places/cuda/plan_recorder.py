@@ -65,7 +65,7 @@ class Signalled:
 
 @dataclass
 class PlanStep:
-    """What one ``enqueue`` put on the stream, the finish last; ``words``: of a kernel without workspace."""
+    """The items of one ``enqueue``, the finish last; ``words``: of a kernel without workspace."""
 
     workspace: Workspace | None
     pulled: bool
@@ -85,7 +85,7 @@ class Plan:
 
 
 class PlanRecorder:
-    """What a call of a ``kind`` enqueues; ``apart``: how ``arguments`` lie to each other is part of it."""
+    """A record of a call's enqueues. ``apart``: how ``arguments`` lie to each other is part of it."""
 
     def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart
@@ -160,7 +160,7 @@ def _programs(items: Sequence[Any]) -> int:
 
 
 class _Where:
-    """Which tensor an address belongs to. LookupError for memory that is not there the next time."""
+    """Finds the tensor of an address. LookupError for memory that is not there the next time."""
 
     def __init__(
         self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool

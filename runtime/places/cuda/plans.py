@@ -67,7 +67,7 @@ class _Again:
 
 
 class Agreement(Protocol):
-    """What plans need of ``cuda_processes/agreement.py``."""
+    """The methods of ``cuda_processes/agreement.py`` that plans need."""
 
     def agree(self, call: Call) -> list[bytes]: ...
     def mismatch(self) -> Exception | None: ...
@@ -300,7 +300,7 @@ class Plans:
         return answers
 
     def lasting_tensors(self) -> list[torch.Tensor]:
-        """What lives on the device as long as the group does."""
+        """The tensors on the device that live as long as the group does."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
         memory = [part for buffer in buffers for part in buffer.peer_bytes]

@@ -115,7 +115,7 @@ class DeviceEvent(Event):
 
 
 def programs_of(launch: KernelLaunch) -> int:
-    """How many programs of ``launch`` may hold multiprocessors while they wait for peers."""
+    """The number of programs of ``launch`` that may hold multiprocessors while they wait for peers."""
     x, y, z = launch.extents
     return x * y * z if launch.num_warps > 1 else 0
 
@@ -206,7 +206,7 @@ class DeviceStream(Stream):
         return prepared
 
     def admit(self, programs: int) -> None:
-        """What is enqueued next waits until so many programs fit the GPU; see ``residency.py``."""
+        """Make what is enqueued next wait until so many programs fit the GPU; see ``residency.py``."""
         group, residency = id(self._place), self._place.residency
         alone = residency.alone
         if alone is not None and alone.group == group:  # the only group: its ops follow each other

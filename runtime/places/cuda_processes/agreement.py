@@ -75,7 +75,7 @@ def board_bytes(world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What ranks said to this one's; ``row``: digests, as noted. ``settled``: else it would be a misuse."""
+    """Peers' answers to a call. ``row``: digests, as noted. ``settled``: else it would be a misuse."""
 
     digest: int
     row: bytes
@@ -188,7 +188,7 @@ class Agreement:
         return self._answers(number, payload, digest, doing)
 
     def _answers(self, number: int, payload: bytes, digest: int, doing: str) -> list[bytes]:
-        """What all ranks have noted under ``number``, once they have; this one: ``payload``."""
+        """All ranks' notes under ``number``, once they are there; this one's is ``payload``."""
         answers = [payload] * self._world_size
         for peer in self._peers:
             if not self._noted(number, peer):

@@ -49,7 +49,7 @@ class MemoryRefused(Exception):
 
 
 class ExchangeStore(c10d.Store):
-    """What torch's rendezvous asks of a store, by rounds of ``exchange``; see the module."""
+    """A store for torch's rendezvous, by rounds of ``exchange``; see the module."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def agreed(exchange: Exchange, mine: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def together(exchange: Exchange) -> Iterator[None]:
-    """What one rank fails in, all fail in: at the end, and at whatever round of it the others are."""
+    """A context in which all ranks fail if one does: at the end, or at whatever round of it they are."""
     try:
         yield
     except MemoryRefused:
@@ -114,7 +114,7 @@ def together(exchange: Exchange) -> Iterator[None]:
 
 
 def value(content: bytes) -> bytes:
-    """What a rank that has not failed tells the others, for :func:`agreed`."""
+    """The message of a rank that has not failed, for :func:`agreed`."""
     return _VALUE + content
 
 

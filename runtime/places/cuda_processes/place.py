@@ -30,7 +30,7 @@ class CudaPlace(DeviceProcessPlace):
 
     @property
     def memory_kind(self) -> str:
-        """What the group's symmetric memory is made by; "" before there is any."""
+        """The kind of the group's symmetric memory, by what makes it; "" before there is any."""
         return "" if self._memory is None else self._memory.kind
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:

@@ -30,7 +30,7 @@ _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
 def this_host() -> str:
-    """What is equal for two processes if they can share memory, and differs if they cannot."""
+    """A name that is equal for two processes if they can share memory, and differs if they cannot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             kernel = file.read().strip()
@@ -49,7 +49,7 @@ def _namespace(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank says of itself: its host, its process, its address as the store's host sees it."""
+    """A rank's facts: its host, its process, its address as the store's host sees it."""
 
     host: str
     pid: int

@@ -237,7 +237,7 @@ class HostLinks:
 
     @property
     def failure(self) -> InterlaceError | None:
-        """What the group has failed with; a copy, because an exception collects tracebacks."""
+        """The group's error; a copy, because an exception collects tracebacks."""
         return copy.copy(self._failure)
 
     def check(self) -> None:
@@ -306,7 +306,7 @@ class HostLinks:
 
 
 def aborted_by(rank: int, reason: str) -> str:
-    """Who aborted, and why; a reason that goes from rank to rank keeps the name of the first."""
+    """A text: who aborted, and why; a reason that goes from rank to rank keeps the first one's name."""
     said = " aborted the group: "
     return reason if said in reason else f"rank {rank}{said}{reason}"
 

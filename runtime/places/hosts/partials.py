@@ -25,7 +25,7 @@ from interlace.runtime.numerics import reductions
 
 @dataclass(frozen=True)
 class Partial:
-    """How ``op`` over tensors of one dtype is done in two steps: ``step`` in ``dtype``, then the rest."""
+    """The two steps of ``op`` over tensors of one dtype: ``step`` in ``dtype``, then the rest."""
 
     op: str
     step: str

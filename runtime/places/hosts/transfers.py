@@ -146,7 +146,7 @@ class HostTransfers:
             self._links.send_packet(peer, packet)
 
     def on_packet(self, source: int, packet: Packet) -> None:
-        """What ``source`` announces or acknowledges. Called in any thread; never waits."""
+        """Take what ``source`` announces or acknowledges. Called in any thread; never waits."""
         if packet.kind == RECEIVED:
             with self._lock:
                 sent = self._sending.pop((source, packet.number), None)

@@ -176,7 +176,7 @@ class Control:
                 words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
-        """Which rank aborted the group, and why."""
+        """The rank that aborted the group, and why; None if none has."""
         word = self._own.acquired(ABORTED)
         return (word - 1, self.reason(word - 1)) if word else None
 

@@ -217,7 +217,7 @@ class HostGroup:
         return step
 
     def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
-        """What every rank says of its segment; all raise the same if one has a problem or sizes differ."""
+        """The headers of all ranks' segments; all raise the same if one has a problem or sizes differ."""
         answers = self.exchange(identity.pack() + problem.encode(), doing)
         identities = [Identity.unpack(answer) for answer in answers]
         first = identities[0].nbytes
@@ -367,7 +367,7 @@ class HostGroup:
         return None
 
     def failure(self) -> InterlaceError | None:
-        """What this group, or one it is a part of, was aborted with."""
+        """The error by which this group, or one it is a part of, was aborted."""
         if self.control is not None:
             found = self.control.aborted_by()
             if found is not None:

@@ -40,7 +40,7 @@ _STORE_POLL_SECONDS = 2e-3
 
 
 class Label(NamedTuple):
-    """What a message says of itself."""
+    """The label of a message: its group, its number, its sender and its receiver."""
 
     magic: bytes
     layout_version: int
@@ -53,7 +53,7 @@ class Label(NamedTuple):
 
 @dataclass
 class Delivery:
-    """What one peer sent: its process id and descriptors, which the receiver owns."""
+    """One peer's message: its process id and descriptors, which the receiver owns."""
 
     pid: int
     descriptors: list[int]
@@ -144,7 +144,7 @@ class Rendezvous:
         return True
 
     def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int | None:
-        """Who sent it; None for one of an earlier trade, which this rank has given up."""
+        """The sender; None for one of an earlier trade, which this rank has given up."""
         what = f"rank {self._rank} got a message that is not of this group"
         if len(message) != _MESSAGE.size or flags & socket.MSG_CTRUNC:
             raise InterlaceError(f"{what}: {len(message)} bytes, flags {flags:#x}")

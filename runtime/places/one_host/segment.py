@@ -63,7 +63,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Identity:
-    """What a segment says about itself in its header. ``nbytes`` excludes the header page."""
+    """A segment's header: facts about itself. ``nbytes`` excludes the header page."""
 
     nonce: bytes
     rank: int

@@ -13,7 +13,7 @@ from interlace.runtime.core.local_memory import Array
 
 
 class SharedRanges:
-    """What was shared in a group, numbered alike on all ranks, as long as this rank uses its part."""
+    """Arrays shared in a group, numbered alike on all ranks, as long as this rank uses its part."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -122,7 +122,7 @@ class AtOnce:
 
 @functools.lru_cache(maxsize=512)
 def _tensor(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """What is at an address, whatever that may be: nothing is kept alive. Made in 2 us, found in 0.2."""
+    """A tensor over an address, whatever is there: nothing is kept alive. Made in 2 us, found in 0.2."""
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 

@@ -28,7 +28,7 @@ Key = tuple[str, int]  # the op, and the bits of its number of rounds
 
 
 class RingWrites:
-    """What has been decided in a group, by kind and size of op, in ``table``, which all ranks see."""
+    """A group's decisions, by kind and size of op, in ``table``, which all ranks see."""
 
     def __init__(self, table: bytearray | memoryview, *, decides: bool) -> None:
         self._table, self._decides = table, decides

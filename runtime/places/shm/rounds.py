@@ -84,7 +84,7 @@ class Rounds:
 
     @functools.cached_property
     def ring_writes(self) -> RingWrites:
-        """How the ranks write into their rings; once they have joined."""
+        """The ways in which the ranks write into their rings; once they have joined."""
         assert self._group.control is not None
         return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 

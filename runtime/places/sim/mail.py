@@ -84,7 +84,7 @@ class Receive(Future[Outcome]):
 
 @dataclass
 class Mailbox:
-    """What was sent and not yet received, and what was asked for and not yet sent, in order."""
+    """Messages sent and not yet received, and receives asked for and not yet met, in order."""
 
     messages: list[Message] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)

@@ -40,7 +40,7 @@ COPY_PIECES = 3
 
 @dataclass
 class _Group:
-    """What the ranks of one group share: messages and buffers, by sequence number."""
+    """The state that the ranks of one group share: messages and buffers, by sequence number."""
 
     exchanges: dict[int, dict[int, bytes]] = field(default_factory=dict)
     allocations: dict[int, dict[int, LocalMemory]] = field(default_factory=dict)

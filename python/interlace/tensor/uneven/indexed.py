@@ -34,7 +34,7 @@ def indexed_all_to_all_v(
     group: Any = None,
     accumulate: str | None = "fp32",
 ) -> torch.Tensor:
-    """What every rank picks of its tensor for this one, one after another along ``dim``, in rank order.
+    """The parts that all ranks pick of their tensors for this one, along ``dim``, in rank order.
 
     Parameters
     ----------

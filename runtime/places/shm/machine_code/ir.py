@@ -30,7 +30,7 @@ PROCESSORS = {
 
 @dataclass(frozen=True)
 class Element:
-    """How elements are loaded, added and stored."""
+    """A kind of elements: how they are loaded, added and stored."""
 
     name: str
     bits: int
