@@ -31,7 +31,7 @@ print(interlace.run(product, 2, place="cuda", timeout=240))
 
 
 def host(dry_run: bool, repetitions: int) -> list[Record]:
-    """Of both fused ops in a world of one: host time, eager time, replayed time; replays are checked."""
+    """Times of both fused ops in a world of one: on the host, eager, replayed; replays are checked."""
     where = {"place": "sim"} if dry_run else {"place": "cuda", "processes": True}  # with plans
     return list(interlace.run(_both, 1, repetitions, **where)[0])
 

@@ -79,7 +79,7 @@ class Probe:
 
 
 def poll_microseconds() -> float:
-    """Of a wait that is given up: ``POLLS_PER_SECOND`` of runtime/places/cuda takes it for 1."""
+    """Microseconds per poll of a wait that is given up; ``POLLS_PER_SECOND`` of places/cuda assumes 1."""
     from gpu_timing import launch_now
 
     from interlace.kernels import signal

@@ -24,7 +24,7 @@ Record = dict[str, Any]  # a line of the results
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call, in microseconds: median, and the quartiles of the repetitions."""
+    """The time of one call, in microseconds: median, and the quartiles of the repetitions."""
 
     median: float
     lower: float

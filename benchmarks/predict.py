@@ -112,7 +112,7 @@ def page_with(text: str, made: Sequence[Table]) -> str:
 def document(
     machine: ModelMachine, made: Sequence[Table], recommended: Sequence[Recommendation]
 ) -> str:
-    """As JSON."""
+    """The predictions as JSON."""
     return json.dumps(
         {
             "what": "predicted by benchmarks/predict.py; nothing here is measured unless it says so",

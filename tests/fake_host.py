@@ -109,7 +109,7 @@ class ThreadPlace(DeviceProcessPlace):
 
 
 def own_place() -> DeviceProcessPlace:
-    """That of the rank that asks."""
+    """The place of the rank that asks."""
     place = default_group().place
     assert isinstance(place, DeviceProcessPlace)
     return place

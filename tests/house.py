@@ -312,7 +312,7 @@ def graph_text() -> str:
 
 
 def drawing() -> str:
-    """The same as SVG: what needs nothing at the bottom, arrows to what a folder needs."""
+    """An SVG of the graphs: what needs nothing at the bottom, arrows to what a folder needs."""
     width, high, wide, top, parts, places = 900, 30, 152, 20, [], {}
     for title, graph in reversed(floors().items()):
         depths: dict[str, int] = {}

@@ -15,7 +15,7 @@ OUT = (4, 2, 5)  # columns of one rank, per weight
 
 
 def shape_of(dims: int, dim: int, length: int, width: int) -> list[int]:
-    """Of activations: 2-D, or 3-D with the sequence at ``dim``."""
+    """The shape of activations: 2-D, or 3-D with the sequence at ``dim``."""
     shape = [length, BATCH] if dims == 3 else [length]
     return [*(reversed(shape) if dim else shape), width]
 

@@ -160,7 +160,7 @@ def failure(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) 
 def noise(
     rank: int, call: int, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As :func:`payload` with numbers that have to be rounded."""
+    """Numbers as of :func:`payload`, but such as have to be rounded."""
     generator = torch.Generator().manual_seed(77 + 1000 * call + rank)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
@@ -185,7 +185,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in other strides; "expanded" repeats the first row with stride 0."""
+    """A tensor of the same values in other strides; "expanded" repeats the first row with stride 0."""
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "strided":

@@ -42,7 +42,7 @@ def words(*values: int) -> tuple[torch.Tensor, list[int]]:
 
 
 def numbers(dtype: torch.dtype, seed: int, count: int) -> torch.Tensor:
-    """Of every size that the dtype has; of infinities only the positive one, and no NaN."""
+    """Numbers of every size that the dtype has; of infinities only the positive one, and no NaN."""
     generator = torch.Generator().manual_seed(seed)
     size = dtype.itemsize
     raw = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)

@@ -39,7 +39,7 @@ class Recommendation:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one send."""
+        """Bytes of one send."""
         return self.chunk_rows * self.shape.k * BYTES
 
     @property
@@ -127,14 +127,14 @@ class Sensitivity:
 
     @property
     def largest(self) -> float:
-        """Of the two."""
+        """The larger of the two changes."""
         return max(abs(self.half - 1), abs(self.twice - 1))
 
 
 def sensitivities(
     machine: ModelMachine, shape: Shape, algorithm: str = "fused"
 ) -> list[Sensitivity]:
-    """Of every parameter that nobody has published or measured, the largest first."""
+    """Sensitivities to every parameter that nobody has published or measured, the largest first."""
     base = predict(machine, shape, algorithm).microseconds
     found = []
     for name, source in machine.sources.items():

@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def within(self) -> bool:
-        """Of 15 %."""
+        """Whether the error is at most 15 %."""
         return abs(self.error) <= TOLERANCE
 
     @property

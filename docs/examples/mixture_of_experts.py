@@ -47,7 +47,7 @@ def layer() -> torch.Tensor:
 
 
 def dense(tokens: torch.Tensor) -> torch.Tensor:
-    """The same without ranks: every token through its experts."""
+    """The result without ranks: every token through its experts."""
     weights, chosen = (tokens @ ROUTER).softmax(-1).topk(TOPK)
     hidden = torch.nn.functional.silu(torch.einsum("tm,temh->teh", tokens, UP[chosen]))
     return torch.einsum("te,teh,tehm->tm", weights, hidden, DOWN[chosen])

@@ -174,7 +174,7 @@ class Cluster:
         return self.simulation.run()
 
     def usage(self) -> Usage:
-        """Of the GPU that was busiest in each respect."""
+        """The usage of the GPU that was busiest in each respect."""
         now, usage = self.simulation.now, Usage()
         if not now:
             return usage

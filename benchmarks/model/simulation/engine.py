@@ -213,7 +213,7 @@ class Cores:
             self._owed += duration
 
     def rate(self) -> float:
-        """Of a job, now."""
+        """The rate of a job, now."""
         return min(1.0, self.budget / max(1, len(self._jobs)))
 
     def _take(self, granted: Signal) -> None:

@@ -47,12 +47,12 @@ class Shape:
 
     @property
     def rows(self) -> list[int]:
-        """Of every rank's shard."""
+        """The rows of every rank's shard."""
         return [count for _, count in split_rows(self.m, self.world_size)]
 
     @property
     def moved_bytes(self) -> int:
-        """Of the whole matrix that is gathered, scattered or reduced."""
+        """Bytes of the whole matrix that is gathered, scattered or reduced."""
         return self.m * (self.k if self.op == "all_gather_matmul" else self.n) * BYTES
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ def library_tilings(machine: ModelMachine) -> tuple[Tiling, ...]:
 
 
 def triton_tiling(machine: ModelMachine, block_m: int, block_n: int, group_m: int) -> Tiling:
-    """Of a persistent Triton kernel."""
+    """The tiling of a persistent Triton kernel."""
     rate = _form_rate(block_m, block_n, machine.triton_small_tile_rate)
     return Tiling(block_m, block_n, group_m, rate, machine.tile_us)
 
@@ -132,5 +132,5 @@ def library_us(machine: ModelMachine, rows: int, n: int, k: int) -> float:
 
 
 def teraflops(rows: int, n: int, k: int, microseconds: float) -> float:
-    """Of a matmul that takes ``microseconds``."""
+    """The rate of a matmul that takes ``microseconds``, in TFLOP/s."""
     return 2.0 * rows * n * k / microseconds / 1e6 if microseconds else math.inf

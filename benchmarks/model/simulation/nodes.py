@@ -39,7 +39,7 @@ def flat_order(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int
 
 
 def by_holder(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
-    """As ``node_order`` has it, but of other nodes first all that lands on this rank, then on the next."""
+    """An order as ``node_order``'s, but from other nodes first all for this rank, then for the next."""
     order = [
         (s, c) for s, c in node_order.gather_order(rank, nodes, counts) if nodes[s] == nodes[rank]
     ]

@@ -87,7 +87,7 @@ def fused(
 def _reordered(
     lines: Sequence[Sequence[int]], order: Sequence[int], block_m: int, tiles_n: int
 ) -> list[list[int]]:
-    """The same segments in another order of owners, numbered anew."""
+    """The lines of the same segments in another order of owners, numbered anew."""
     found, start = [], 0
     by_owner = {line[0]: line for line in lines}
     for owner in order:

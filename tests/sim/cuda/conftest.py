@@ -10,6 +10,6 @@ from tiers import few
 
 @pytest.fixture(params=few([0, 1, 8, 32], 0, 1))
 def connections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """That of every fake GPU which the test makes without saying one."""
+    """The number of queues of every fake GPU which the test makes without saying one."""
     monkeypatch.setattr(fake_queues, "CONNECTIONS", request.param)
     return int(request.param)
