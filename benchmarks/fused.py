@@ -13,7 +13,7 @@ import torch
 from measure import Case
 
 import interlace
-from interlace.benchmark.subjects.ops import FUSED
+from interlace.benchmark.subjects.requests import FUSED
 from interlace.benchmark.timing.subject import Setting
 
 SMALL = [(256, 512, 512), (1024, 1024, 1024)]

@@ -14,7 +14,8 @@ from hypothesis import strategies
 
 import interlace
 import interlace.benchmark
-from interlace.benchmark.subjects import baselines, ops
+from interlace.benchmark.subjects import baselines
+from interlace.benchmark.subjects.requests import FUSED, OPS
 from interlace.benchmark.timing import caches, figures, kernel, payload, protocol, sizes
 from interlace.benchmark.timing.figures import Spread
 
@@ -28,7 +29,7 @@ def test_factors_are_those_of_nccl_tests() -> None:
     """doc/PERFORMANCE.md of NVIDIA/nccl-tests, and GetBw of its gather, scatter and sendrecv tests."""
     share = {"all_reduce": 2 * 7 / 8, "matmul_all_reduce": 2 * 7 / 8}
     whole = dict.fromkeys(("broadcast", "reduce", "send_recv"), 1.0)
-    for op in ops.OPS:
+    for op in OPS:
         if op != "barrier":
             assert figures.bus_factor(op, 8) == {**share, **whole}.get(op, 7 / 8), op
     assert figures.bus_factor("all_gather", 1) == 0.0
@@ -202,7 +203,7 @@ def test_each_rounding_to_bfloat16_is_allowed_to_others_only() -> None:
 @pytest.mark.parametrize("m", [64, 2048])
 def test_every_tile_of_a_product_is_looked_at(m: int) -> None:
     setting = types.SimpleNamespace(rank=0, world_size=1, device=CPU, dtype=torch.float32)
-    op = ops.FUSED["all_gather_matmul"](setting, m, 8, 16)  # type: ignore[arg-type]
+    op = FUSED["all_gather_matmul"](setting, m, 8, 16)  # type: ignore[arg-type]
     for call in range(2):
         input, weight = op.matmul_inputs(call)
         product = input @ weight

@@ -21,7 +21,7 @@ import torch
 
 from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
 from interlace.benchmark.runs.tune_candidates import SENDING, Candidate, combined
-from interlace.benchmark.subjects import ops
+from interlace.benchmark.subjects.requests import FUSED
 from interlace.benchmark.timing import protocol
 from interlace.benchmark.timing.subject import Setting
 from interlace.groups import groups
@@ -87,7 +87,7 @@ class _Search:
         place = groups.default_group().place
         self._request, self._tick = request, tick
         setting = Setting(place.rank, place.world_size, place.device, request.dtype)
-        self._op = ops.FUSED[request.op](setting, request.m, request.n, request.k)
+        self._op = FUSED[request.op](setting, request.m, request.n, request.k)
         self._timed = [Timed(each) for each in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)

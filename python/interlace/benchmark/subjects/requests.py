@@ -1,4 +1,4 @@
-"""Candidates of a request: those of an op, or of a kernel of the user's own."""
+"""The ops of ``bench``, and candidates of a request: those of an op, or of a kernel of the user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import baselines, ops
+from interlace.benchmark.subjects import baselines, fused, plain
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
@@ -24,6 +24,17 @@ from interlace.benchmark.timing.subject import (
 from interlace.groups.groups import default_group
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
+
+_PLAIN: tuple[type[Plain], ...] = (
+    plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
+    plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
+)  # fmt: skip
+_FUSED: tuple[type[Fused], ...] = (
+    fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce,
+)  # fmt: skip
+
+FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
+OPS: dict[str, type[Plain | Fused]] = {**{kind.op: kind for kind in _PLAIN}, **FUSED}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -93,7 +104,7 @@ def source(request: Request, place: Place) -> Source:
             chosen = tuple(name for name in chosen if name != "torch")
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
-    kind: Any = ops.OPS[request.target]
+    kind: Any = OPS[request.target]
     op = kind(setting, *(getattr(request, size) for size in kind.sizes))
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import baselines, ops
-from interlace.benchmark.subjects.requests import DTYPES, Request, loaded
+from interlace.benchmark.subjects import baselines
+from interlace.benchmark.subjects.requests import DTYPES, OPS, Request, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
 from interlace.cli.output.options import option
@@ -122,8 +122,8 @@ def _names(text: str | None, nothing_is: str | None = None) -> tuple[str, ...] |
 def requests_of(options: BenchOptions) -> list[Request]:
     """A request per size. Raises ValueError for what does not fit together."""
     target = options.target
-    if "::" not in target and target not in ops.OPS:
-        known = ", ".join(ops.OPS)
+    if "::" not in target and target not in OPS:
+        known = ", ".join(OPS)
         raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
     if options.repetitions < 1:
         raise ValueError(f"--repetitions must be positive, got {options.repetitions}")
@@ -147,7 +147,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
         if each.own:
             kernel.arguments_for(loaded(target), target, each.arguments)
         else:
-            ops.OPS[target].refuse(world_size, each.m, each.dtype)
+            OPS[target].refuse(world_size, each.m, each.dtype)
     return requests
 
 
@@ -186,7 +186,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
         if options.algorithm is not None:
             raise ValueError(f"--algorithm {options.algorithm}: a kernel of your own has none")
         return ()
-    known = ops.OPS[options.target].algorithms
+    known = OPS[options.target].algorithms
     names = _names(options.algorithm) or ("auto",)
     for name in names:
         if name not in known and names != ("all",):
@@ -199,7 +199,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     """The sizes, as fields of a request."""
     given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
-    kind = ops.OPS.get(options.target)  # None for a kernel of one's own
+    kind = OPS.get(options.target)  # None for a kernel of one's own
     lists = {}
     for name, text in given.items():
         option = "--sizes" if name == "nbytes" else f"--{name}"

@@ -79,20 +79,17 @@ def judge_places(facts: Facts) -> Facts:
 def doctor(console: Any, as_json: bool = False) -> int:
     """Print what :func:`collect` finds; 0 if at least one place works here, else 1."""
     facts = collect()
+    code = 0 if any(place["works"] for place in facts["places"].values()) else 1
     if as_json:
         console.out(json.dumps(facts, indent=2))
-    else:
-        _render(console, facts)
-    return 0 if any(place["works"] for place in facts["places"].values()) else 1
-
-
-def _render(console: Any, facts: Facts) -> None:
+        return code
     for name, value in _rows(facts):
         write(console, f"{name:22} {value}")
     for name, verdict in facts["places"].items():
         works, style = ("yes", "green") if verdict["works"] else ("no", "red")
         text = f"{f'place {name}':22} {works}: {verdict['why']}"
         write(console, text, style)
+    return code
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:

@@ -6,9 +6,12 @@ import pathlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 
 import interlace
 from interlace import reference
@@ -20,9 +23,6 @@ from interlace.cli.output.files import refuse_unwritable, require_matplotlib
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.recording import Recording, merge
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 TIMEOUT = 1800.0
 
@@ -144,10 +144,6 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
 
 def report(console: Console, outcome: CaseResult, number: int) -> None:
     """Print what one case did: a line per rank, then the timeline."""
-    from rich.box import SIMPLE_HEAD
-    from rich.padding import Padding
-    from rich.table import Table
-
     case, recording = outcome.case, outcome.recording
     console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}")
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from interlace.benchmark.subjects import ops
-from interlace.benchmark.subjects.requests import DTYPES
+from interlace.benchmark.subjects.requests import DTYPES, FUSED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
 from interlace.cli.output.options import option
@@ -47,7 +46,7 @@ class TuneOptions:
     """Arguments of the command, as texts where they are lists."""
 
     op: tuple[str, ...] = option(
-        (), positional=True, nargs="*", metavar="OP", help=", ".join(ops.FUSED)
+        (), positional=True, nargs="*", metavar="OP", help=", ".join(FUSED)
     )
     m: str | None = option(None, metavar="ROWS", help="all rows; a list or range, as bench has it")
     n: str | None = option(None, metavar="COLUMNS", help="columns of a rank's weight")
@@ -90,7 +89,7 @@ def world_size_of(options: TuneOptions) -> int:
 
 
 def ops_of(options: TuneOptions) -> list[str]:
-    return list(dict.fromkeys(options.op)) or list(ops.FUSED)
+    return list(dict.fromkeys(options.op)) or list(FUSED)
 
 
 def dtype_of(options: TuneOptions) -> torch.dtype:
@@ -100,8 +99,8 @@ def dtype_of(options: TuneOptions) -> torch.dtype:
 def check(options: TuneOptions) -> None:
     """Raise ValueError for what cannot be, before anything runs."""
     for op in options.op:
-        if op not in ops.FUSED:
-            raise ValueError(f"{op}: is none of {', '.join(ops.FUSED)}")
+        if op not in FUSED:
+            raise ValueError(f"{op}: is none of {', '.join(FUSED)}")
     if under_torchrun():
         raise ValueError(
             "tune starts its ranks itself, one process per GPU: start it without torchrun"
@@ -163,7 +162,7 @@ def shapes_of(options: TuneOptions) -> list[Shape]:
     dtype, size = options.dtype or "float32", world_size_of(options)
     for op in ops_of(options):
         for m, _, _ in shapes:
-            ops.FUSED[op].refuse(size, m, dtype)
+            FUSED[op].refuse(size, m, dtype)
     return shapes
 
 

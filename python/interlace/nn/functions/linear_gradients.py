@@ -87,8 +87,6 @@ def _of_weights(
     over: Communicator | None,
 ) -> list[Tensor | None]:
     """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
-    if not weights:
-        return []
     if deferred is None:
         return [
             weight_gradients.gradient(weight, grad, input, fused=layer.fused)
