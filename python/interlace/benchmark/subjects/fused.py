@@ -16,13 +16,7 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.plain import (
-    AllGather,
-    AllReduce,
-    Plain,
-    ReduceScatter,
-    Tensors,
-)
+from interlace.benchmark.subjects.plain import AllGather, AllReduce, Plain, ReduceScatter, Tensors
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.subject import Setting
 

@@ -111,11 +111,9 @@ def place_of(options: BenchOptions) -> str:
     return options.place or ("cuda" if torch.cuda.is_available() else "shm")
 
 
-def _names(text: str | None, nothing_is: str | None = None) -> tuple[str, ...] | None:
+def _names(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
-    if text == nothing_is:
-        return ()
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
@@ -136,7 +134,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
         target,
         options.dtype or ("bfloat16" if on_gpu else "float32"),
         _algorithms(options),
-        _names(options.baseline, "none"),
+        () if options.baseline == "none" else _names(options.baseline),
         options.repetitions,
         virtual=on_gpu and not under_torchrun(),
     )

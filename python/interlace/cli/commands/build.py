@@ -10,7 +10,7 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interlace import __version__, aot
 from interlace.cli.output.consoles import new_console
@@ -25,16 +25,13 @@ from interlace.runtime.compiler.catalogue_nodes import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 LOADER = "load.py"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def build(
-    console: Console,
+    console: Any,
     arches: list[int],
     as_json: bool,
     nvshmem: str | None = None,
@@ -59,8 +56,7 @@ def build(
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with counted() as begin:
         reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
-    show(console, reports, as_json)
-    return 1 if any(report.problems() for report in reports) else 0
+    return show(console, reports, as_json)
 
 
 def _linked(arch: int, folder: str | None) -> list[Entry]:
@@ -75,12 +71,13 @@ def _linked(arch: int, folder: str | None) -> list[Entry]:
         return []
 
 
-def show(console: Console, reports: list[Report], as_json: bool) -> None:
-    """A line per report, or all of them as JSON."""
+def show(console: Any, reports: list[Report], as_json: bool) -> int:
+    """A line per report, or all of them as JSON; 1 if any is not as it should be, else 0."""
+    failed = sum(bool(report.problems()) for report in reports)
     if as_json:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
         console.out(json.dumps(facts, indent=2))
-        return
+        return 1 if failed else 0
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -120,8 +117,8 @@ def show(console: Console, reports: list[Report], as_json: bool) -> None:
             verdict,
         )
     console.print(table)
-    failed = sum(bool(report.problems()) for report in reports)
     console.print(f"{len(reports)} built, {failed} not as they should be.")
+    return 1 if failed else 0
 
 
 # -- one op ahead of time --------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def add_bundle_options(build: argparse.ArgumentParser) -> None:
     add_options(group, BundleOptions)
 
 
-def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
+def bundle(console: Any, given: argparse.Namespace, as_json: bool) -> int:
     """Build ``given.op`` into ``given.out``; 1, and nothing is written, if a kernel is not as it should be.
 
     Raises ValueError naming an option, OSError if the directory cannot be written.
@@ -181,11 +178,10 @@ def bundle(console: Console, given: argparse.Namespace, as_json: bool) -> int:
     target = BundleTarget(given.op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:
         reports = write([target], on_report=begin("compiling", len(target.entries())))
-    show(console, reports, as_json)
-    failed = any(report.problems() for report in reports)
-    if not as_json and not failed:
+    code = show(console, reports, as_json)
+    if not as_json and not code:
         console.print(f"Written to {given.out}. Without Triton: {LOADER} there.")
-    return 1 if failed else 0
+    return code
 
 
 def write(
