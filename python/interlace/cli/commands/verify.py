@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from interlace.cli.output.options import arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
@@ -16,10 +16,6 @@ from interlace.verify.suite.jobs import PROTOCOLS, Plan, Result
 from interlace.verify.suite.targets import TARGETS
 
 Bars = Callable[[str, int | None], Callable[..., None]]
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class VerifyOptions:
     json: bool = option(False, action="store_true")
 
 
-def verify(console: Console, options: VerifyOptions) -> int:
+def verify(console: Any, options: VerifyOptions) -> int:
     """Check ``options.target``: 1 if anything was found, else 0.
 
     Raises ValueError or OSError for a target that is none.
@@ -110,7 +106,7 @@ def _run_file(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
     return results + suite.lint_launches(options.target, fn, plan, on_done=step)
 
 
-def render(console: Console, results: list[Result]) -> None:
+def render(console: Any, results: list[Result]) -> None:
     """The table, then all findings, then one line."""
     from rich.markup import escape
 
@@ -137,7 +133,7 @@ def render(console: Console, results: list[Result]) -> None:
         )
 
 
-def _table(results: list[Result]) -> Table:
+def _table(results: list[Result]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
