@@ -127,8 +127,7 @@ def matmul_reduce_scatter(
     scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
         ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
     bias : ``(n,)``, added once to the reduced output.
-    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the reduced output and
-        the bias, taken before they are rounded.
+    activation : as for :func:`all_gather_matmul`, of the reduced output and the bias.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
 
     Returns
@@ -139,8 +138,7 @@ def matmul_reduce_scatter(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded if all parts are equal, and if all ranks' tensors require them alike; the
-    activation is then torch's, after the op, because its gradient needs what it was taken of.
+    Gradients are recorded where all parts are equal, as by :func:`all_gather_matmul`.
 
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 

@@ -15,15 +15,9 @@ ANYWHERE_KIB = 48
 
 SHARED_KIB = {
     75: 64,
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    120: 99,
-    121: 99,
+    **dict.fromkeys((80, 87), 163),
+    **dict.fromkeys((86, 89, 120, 121), 99),
+    **dict.fromkeys((90, 100, 103), 227),
 }
 """What one program can have, by compute capability (90 is 9.0)."""
 

@@ -1,7 +1,5 @@
 """The measurements of ``python -m interlace bench``; :class:`Kernel` is for kernels of one's own."""
 
-from __future__ import annotations
-
 from interlace.benchmark.timing.kernel import Kernel
 
 __all__ = ["Kernel"]

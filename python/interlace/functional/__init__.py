@@ -18,8 +18,6 @@ group, before any data moves.
 [tensor([2., 4.]), tensor([2., 4.])]
 """
 
-from __future__ import annotations
-
 from interlace.functional.collectives import (
     all_gather,
     all_reduce,

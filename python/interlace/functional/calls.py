@@ -13,7 +13,6 @@ from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 allow_in_graph: Any = torch._dynamo.allow_in_graph
 
 
@@ -85,7 +84,7 @@ def keeps(asked: bool, weights: Sequence[Any]) -> bool:
 
 def direct(*tensors: Any) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if torch.compiler.is_compiling() or modes_active() or _transforms_active():
+    if torch.compiler.is_compiling() or modes_active() or undispatched.transforms_active():
         return False
     recording = torch.is_grad_enabled()
     for tensor in tensors:

@@ -128,13 +128,12 @@ def all_to_all(
     >>> interlace.run(exchanged, 2)
     [[0, 10], [1, 11]]
     """
-    check("all_to_all_single", group, tag, input=input, out=out)
-    received = output_split_sizes
+    op, received, sent = "all_to_all_single", output_split_sizes, input_split_sizes
+    check(op, group, tag, input=input, out=out)
     if received is not None:
-        received = ints("all_to_all_single", group, tag, "output_split_sizes", received)
-    sent = input_split_sizes
+        received = ints(op, group, tag, "output_split_sizes", received)
     if sent is not None:
-        sent = ints("all_to_all_single", group, tag, "input_split_sizes", sent)
+        sent = ints(op, group, tag, "input_split_sizes", sent)
     return run("all_to_all", group, tag, input, received, sent, out=out)
 
 

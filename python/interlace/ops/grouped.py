@@ -103,10 +103,9 @@ def _from_sources(ctx: Any) -> list[Any]:
     return [sum(ctx.received[source::sources]) for source in range(sources)]
 
 
-def _to_ranks(ctx: Any) -> list[Any]:
-    """The number of rows to each rank that has experts of its own."""
-    experts = int(ctx.experts)
-    return [sum(ctx.sent[first : first + experts]) for first in range(0, len(ctx.sent), experts)]
+def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
+    """Sums of ``count`` lengths each: what goes to the experts of a rank, or all that an expert has."""
+    return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
 def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -117,9 +116,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
     parts: Sequence[Tensor] = ()
     if grad is not None:
         grad = grad.to(weight.dtype)
-        starts = range(0, len(ctx.received), sources)
-        sizes = [sum(ctx.received[first : first + sources]) for first in starts]
-        parts = torch.split(grad, sizes)
+        parts = torch.split(grad, _sums(ctx.received, sources))
     if ctx.shared and (grad is not None or of_received is not None):
         rows = of_received
         if parts:
@@ -130,7 +127,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
         if op == GATHER:
             of_input = _ops.reduce_scatter(rows, "sum", 0, ctx.size, ctx.name)
         else:
-            back = _to_ranks(ctx), _from_sources(ctx)
+            back = _sums(ctx.sent, int(ctx.experts)), _from_sources(ctx)
             of_input = _ops.all_to_all(rows, *back, ctx.size, ctx.name)
     if ctx.weighed and parts:
         received = wait(kept) if ctx.kept else _received_again(ctx, op, kept)
@@ -148,5 +145,6 @@ def _received_again(ctx: Any, op: str, input: Tensor) -> Tensor:
     if op == GATHER:
         rows = _ops.all_gather(input, 0, ctx.size, ctx.name)
     else:
-        rows = _ops.all_to_all(input, _from_sources(ctx), _to_ranks(ctx), ctx.size, ctx.name)
+        sizes = _from_sources(ctx), _sums(ctx.sent, int(ctx.experts))
+        rows = _ops.all_to_all(input, *sizes, ctx.size, ctx.name)
     return _by_expert(ctx, wait(rows))

@@ -16,7 +16,7 @@ from interlace.ops import gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
-from interlace.ops.eager.scaled_kernels import Operands
+from interlace.ops.eager.scaled_kernels import Operands, ReduceOptions
 from interlace.ops.undispatched import Op
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
@@ -76,7 +76,7 @@ def _scaled_gather_products(*rest: Any) -> list[Tensor]:
 
 def _scaled_scattered(*rest: Any) -> Tensor:
     *given, size = rest
-    operands, options = Operands(*given[:5]), scaled.ReduceOptions(*given[5:])
+    operands, options = Operands(*given[:5]), ReduceOptions(*given[5:])
     return scaled.scattered(operands, options, size)
 
 

@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from interlace.arguments import checks, reduce_ops
 from interlace.fused.gather import Options as GatherOptions
 from interlace.fused.reduce import Options as ReduceOptions
-from interlace.ops.eager import fused, scaled, shapes
-from interlace.ops.eager.scaled_kernels import Operands
+from interlace.ops.eager import fused, scaled, scaled_kernels, shapes
 from interlace.runtime.algorithms.operands import Linear, multiply, rows_of, sum_with_bias
 from interlace.runtime.numerics import reductions
 
@@ -310,9 +309,9 @@ def all_gather_scaled_matmul(
 
 def scaled_matmul_reduce_scatter(*arguments: Any) -> Outputs:
     *given, size = arguments
-    options = scaled.ReduceOptions(*given[5:])
+    options = scaled_kernels.ReduceOptions(*given[5:])
     partials = [
-        scaled.product(Operands(*of_rank), options, rank)
+        scaled.product(scaled_kernels.Operands(*of_rank), options, rank)
         for rank, of_rank in enumerate(zip(*given[:5], strict=True))
     ]
     return reduce_scatter(partials, options.reduce_op, options.scatter_dim, size)

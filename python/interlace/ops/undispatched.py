@@ -32,7 +32,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
 _dispatched: Any = torch.ops.interlace
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 GROUP = "SymInt group_size, str group_name"
@@ -93,7 +93,7 @@ def _simulated(own: Sequence[Any]) -> bool:
     rank = groups.joined()
     if rank is None or rank.place.name != "sim" or rank.world_size == 1:
         return False
-    if _transforms_active():  # torch's own way would leave its frames among those of other ranks
+    if transforms_active():  # torch's own way would leave its frames among those of other ranks
         raise NotImplementedError(
             f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is not "
             f"supported; use autograd, outside of the transform"

@@ -25,8 +25,6 @@ What differs from torch
 In place ``cuda`` use torch's own.
 """
 
-from __future__ import annotations
-
 from interlace.symmetric_memory.functions import (
     empty,
     get_backend,

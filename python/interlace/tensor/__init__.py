@@ -8,8 +8,6 @@ length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that hav
 ``uneven/sharded.py`` the tensor made of such parts.
 """
 
-from __future__ import annotations
-
 from interlace.tensor.mesh.collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from interlace.tensor.mesh.redistribute_cost import (
     allgather_cost,

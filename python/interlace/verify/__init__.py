@@ -12,8 +12,6 @@
 True
 """
 
-from __future__ import annotations
-
 from interlace.verify.lint_check.check import RULES, Fault, LintReport, LintRequest, lint, lint_many
 from interlace.verify.protocols.explorer import (
     Counterexample,

@@ -74,11 +74,9 @@ def _is_fence(one: Instruction) -> bool:
 
 def _waits(program: Program) -> list[int]:
     """Acquires; those that release as well only if something uses the value."""
+    used = program.read_registers
     return program.where(
-        lambda one: (
-            is_acquire(one)
-            and ("acquire" in one.parts or not program.read_registers.isdisjoint(one.results))
-        )
+        lambda one: is_acquire(one) and ("acquire" in one.parts or not used.isdisjoint(one.results))
     )
 
 

@@ -81,10 +81,9 @@ class TritonIR:
         kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
         lines = {(frame.path, frame.line) for frame in kept}
         unplaced = any(frame.line == 0 for frame in kept)
+        message = "nothing uses the acquired value, so it is not read"
         found = [
-            Fault(
-                "dropped wait", "nothing uses the acquired value, so it is not read", describe(at)
-            )
+            Fault("dropped wait", message, describe(at))
             for _, at in self._located(_ACQUIRE)
             if at and not unplaced and (at[0].path, at[0].line) not in lines
         ]

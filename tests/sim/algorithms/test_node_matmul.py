@@ -146,9 +146,8 @@ def test_scaled_operands() -> None:
         operands = scaled_kernels.Operands(
             inputs[rank], weight, rows[rank][:, None], columns[None], None
         )
-        event = scaled_kernels.reduce(
-            group, operands, out, 0, average=False, fast_accum=False, inner=16
-        )
+        options = scaled_kernels.ReduceOptions("sum", 0, None, use_fast_accum=False)
+        event = scaled_kernels.reduce(group, operands, out, options, average=False, inner=16)
         event.synchronize()
         assert torch.equal(out, sum(products)[17 * group.rank : 17 * group.rank + 17])
 

@@ -28,7 +28,7 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.eager import plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
-from interlace.ops.eager.scaled_kernels import Operands
+from interlace.ops.eager.scaled_kernels import Operands, ReduceOptions
 from interlace.runtime.algorithms import plain as collective_algorithms
 from interlace.runtime.algorithms.operands import rows_of
 from interlace.runtime.core.communicator import Communicator
@@ -48,16 +48,6 @@ class GatherOptions(NamedTuple):
 
     gather_dim: int
     return_gathered: bool
-    out_dtype: torch.dtype | None
-    use_fast_accum: bool
-    algorithm: str = "auto"
-
-
-class ReduceOptions(NamedTuple):
-    """The arguments of scaled_matmul_reduce_scatter that follow the tensors."""
-
-    reduce_op: str
-    scatter_dim: int
     out_dtype: torch.dtype | None
     use_fast_accum: bool
     algorithm: str = "auto"
@@ -315,18 +305,17 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
             "whether there is a bias": found.bias is not None,
             "configuration": configuration.OVERRIDE.get(),
         }
-        largest = _largest_inner(communicator, found, terms)
-        if largest:
+        why = scaled_kernels.why_not(communicator, inner, [weight], output.dtype)
+
+        def agree() -> Outcome:
+            can, inners = _agreed(communicator, OP, options.algorithm, terms, inner, why)
+            return Outcome(max(inners) if can else 0, None)
+
+        if largest := communicator.run(OP, agree, async_op=False):
 
             def host() -> Outcome:
                 event = scaled_kernels.reduce(
-                    communicator,
-                    found,
-                    output,
-                    options.scatter_dim,
-                    average=average,
-                    fast_accum=options.use_fast_accum,
-                    inner=largest,
+                    communicator, found, output, options, average=average, inner=largest
                 )
                 return Outcome(None, event)
 
@@ -334,19 +323,6 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
     with communicator.accepting(OP):
         whole = product(found, options, communicator.rank)
     return plain.reduce_scatter(communicator, whole, options.reduce_op, options.scatter_dim)
-
-
-def _largest_inner(communicator: Communicator, found: Operands, terms: dict[str, Any]) -> int:
-    """The largest k of all ranks, once they agree on ``terms``; 0 if the kernel cannot do it."""
-    inner = found.input.shape[-1]
-    why = scaled_kernels.why_not(communicator, inner, [found.weight], terms["out_dtype"])
-
-    def host() -> Outcome:
-        can, inners = _agreed(communicator, OP, terms["algorithm"], terms, inner, why)
-        return Outcome(max(inners) if can else 0, None)
-
-    largest: int = communicator.run(OP, host, async_op=False)
-    return largest
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

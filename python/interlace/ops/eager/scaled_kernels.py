@@ -31,6 +31,16 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
 
 
+class ReduceOptions(NamedTuple):
+    """The arguments of scaled_matmul_reduce_scatter that follow the tensors."""
+
+    reduce_op: str
+    scatter_dim: int
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    algorithm: str = "auto"
+
+
 def why_not(
     communicator: Communicator,
     inner: int,
@@ -101,15 +111,14 @@ def reduce(
     communicator: Communicator,
     operands: Operands,
     output: torch.Tensor,
-    scatter_dim: int,
+    options: ReduceOptions,
     *,
     average: bool,
-    fast_accum: bool,
     inner: int,
 ) -> Event:
     """Into ``output``, this rank's part, dense. ``inner`` is the largest k of all ranks."""
     input, weight, input_scale, weight_scale, bias = operands
-    dim, rank = scatter_dim % input.dim(), communicator.rank
+    dim, rank = options.scatter_dim % input.dim(), communicator.rank
     kinds = input_scale.numel() != 1 or weight_scale.numel() != 1
     row_scale, column_scale = input_scale.reshape(-1), weight_scale.reshape(-1)
     along = dim == input.dim() - 1
@@ -135,12 +144,12 @@ def reduce(
         "m" if along else "n",
         scales="row" if kinds else "tensor",
         scale=column_scale,
-        fast_accum=fast_accum,
+        fast_accum=options.use_fast_accum,
         row_scale=row_scale,
         average=average,
     )
     op, size, columns = "matmul_reduce_scatter", communicator.world_size, right.shape[1]
-    problem = tuning.Problem(op, input.dtype, count, columns, inner, size, fast_accum)
+    problem = tuning.Problem(op, input.dtype, count, columns, inner, size, options.use_fast_accum)
     config = tuning.choose(communicator, problem, "fused").configuration
     event = matmul_reduce.matmul_reduce_scatter_fused(
         communicator,

@@ -161,10 +161,8 @@ class RowwiseLinear(FusedLinear):
             made = _MatmulAllReduce.apply(*self._operands(local), style.group)  # type: ignore[no-untyped-call]
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
-            text = (
-                f"the output is to be {_text(wanted)}, neither replicated nor sharded by sequence"
-            )
-            raise _Unfused(text)
+            text = f"the output is to be {_text(wanted)}"
+            raise _Unfused(f"{text}, neither replicated nor sharded by sequence")
         _even("the output's", local.shape[wanted], wanted, style.ranks)
         local, weight, bias = self._operands(local)
         self._say(f"matmul_reduce_scatter over dimension {wanted}")
