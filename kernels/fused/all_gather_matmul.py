@@ -68,7 +68,7 @@ def all_gather_matmul_kernel(
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
     after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
     the lowest program ids, and wait for chunks only when they have sent all of theirs, so the grid makes
-    progress in any residency that admits one program per rank.
+    progress where the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, one chunk of 64 rows per rank, N = 128, 64 x 64 tiles, COPIERS = 1, grid 3. Program
     0 of rank 0 copies its rows to rank 1 and publishes slot 0 there. Programs 1 and 2 compute tiles 0

@@ -62,7 +62,7 @@ def grouped_matmul_kernel(
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
     after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
     the lowest program ids, and wait for chunks only when they have sent all of theirs, so the grid makes
-    progress in any residency that admits one program per rank.
+    progress where the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
     and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``offsets`` is [0, 0, 3, 5,

@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 import interlace
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from fake_driver import install
-from tiers import thorough
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -107,7 +106,6 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@thorough
 @pytest.mark.parametrize("connections", [1, 8])
 def test_the_probe_sees_which_streams_share_a_queue(
     connections: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -115,12 +113,19 @@ def test_the_probe_sees_which_streams_share_a_queue(
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
         monkeypatch.delenv(name, raising=False)
     gpu = install(monkeypatch, FakeGpu(connections=connections))
-    gpu.let_hosts_run = lambda: time.sleep(1e-4)  # what is enqueued may take a while
     probe, timing = module("gpu_probe"), module("gpu_timing")
+    clock = [0.0]  # of its own: a busy machine changes nothing
+
+    def tick() -> float:
+        clock[0] += 1e-4
+        return clock[0]
 
     def sleep(cycles: int) -> None:
-        end = time.perf_counter() + cycles / probe.CYCLES / 1e3
-        gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: time.perf_counter() > end]))
+        end = clock[0] + cycles / probe.CYCLES / 1e3
+        gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: clock[0] > end]))
+
+    gpu.let_hosts_run = tick  # what is enqueued may take a while
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=tick))
 
     for name, value in {"init": None, "caching_allocator_alloc": 1 << 40}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
@@ -137,8 +142,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
     assert not [each for each in found.values() if isinstance(each, str) and each]  # errors
     assert found["the 33rd stream is the first again"] and found["microseconds of a poll"] == 0.75
     step = connections // 4 or 1  # torch makes streams of four priorities in turn
-    sharing = {*found["low stream 0 shares its queue with low"]}
-    assert len(sharing ^ {*range(step, 32, step)}) < 4  # on a busy machine a look may come late
+    assert found["low stream 0 shares its queue with low"] == [*range(step, 32, step)]
 
 
 def test_torchs_algorithms_do_not_stop_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,15 @@ def test_a_step_that_fails_is_told_and_the_next_begins(tmp_path: pathlib.Path) -
 def test_what_failed_decides_what_is_next_though_results_are_taken_away(
     tmp_path: pathlib.Path,
 ) -> None:
-    for python, next_one in (("true", "check-4"), ("false", "check-2-again")):
-        out = tmp_path / next_one
+    late = tmp_path / "late"  # nothing failed, but some cases had no time
+    late.write_text("#!/bin/sh\nexit 3\n")
+    late.chmod(0o755)
+    for python, next_one in (
+        ("true", "check-4"),
+        ("false", "check-2-again"),
+        (str(late), "check-4"),
+    ):
+        out = tmp_path / f"after {pathlib.Path(python).name}"
         run("a", tmp_path, PY=python, OUT=str(out))
         assert [file.name for file in out.iterdir()] == ["a.tgz"]
         done = run("b", tmp_path, PY="true", OUT=str(out))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from interlace.runtime.places.cuda import driver as cuda_driver
 from interlace.runtime.places.cuda.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
 
 SOURCE = """
@@ -55,6 +59,25 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     assert driver.capture(stream) == 1 << 33
     driver.leave_captures_alone()
     assert ctypes.CDLL(str(made)).exchanged() == 1
+
+
+def test_the_alarm_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of torch's pool, which soon is some group's copy stream; and one for all groups."""
+    made: list[int] = []
+    context = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(
+        cuda_driver, "_loaded", lambda: SimpleNamespace(new_stream=lambda p: made.append(p) or 77)
+    )
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: context)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: ("external", handle))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **how: ("of the pool", how))
+    cuda_driver.alarm_stream.cache_clear()
+    try:
+        assert [cuda_driver.alarm_stream(0) for _ in range(2)] == [("external", 77)] * 2
+        assert made == [-1]
+    finally:
+        cuda_driver.alarm_stream.cache_clear()
 
 
 def test_an_old_driver_is_none() -> None:
