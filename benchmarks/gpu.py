@@ -2,6 +2,7 @@
 
 ==========  ======================================================================================
 matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost
+variants    the same at two shapes with other stages, tiles, chunks, and warps with roles
 virtual     W ranks on the one GPU: fused, pipelined, unfused, and torch's pipelined algorithm
 slow-link   peers' shards in pinned host memory, over PCIe by copy engine and by programs: overlap
 small       1 to 512 rows: what "auto" chooses against unfused
@@ -9,8 +10,9 @@ host        host time per call, eager; CUDA graph replay against eager
 sanitizer   compute-sanitizer memcheck and racecheck on a small case
 ==========  ======================================================================================
 
-Every candidate's result is compared with a reference in the same run; a wrong one has no time. Writes
-JSON with device, driver, versions and commit. ``--dry-run`` runs every part in place "sim" on small shapes
+Every candidate's result is compared with a reference in the same run; a wrong one has no time. A case that
+fails is recorded with its error, and the next begins. Writes JSON with device, driver, versions and commit,
+anew after every case. ``--dry-run`` runs every part in place "sim" on small shapes
 to check the benchmark itself; its times mean nothing and are not written. Under 8 minutes on an H200.
 """
 
@@ -18,28 +20,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PARTS = ("matmul", "virtual", "slow-link", "small", "host", "sanitizer")
+PARTS = ("matmul", "variants", "virtual", "slow-link", "small", "host", "sanitizer")
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 480.0
 
 Record = dict[str, Any]
 
 
-def _part(name: str) -> Callable[[bool, int], list[Record]]:
+def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
     import gpu_host
     import gpu_overlap
     import gpu_shapes
 
     return {
         "matmul": gpu_shapes.matmul,
+        "variants": gpu_shapes.variants,
         "small": gpu_shapes.small,
         "virtual": gpu_overlap.virtual,
         "slow-link": gpu_overlap.slow_link,
@@ -66,25 +70,26 @@ def circumstances() -> Record:
     }
 
 
-def table(records: list[Record]) -> str:
-    """One line per record, for a terminal."""
-    lines = []
-    for record in records:
-        times = ", ".join(f"{k} {v['median']:,.1f}" for k, v in record["microseconds"].items())
-        derived = ", ".join(f"{k} {v:.3f}" for k, v in record.get("derived", {}).items())
-        lines.append(f"{record['part']:9} {record['case']:44} us: {times}  {derived}".rstrip())
-    return "\n".join(lines)
+def line(record: Record) -> str:
+    """A record for a terminal."""
+    times = ", ".join(f"{k} {v['median']:,.1f}" for k, v in record["microseconds"].items())
+    derived = ", ".join(f"{k} {v:.3f}" for k, v in record["derived"].items())
+    found = f"FAILED: {record['error']}" if "error" in record else f"us: {times}  {derived}"
+    return f"{record['part']:9} {record['case']:44} {found}".rstrip()
 
 
-def written(records: list[Record], out: Path | None) -> Path:
-    """The file that has ``records`` now."""
-    facts = circumstances()
+def result_file(facts: Record) -> Path:
+    """Where results go by default."""
     slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
-    name = f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
-    out = out or RESULTS / name
+    return RESULTS / f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
+
+
+def write(out: Path, facts: Record, records: list[Record]) -> None:
+    """All of ``records``, in place of what is there; whoever is killed meanwhile leaves that."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
-    return out
+    new = out.with_name(f"{out.name}.new")
+    new.write_text(json.dumps({**facts, "records": records}, indent=1) + "\n")
+    os.replace(new, out)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,6 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run and torch.cuda.is_available():
         print("--dry-run is for machines without a GPU; set CUDA_VISIBLE_DEVICES= to hide it")
         return 2
+    facts = {} if options.dry_run else circumstances()
+    out = options.out if options.dry_run else options.out or result_file(facts)
     records: list[Record] = []
     started, failed = time.monotonic(), False
     for name in options.part or PARTS:
@@ -113,23 +120,27 @@ def main(arguments: list[str] | None = None) -> int:
             failed = True
             continue
         try:
-            found = _part(name)(options.dry_run, 1 if options.dry_run else options.repetitions)
+            for found in _part(name)(
+                options.dry_run, 1 if options.dry_run else options.repetitions
+            ):
+                print(line(found), flush=True)
+                records.append(found)
+                if not options.dry_run:
+                    write(out, facts, records)  # what comes may be cut off
         except Exception as error:  # the other parts are still worth their time
             print(f"   FAILED: {type(error).__name__}: {error}")
             failed = True
-            continue
-        print(table(found), flush=True)
-        records += found
-        if not options.dry_run:
-            written(records, options.out)  # what comes may be cut off
-    wrong = [record["case"] for record in records if not record["correct"]]
+    broken = [record["case"] for record in records if "error" in record]
+    if broken:
+        print(f"{len(broken)} of {len(records)} cases failed: {'; '.join(broken)}")
+    wrong = [each["case"] for each in records if not each["correct"] and "error" not in each]
     if wrong:
-        print(f"wrong results: {', '.join(wrong)}")
+        print(f"wrong results: {'; '.join(wrong)}")
     if options.dry_run:
         print("a dry run: the times above are an interpreter's, and are not written")
     else:
-        print(f"written to {written(records, options.out)}")
-    return 1 if failed or wrong else 0
+        print(f"written to {out}")
+    return 1 if failed or broken or wrong else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 # part finds decides what the next one does: steps that failed have files in build/gpu, as $OUT may be emptied
 # in between.
 #
-#   a  what the driver does, kernels against float64 on 1 and 2 ranks, the matmul against torch.mm
+#   a  what the driver does, kernels against float64 on 1 and 2 ranks, the matmul against torch.mm, also as
+#      configured otherwise
 #   b  4 and 7 virtual ranks, graph replays, failures; or, where 2 ranks failed, why
 #   c  processes that share the GPU, the host's cost, one kernel under ncu, compute-sanitizer
 #
@@ -14,7 +15,7 @@
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=${1:-}
-case $part in a | b | c) ;; *) sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2 ;; esac
+case $part in a | b | c) ;; *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;; esac
 dry=${2:-}
 PY=${PY:-python3}
 WORK=${WORK:-build/gpu}
@@ -75,6 +76,7 @@ a)
   show=12 check 1 80
   show=12 check 2 90
   show=30 gpu matmul 150 --part matmul --repetitions 8
+  show=16 gpu variants 90 --part variants --repetitions 8
   show=8 gpu host 60 --part host --repetitions 8
   ;;
 b)

@@ -6,16 +6,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from gpu_timing import Record, Time, alternating, close, dtype_here, record
+from gpu_timing import Record, Time, alternating, close, dtype_here, on_ranks, record
 
 import interlace
 
 CALLS = 200
 REPLAYS = 100
-SHAPE = (256, 256, 256)
+SHAPE, DRY_SHAPE = (256, 256, 256), (32, 32, 32)
 
 
 CASE = """
@@ -30,14 +31,15 @@ print(interlace.run(product, 2, place="cuda", timeout=240))
 """
 
 
-def host(dry_run: bool, repetitions: int) -> list[Record]:
+def host(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """Times of both fused ops in a world of one: on the host, eager, replayed; replays are checked."""
-    where = {"place": "sim"} if dry_run else {"place": "cuda", "processes": True}  # with plans
-    return list(interlace.run(_both, 1, repetitions, **where)[0])
-
-
-def _both(repetitions: int) -> list[Record]:
-    return [_host(op, repetitions) for op in OPS]
+    where: dict[str, Any] = {"place": "sim"}
+    if not dry_run:
+        where = {"place": "cuda", "processes": True}  # with plans
+    m, n, k = DRY_SHAPE if dry_run else SHAPE
+    for op in OPS:
+        case, given = f"{op} W=1, {m} x {n} x {k}", (op, m, n, k, repetitions)
+        yield on_ranks("host", case, _host, *given, **where)
 
 
 def _gathering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -54,10 +56,9 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _host(op: str, repetitions: int) -> Record:
+def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
     device = interlace.device()
     cuda = device.type == "cuda"
-    m, n, k = SHAPE if cuda else (32, 32, 32)
     dtype = dtype_here()
     x = torch.randn(m, k, device=device, dtype=dtype)
     w = torch.randn(n, k, device=device, dtype=dtype).t()
@@ -88,17 +89,16 @@ def _host(op: str, repetitions: int) -> Record:
         correct &= right == REPLAYS
         times |= alternating({"replay": [graph.replay]}, repetitions, graph=False)
         derived["replays_right"] = float(right)
-    return record("host", f"{op} W=1, {m} x {n} x {k}", times, correct, **derived)
+    return record(times, correct, **derived)
 
 
-def sanitizer(dry_run: bool, repetitions: int) -> list[Record]:
+def sanitizer(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """memcheck and racecheck of one small run of both fused ops on two virtual ranks."""
     if dry_run:
-        return []
+        return
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise RuntimeError("compute-sanitizer is not installed here: nothing was checked")
-    found = []
     for tool in ("memcheck", "racecheck"):
         start = time.perf_counter()
         answer = subprocess.run(
@@ -111,5 +111,5 @@ def sanitizer(dry_run: bool, repetitions: int) -> list[Record]:
         clean = answer.returncode == 0
         if not clean:
             print(answer.stdout[-2000:], answer.stderr[-2000:])
-        found.append(record("sanitizer", tool, {"run": Time.of([spent])}, clean))
-    return found
+        found = record({"run": Time.of([spent])}, clean)
+        yield {"part": "sanitizer", "case": tool, **found}

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from gpu_timing import WARM_UP, Record, Time, alternating, close, dtype_here, launch_now, record
+from gpu_timing import (
+    WARM_UP,
+    Record,
+    Time,
+    alternating,
+    close,
+    dtype_here,
+    launch_now,
+    on_ranks,
+    record,
+)
 from lone_rank import LoneRank
 from torch_pipelined import TorchPipelined
 
@@ -74,20 +84,19 @@ def timed_together(
     return {name: Time.of(values) for name, values in measured.items()}
 
 
-def virtual(dry_run: bool, repetitions: int) -> list[Record]:
+def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """Both fused ops against their unfused and pipelined forms."""
-    found = []
     shapes = ((32, 16, 32),) if dry_run else VIRTUAL_SHAPES
+    where: dict[str, Any] = {"place": "sim" if dry_run else "cuda"}
     for world_size in (2,) if dry_run else (2, 4, 8):
-        ranks = interlace.run(
-            _virtual_ranks, world_size, shapes, repetitions, place="sim" if dry_run else "cuda"
-        )
-        found += ranks[0]
-    return found
-
-
-def _virtual_ranks(shapes: tuple[tuple[int, int, int], ...], repetitions: int) -> list[Record]:
-    return [measure(*shape, repetitions) for shape in shapes for measure in (_gather, _scatter)]
+        for m, n, k in shapes:
+            given = m, n, k, repetitions
+            for measure, op, shape in (
+                (_gather, "all_gather_matmul", f"{m} x {n} x {k}"),
+                (_scatter, "matmul_reduce_scatter", f"{m} x {k} x {n}"),
+            ):
+                case = f"{op} W={world_size}, {shape}"
+                yield on_ranks("virtual", case, measure, *given, world_size=world_size, **where)
 
 
 def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
@@ -103,9 +112,7 @@ def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
         "transfer": partial(interlace.all_gather, gathered, shard),
     }
     wanted = torch.mm(gathered, weight)
-    return _compared(
-        "all_gather_matmul", f"{m} x {n} x {k}", (shard, weight), wanted, parts, repetitions
-    )
+    return _compared("all_gather_matmul", (shard, weight), wanted, parts, repetitions)
 
 
 def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
@@ -121,14 +128,11 @@ def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
     }
     wanted = torch.empty(m // world_size, k, device=device)
     interlace.reduce_scatter(wanted, torch.mm(input.float(), weight.float()))
-    return _compared(
-        "matmul_reduce_scatter", f"{m} x {k} x {n}", (input, weight), wanted, parts, repetitions
-    )
+    return _compared("matmul_reduce_scatter", (input, weight), wanted, parts, repetitions)
 
 
 def _compared(
     op: str,
-    shape: str,
     operands: tuple[torch.Tensor, torch.Tensor],
     wanted: torch.Tensor,
     parts: dict[str, Callable[[], object]],
@@ -151,22 +155,21 @@ def _compared(
     }
     if "torch pipelined" in times:
         derived["speedup_over_torch_pipelined"] = times["torch pipelined"].median / fused
-    case = f"{op} W={interlace.get_world_size()}, {shape}"
-    return record("virtual", case, times, everywhere, **derived)
+    return record(times, everywhere, **derived)
 
 
 # -- PCIe ----------------------------------------------------------------------------------------
 
 
-def slow_link(dry_run: bool, repetitions: int) -> list[Record]:
+def slow_link(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """Peers' shards in pinned host memory: what is hidden, by copy engine and by programs."""
     shapes = ((64, 32, 48),) if dry_run else SLOW_SHAPES
-    cases = [(world_size, *shape) for world_size in (2, 4) for shape in shapes]
     place = "sim" if dry_run else "cuda"
-    found = interlace.run(
-        lambda: [each for case in cases for each in _over_pcie(*case, repetitions)], 1, place=place
-    )
-    return list(found[0])
+    for world_size in (2, 4):
+        for m, n, k in shapes:
+            for how in ("copy engine", "programs"):
+                case, given = f"{how}, W={world_size}, {m} x {n} x {k}", (how, world_size, m, n, k)
+                yield on_ranks("slow-link", case, _over_pcie, *given, repetitions, place=place)
 
 
 class _Streams:
@@ -198,7 +201,7 @@ class _Streams:
             to.copy_(source, non_blocking=True)
 
 
-def _over_pcie(world_size: int, m: int, n: int, k: int, repetitions: int) -> list[Record]:
+def _over_pcie(how: str, world_size: int, m: int, n: int, k: int, repetitions: int) -> Record:
     device, dtype = interlace.device(), dtype_here()
     cuda = device.type == "cuda"
     lone = LoneRank(world_size, m, n, k, dtype)
@@ -209,58 +212,50 @@ def _over_pcie(world_size: int, m: int, n: int, k: int, repetitions: int) -> lis
     output = torch.empty(m, n, device=device, dtype=dtype)
     wanted = torch.mm(host.to(device), weight)
     streams, finish = _Streams(lone), lone.finish()
-    steps, push = lone.copy_engine(host), lone.copiers(host, COPIERS)
-    consume = lone.consumer(weight, output)
-    beside_copiers = lone.consumer(weight, output, copiers=COPIERS)
+    by_programs = how == "programs"
+    steps = [] if by_programs else lone.copy_engine(host)
+    push = lone.copiers(host, COPIERS)
+    consumer = lone.consumer(weight, output, copiers=COPIERS if by_programs else 0)
     bare = lone.consumer(weight, output, waits=False)
 
-    def by_engine() -> None:
+    def produce() -> None:
+        if by_programs:
+            streams.launch(push)
         for source, to, flag in steps:
             streams.copy(to, source)
             streams.launch(flag)
 
-    def fused(producer: Callable[[], None], consumer: Any) -> None:
-        streams.beside(producer)
+    def fused() -> None:
+        streams.beside(produce)
         streams.launch(consumer)
         streams.join()
         streams.launch(finish)
 
-    def alone(producer: Callable[[], None]) -> None:
-        streams.beside(producer)
+    def alone() -> None:
+        streams.beside(produce)
         streams.join()
         streams.launch(finish)
 
-    found = []
-    for how, producer, consumer in (
-        ("copy engine", by_engine, consume),
-        ("programs", lambda: streams.launch(push), beside_copiers),
-    ):
-        run = lambda producer=producer, consumer=consumer: fused(producer, consumer)  # noqa: E731
-        lone.gathered.fill_(float("nan"))
-        output.fill_(float("nan"))
-        run()
-        lone.settle()
-        correct = close(output, wanted)
-        times = alternating(
-            {
-                "fused": [run],
-                "matmul": [lambda: streams.launch(bare)],
-                "torch.mm": [lambda: torch.mm(lone.gathered, weight, out=output)],
-                "transfer": [lambda producer=producer: alone(producer)],
-            },
-            repetitions,
-            graph=False,
-        )
-        lone.settle()  # before its memory goes
-        matmul, transfer = times["matmul"].median, times["transfer"].median
-        found.append(
-            record(
-                "slow-link",
-                f"{how}, W={world_size}, {m} x {n} x {k}",
-                times,
-                correct,
-                overlap=overlap(matmul, transfer, times["fused"].median) or 0.0,
-                transfer_over_matmul=transfer / matmul,
-            )
-        )
-    return found
+    lone.gathered.fill_(float("nan"))
+    output.fill_(float("nan"))
+    fused()
+    lone.settle()
+    correct = close(output, wanted)
+    times = alternating(
+        {
+            "fused": [fused],
+            "matmul": [lambda: streams.launch(bare)],
+            "torch.mm": [lambda: torch.mm(lone.gathered, weight, out=output)],
+            "transfer": [alone],
+        },
+        repetitions,
+        graph=False,
+    )
+    lone.settle()  # before its memory goes
+    matmul, transfer = times["matmul"].median, times["transfer"].median
+    return record(
+        times,
+        correct,
+        overlap=overlap(matmul, transfer, times["fused"].median) or 0.0,
+        transfer_over_matmul=transfer / matmul,
+    )

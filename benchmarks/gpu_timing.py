@@ -138,13 +138,24 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(difference < (1e-5 if found.dtype == torch.float32 else 1e-2))
 
 
-def record(part: str, case: str, times: dict[str, Time], correct: bool, **derived: float) -> Record:
-    """One line of the results. A wrong result has no times."""
+def record(times: dict[str, Time], correct: bool, **derived: float) -> Record:
+    """What was measured of a case. A wrong result has no times."""
     shown = {name: asdict(value) for name, value in times.items()} if correct else {}
-    return {
-        "part": part,
-        "case": case,
-        "correct": correct,
-        "microseconds": shown,
-        "derived": derived if correct else {},
-    }
+    return {"correct": correct, "microseconds": shown, "derived": derived if correct else {}}
+
+
+def on_ranks(
+    part: str,
+    case: str,
+    measure: Callable[..., Record],
+    *arguments: Any,
+    world_size: int = 1,
+    **where: Any,
+) -> Record:
+    """One line of the results: what ``measure`` finds on ranks of its own, or why it found nothing."""
+    try:
+        found = interlace.run(measure, world_size, *arguments, **where)[0]
+        torch.cuda.empty_cache()  # the next case has another stream, which could not use it
+    except Exception as error:  # the other cases are still worth their time
+        found = record({}, False) | {"error": f"{type(error).__name__}: {error}"[:500]}
+    return {"part": part, "case": case, **found}

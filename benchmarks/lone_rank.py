@@ -16,8 +16,9 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import signal, transfer
-from interlace.kernels.arguments import Peers, Table, Workspace
+from interlace.kernels.arguments import Extents, Peers, Table, Workspace
 from interlace.kernels.fused import all_gather_matmul
+from interlace.runtime.algorithms import gather_matmul
 from interlace.runtime.algorithms.operands import Linear, copies, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.launch import KernelLaunch
@@ -99,22 +100,22 @@ class LoneRank:
             lines = [[0, line[3], *line[2:]] for line in lines]
         tiles = formulas.tiles_of(self.rows, blocks.block_m, tiles_n)
         resident = resident_programs(self.group, blocks) - copiers
-        return KernelLaunch(
-            all_gather_matmul.all_gather_matmul_kernel,
-            formulas.persistent_grid(0, tiles, resident),
-            {
-                **self._common(),
-                **product(self.group, blocks, input, linear),
-                **epilogue(linear),
-                **copies(blocks, 0),
-                "scale_offset": 0,
-                "sends": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),
-                "chunks": Table(self._table(lines), len(lines)),
-                "multicast": 0,
-            },
-            "all_gather_matmul",
-            **launch_options(blocks),
-        )
+        kernel: Any = all_gather_matmul.all_gather_matmul_kernel
+        arguments = {
+            **self._common(),
+            **product(self.group, blocks, input, linear),
+            **epilogue(linear),
+            **copies(blocks, 0),
+            "scale_offset": 0,
+            "sends": Table(self._table([[0] * transfer.TRANSFER_COLUMNS]), 0),
+            "chunks": Table(self._table(lines), len(lines)),
+            "multicast": 0,
+        }
+        if gather_matmul.may_have_roles(blocks, input, arguments["TILES"]):
+            extents = Extents(len(input), self.m, tiles)
+            kernel, arguments = gather_matmul.with_roles(arguments, extents, blocks.num_stages)
+        grid = formulas.persistent_grid(0, tiles, resident)
+        return KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **launch_options(blocks))
 
     def settle(self) -> None:
         """Wait for all that was launched."""

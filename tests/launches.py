@@ -216,8 +216,10 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
 
         gpu_shapes.dtype_here = gpu_overlap.dtype_here = lambda: torch.bfloat16  # by descriptors
         gpu_probe.poll_microseconds()
-        gpu_shapes._alone("tiny", 256, 64, 64, 1)
-        gpu_overlap._over_pcie(2, 256, 64, 64, 1)
+        for values in None, {"block_n": 64, "num_stages": 2, "warp_roles": True}:
+            gpu_shapes._alone(256, 64, 64, 1, values)
+        for how in ("copy engine", "programs"):
+            gpu_overlap._over_pcie(how, 2, 256, 64, 64, 1)
         return 20
 
     def of_examples() -> int:

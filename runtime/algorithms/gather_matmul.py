@@ -153,9 +153,9 @@ def all_gather_matmul_fused(
                 "chunks": chunks,
                 "multicast": workspace.buffer.multicast,
             }
-            if not copiers and _may_have_roles(configuration, input, operand["TILES"]):
+            if not copiers and may_have_roles(configuration, input, operand["TILES"]):
                 extents = Extents(rows[rank], total, tiles)
-                kernel, arguments = _with_roles(arguments, extents, configuration.num_stages)
+                kernel, arguments = with_roles(arguments, extents, configuration.num_stages)
             options = launch_options(configuration)
             communicator.compute.launch(
                 KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **options)
@@ -180,14 +180,14 @@ def all_gather_matmul_fused(
     return communicator.enqueue("all_gather_matmul", sizes.layout, body)
 
 
-def _may_have_roles(configuration: Configuration, input: torch.Tensor, tiles: Tiles) -> bool:
+def may_have_roles(configuration: Configuration, input: torch.Tensor, tiles: Tiles) -> bool:
     """Whether ``configuration.warp_roles`` is asked for and the kernel takes such operands and tiles."""
     whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
     simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and not tiles.BIAS and tiles.COMPILED
     return configuration.warp_roles and whole and simple and input.element_size() == 2
 
 
-def _with_roles(arguments: dict[str, Any], extents: Extents, stages: int) -> Any:
+def with_roles(arguments: dict[str, Any], extents: Extents, stages: int) -> Any:
     """The kernel whose warps have roles, and what it takes of the other's ``arguments``."""
     # Gluon is a language of its own, which most processes never need.
     from interlace.kernels.fused.all_gather_matmul_roles import all_gather_matmul_roles_kernel

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +40,7 @@ def module(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("part", ["matmul", "virtual", "slow-link", "small", "host"])
+@pytest.mark.parametrize("part", ["matmul", "variants", "virtual", "slow-link", "small", "host"])
 def test_a_dry_run_gets_right_results(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert module("gpu").main(["--dry-run", "--part", part]) == 0
     printed = capsys.readouterr().out
@@ -62,6 +64,55 @@ def test_a_wrong_result_has_no_times_and_fails(
     monkeypatch.setattr(lone.LoneRank, "copy_engine", shifted)
     assert module("gpu").main(["--dry-run", "--part", "slow-link"]) == 1
     assert "wrong results" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_is_told_and_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = module("lone_rank")
+    consumer = lone.LoneRank.consumer
+
+    def too_large(self: Any, *given: Any, **named: Any) -> Any:
+        if self.configuration.num_stages == 4:
+            raise MemoryError("out of shared memory")
+        return consumer(self, *given, **named)
+
+    monkeypatch.setattr(lone.LoneRank, "consumer", too_large)
+    assert module("gpu").main(["--dry-run", "--part", "variants"]) == 1
+    printed = capsys.readouterr().out
+    assert "rank 0: MemoryError: out of shared memory" in printed and "wrong" not in printed
+    assert "1 of 6 cases failed" in printed and printed.count("fraction_of_torch") == 5
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = sys.argv[1:2]
+import gpu, gpu_shapes
+from types import SimpleNamespace
+
+def part(dry_run, repetitions):
+    for count, record in enumerate(gpu_shapes.variants(True, 1)):
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield record
+
+gpu.torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))  # results are written
+gpu.circumstances = lambda: {"device": "none"}
+gpu._part = lambda name: part
+gpu.main(["--part", "variants", "--out", sys.argv[2]])
+"""
+
+
+def test_what_was_measured_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "of" / "it.json"
+    command = [sys.executable, "-c", KILLED, str(BENCHMARKS), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = json.loads(out.read_text())
+    assert found["device"] == "none" and len(found["records"]) == 2
+    assert all(each["correct"] and each["configuration"] for each in found["records"])
+    for each in found["records"]:
+        assert each["case"] in done.stdout
 
 
 def test_the_lone_rank_really_waits() -> None:
