@@ -128,7 +128,7 @@ def gpu(document: Document) -> str:
             ", ".join(
                 f"{name} {_microseconds(t['median'])}" for name, t in record["microseconds"].items()
             )
-            or "wrong result",
+            or record.get("error", "wrong result"),
             ", ".join(f"{name} {value:.3f}" for name, value in record["derived"].items()),
         ]
         for record in document["records"]
