@@ -21,8 +21,8 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import transfer
 from interlace.kernels.arguments import Node, NodeSlots, Regions, Rows, Table, TablePart
+from interlace.kernels.nodes import moves as move_kernels
 from interlace.kernels.nodes import order, reduction
-from interlace.kernels.nodes.moves import move_kernel, put_credits_kernel, quiet_kernel
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of, neighbours, overlap
@@ -83,14 +83,14 @@ class Partners:
                 "BLOCK_COLUMNS": columns,
             }
             grid, warps = max(1, min(programs, moves.count)), configuration.num_warps
-            self._launch(stream, move_kernel, workspace, arguments, grid, warps)
+            self._launch(stream, move_kernels.move_kernel, workspace, arguments, grid, warps)
         self.quiet(stream, workspace, moves.slots)
 
     def quiet(self, stream: Stream, workspace: Workspace, slot: int) -> None:
         """Hold ``stream`` until what was put is out; ``slot`` is the first of a slot per rank."""
         if self._table.count:
             arguments = {"slot": slot, "partners": self._table}
-            self._launch(stream, quiet_kernel, workspace, arguments)
+            self._launch(stream, move_kernels.quiet_kernel, workspace, arguments)
 
     def put_credits(self, workspace: Workspace) -> None:
         """The last item of an op's body: ranks of other nodes may use this rank's workspace again."""
@@ -98,7 +98,7 @@ class Partners:
         compute.wait_event(self._communicator.copying.record())
         if self._table.count:
             arguments = {"partners": self._table}
-            self._launch(compute, put_credits_kernel, workspace, arguments)
+            self._launch(compute, move_kernels.put_credits_kernel, workspace, arguments)
 
     def _launch(
         self,

@@ -17,7 +17,6 @@ from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.lint.loops import Loop, loops
 from interlace.verify.lint_check.check import LintRequest, lint_many
 from mutations import Edit, Mutant, importable
-from tiers import few
 
 HEAD = "MOV R1, c[0x0][0x28]"
 BACK = "@P0 BRA `(.L_x_1)"
@@ -171,7 +170,8 @@ PRODUCTS = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "chunks": "i32
 PRODUCTS |= dict.fromkeys("MNK", "i32")
 
 
-@pytest.mark.parametrize("arch", few((80, 90, 100), 90))
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", (80, 90, 100))
 def test_kernels(arch: int) -> None:
     """What the source says is what is counted in the SASS of each architecture."""
     adds = (1, 3)

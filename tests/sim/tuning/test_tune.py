@@ -415,7 +415,7 @@ def test_the_command_in_the_simulator(
 
 def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the check: an op that is wrong by more than rounding."""
-    op = measuring.ops.FUSED["all_gather_matmul"]
+    op = measuring.FUSED["all_gather_matmul"]
     right = op.ours
 
     def wrong(self: Any, algorithm: str) -> Callable[..., Any]:
