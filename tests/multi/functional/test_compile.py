@@ -91,6 +91,7 @@ def test_patterns_through_inductor(tmp_path: Path) -> None:
     check_patterns(tmp_path, 2, names, "inductor")
 
 
+@thorough
 def test_dynamic_shapes(tmp_path: Path) -> None:
     for compilations, errors, reports in on_ranks(compile_ranks.dynamic, 2, tmp_path):
         assert compilations == 1

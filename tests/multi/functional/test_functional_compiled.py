@@ -106,7 +106,8 @@ def test_out_and_ops_in_place() -> None:
 # -- Inductor ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", few([False, True], False))
+@thorough
+@pytest.mark.parametrize("cache", [False, True])
 def test_inductor_reduces_in_place(cache: bool) -> None:
     """What nobody needs any more is not copied; without the lowering it is an op out of place."""
     for code in on_ranks(ranks.generated, 2, cache):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import interlace
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from fake_driver import install
+from tiers import thorough
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -103,6 +104,7 @@ gpu.main(["--part", "variants", "--out", sys.argv[2]])
 """
 
 
+@thorough
 def test_what_was_measured_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
     out = tmp_path / "of" / "it.json"
     command = [sys.executable, "-c", KILLED, str(BENCHMARKS), str(out)]
