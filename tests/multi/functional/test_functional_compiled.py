@@ -137,6 +137,7 @@ def test_inductor_leaves_memory_in_flight_alone() -> None:
 # -- groups --------------------------------------------------------------------------------------------
 
 
+@thorough
 def test_groups_of_every_form() -> None:
     for rank, found in enumerate(on_ranks(groups.of_interlace, 4)):
         pairs, columns = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]

@@ -13,9 +13,10 @@ from interlace import functional
 from multi.functional import functional_ranks as ranks
 from multi.functional.functional_ranks_cases import CASES
 from support import failure
+from tiers import few
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", few([2, 3], 3))
 def test_values_and_gradients_of_every_op(world_size: int) -> None:
     assert interlace.run(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
 
