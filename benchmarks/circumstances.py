@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import subprocess
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import torch
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def said_by(*command: str) -> str:
@@ -39,7 +42,9 @@ def circumstances() -> dict[str, object]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!benchmarks/results")),
+        "uncommitted_changes": bool(
+            git("status", "--porcelain", "--", ":(top,exclude)benchmarks/results")
+        ),
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -47,3 +52,10 @@ def circumstances() -> dict[str, object]:
         "triton": triton.__version__,
         "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
     }
+
+
+def new_result(kind: str, facts: dict[str, object]) -> Path:
+    """A file of ``benchmarks/results/`` that is not there yet: "kind-date-commit", "-2" for the second."""
+    stem = f"{kind}-{facts['date']}-{str(facts['commit'])[:8]}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := RESULTS / f"{name}.json").exists())

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from circumstances import new_result
 
 PARTS = ("matmul", "variants", "virtual", "slow-link", "small", "host", "sanitizer")
-RESULTS = Path(__file__).parent / "results"
 SECONDS = 480.0
 
 Record = dict[str, Any]
@@ -81,7 +81,7 @@ def line(record: Record) -> str:
 def result_file(facts: Record) -> Path:
     """Where results go by default."""
     slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
-    return RESULTS / f"gpu-{slug}-{facts['date']}-{str(facts['commit'])[:8]}.json"
+    return new_result(f"gpu-{slug}", facts)
 
 
 def write(out: Path, facts: Record, records: list[Record]) -> None:

@@ -41,7 +41,6 @@ from unittest import mock
 import torch
 
 CALLS = 50
-RESULTS = Path(__file__).parent / "results"
 BUDGET_US = 30.0
 
 driver: Counter[str] = Counter()
@@ -339,7 +338,7 @@ def main() -> None:
         least = f"least {row['least_us']:.1f}, "
         print(f"{name:34} {row['us']:7.1f} us  ({least}{added}{asked}){mark}")
     if options.json:
-        from circumstances import circumstances
+        from circumstances import circumstances, new_result
 
         record = {
             **circumstances(),
@@ -348,7 +347,7 @@ def main() -> None:
             "protocol": __doc__,
             "host_us": table,
         }
-        path = RESULTS / f"host-cost-{record['date']}-{str(record['commit'])[:8]}.json"
+        path = new_result("host-cost", record)
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(path, file=sys.stderr)
 

@@ -24,7 +24,7 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from circumstances import circumstances
+from circumstances import circumstances, new_result
 from fused import SHAPES
 from measure import Measurement, gloo, measure
 from rich.console import Console
@@ -39,7 +39,6 @@ OWN_RANKS = (
     "functional",
     "schedules",
 )  # modules that start their ranks themselves
-RESULTS = Path(__file__).parent / "results"
 
 
 def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
@@ -122,7 +121,7 @@ def main() -> int:
                 measurements += run(op, world_size, options.repetitions)
     show(console, measurements)
     facts = circumstances()
-    out = options.out or RESULTS / f"cpu-{facts['date']}-{str(facts['commit'])[:8]}.json"
+    out = options.out or new_result("cpu", facts)
     out.parent.mkdir(exist_ok=True)
     document = {**facts, "measurements": [asdict(m) for m in measurements]}
     out.write_text(json.dumps(document, indent=1) + "\n")

@@ -52,3 +52,13 @@ def test_gpu_records_have_a_table(report: Any, tmp_path: Path, monkeypatch: Any)
     assert "| small | W=2 | wrong result |  |" in made
     with pytest.raises(ValueError, match="kind must be one of"):
         report.rewritten("<!-- table rumours gpu.json -->\n<!-- end -->")
+
+
+def test_another_run_of_a_commit_has_a_file_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    circumstances = importlib.import_module("circumstances")
+    monkeypatch.setattr(circumstances, "RESULTS", tmp_path)
+    for name in ("cpu-day-01234567", "cpu-day-01234567-2", "cpu-day-01234567-3"):
+        path = circumstances.new_result("cpu", {"date": "day", "commit": "0123456789"})
+        assert path == tmp_path / f"{name}.json"
+        path.write_text("{}")
