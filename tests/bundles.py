@@ -8,16 +8,16 @@ from typing import Any
 
 from interlace.cli.commands.build import write
 from interlace.runtime.compiler.bundle.bundle import BundleTarget
-from interlace.runtime.compiler.bundle.ops import OPS, Options
+from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
 OPTIONS = {
-    "all_gather_matmul": Options(),
-    "matmul_reduce_scatter": Options("fp16", weight="nk", bias="n"),
-    "matmul_all_reduce": Options("fp32", inner=4095, average=True),
-    "all_gather": Options(),
-    "reduce_scatter": Options(average=True),
-    "all_reduce": Options(overrides={"block_elements": 1024}),
+    "all_gather_matmul": KernelOptions(),
+    "matmul_reduce_scatter": KernelOptions("fp16", weight="nk", bias="n"),
+    "matmul_all_reduce": KernelOptions("fp32", inner=4095, average=True),
+    "all_gather": KernelOptions(),
+    "reduce_scatter": KernelOptions(average=True),
+    "all_reduce": KernelOptions(overrides={"block_elements": 1024}),
 }
 
 

@@ -149,7 +149,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     made = catalogue.entry
     catalogue.entry = catalogue_nodes.entry = entry
     catalogue_nodes.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
-    operands = catalogue.Operands(overrides=SMALL)  # by descriptors
+    operands = catalogue.MatmulVariant(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
     catalogue.all_gather_matmul(90, operands)
     catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
@@ -242,10 +242,10 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         from interlace import aot
         from interlace.cli.commands.build import write
         from interlace.runtime.compiler.bundle.bundle import BundleTarget
-        from interlace.runtime.compiler.bundle.ops import Options
+        from interlace.runtime.compiler.bundle.ops import KernelOptions
 
         sys.modules["cupy"] = cupy_stand_in
-        small = Options(overrides={"block_elements": 1024})
+        small = KernelOptions(overrides={"block_elements": 1024})
         write([BundleTarget("all_reduce", small, [90], folder / "b")])
         peers = {"peers_ptr": 1 << 40, "rank": 0, "world_size": 2}
         aot.load(folder / "b", 90).launch("finish_kernel", 1, peers)

@@ -66,7 +66,9 @@ def all_gather_matmul(
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
-    options = gather.Options(gather_dim, return_gathered, algorithm, out_dtype, activation)
+    options = gather.GatherMatmulOptions(
+        gather_dim, return_gathered, algorithm, out_dtype, activation
+    )
     if _requires_gradients(input, weight, bias):
         if (
             not modes_active()
@@ -147,7 +149,7 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    options = reduce.Options(reduce_op, scatter_dim, algorithm, out_dtype, activation)
+    options = reduce.MatmulReduceOptions(reduce_op, scatter_dim, algorithm, out_dtype, activation)
     op, prepared = reduce.SCATTER, reduce.matmul_reduce_scatter
     return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
 
@@ -177,7 +179,7 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    options = reduce.Options(reduce_op, None, algorithm, out_dtype, activation)
+    options = reduce.MatmulReduceOptions(reduce_op, None, algorithm, out_dtype, activation)
     op, prepared = reduce.ALL_REDUCE, reduce.matmul_all_reduce
     return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
 
@@ -186,7 +188,7 @@ def _matmul_reduce(
     op: str,
     prepared: Callable[..., PreparedCall],
     tensors: tuple[Any, ...],
-    options: reduce.Options,
+    options: reduce.MatmulReduceOptions,
     group: Any,
     async_op: bool,
 ) -> Any:
@@ -274,7 +276,7 @@ def all_gather_grouped_matmul(
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.Options(grouped.GATHER, *given)
+    options = grouped.GroupedMatmulOptions(grouped.GATHER, *given)
     return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
@@ -316,12 +318,12 @@ def all_to_all_grouped_matmul(
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.Options(grouped.EXCHANGE, *given)
+    options = grouped.GroupedMatmulOptions(grouped.EXCHANGE, *given)
     return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
 def _grouped_matmul(
-    tensors: tuple[Any, ...], options: grouped.Options, group: Any, async_op: bool
+    tensors: tuple[Any, ...], options: grouped.GroupedMatmulOptions, group: Any, async_op: bool
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)

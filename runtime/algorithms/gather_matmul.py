@@ -40,7 +40,7 @@ SMALL_BYTES = threshold("engine_gather_bytes")
 MOST_SIZES = 1024  # kept for shapes that come again
 
 
-class _Sizes(NamedTuple):
+class _GatherSizes(NamedTuple):
     """Values that calls of the same shapes share; ``launches``: by weight, ``chunks``, tiles, grid."""
 
     chunk_rows: int
@@ -59,10 +59,10 @@ def _sizes(
     columns: Sequence[int],
     row_bytes: int,
     scale_bytes: int,
-) -> _Sizes:
+) -> _GatherSizes:
     """``scale_bytes`` travel with every row; ``columns`` are those of the own weights."""
     key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
-    known: _Sizes | None = communicator.derived.get(key)
+    known: _GatherSizes | None = communicator.derived.get(key)
     if known is not None:
         return known
     rank, world_size, place = communicator.rank, communicator.world_size, communicator.place
@@ -94,7 +94,7 @@ def _sizes(
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
         grid = formulas.persistent_grid(mine, tiles, resident)
         launches.append((Table(chunks, len(lines)), tiles, grid))
-    made = _Sizes(size, layout, scales_at, copiers, sends, launches, far)
+    made = _GatherSizes(size, layout, scales_at, copiers, sends, launches, far)
     if len(communicator.derived) >= MOST_SIZES:
         communicator.derived.clear()
     communicator.derived[key] = made

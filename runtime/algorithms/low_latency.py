@@ -32,7 +32,7 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass
-class Words:
+class GroupWords:
     """The words of a group, for so many programs. Outgrown buffers stay: ops and graphs may use them."""
 
     buffer: SymmetricBuffer
@@ -45,9 +45,9 @@ class Words:
         return self.buffer.nbytes + sum(buffer.nbytes for buffer in self.outgrown)
 
 
-def _words_of(communicator: Communicator, programs: int) -> Words:
+def _words_of(communicator: Communicator, programs: int) -> GroupWords:
     """The group's words, made or enlarged. Collective when it has to be."""
-    held: Words | None = communicator.arena.words
+    held: GroupWords | None = communicator.arena.words
     if held is None or held.programs < programs:
         enough, place = 1 << (programs - 1).bit_length(), communicator.place
         words = enough * 2 * communicator.world_size * BLOCK_WORDS
@@ -56,7 +56,7 @@ def _words_of(communicator: Communicator, programs: int) -> Words:
         own[SPIN_LIMIT_WORD] = place.poll_limit()
         own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
-        held = communicator.arena.words = Words(buffer, enough, outgrown)
+        held = communicator.arena.words = GroupWords(buffer, enough, outgrown)
     return held
 
 

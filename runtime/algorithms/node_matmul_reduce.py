@@ -32,7 +32,7 @@ from interlace.runtime.tuning.configuration import Configuration
 
 
 @dataclass(frozen=True)
-class Tables:
+class OwnerTables:
     """Tables that tell the kernels of one rank of owners; see the legends of the kernels."""
 
     segments: list[list[int]]
@@ -42,11 +42,11 @@ class Tables:
 
 def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
-) -> Tables:
+) -> OwnerTables:
     """``segments`` are (first row, rows) by owner."""
     pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
     known = algorithms.reductions_of(rank, nodes, pieces)
-    return Tables(
+    return OwnerTables(
         [[by, *segments[owner], start, place] for owner, by, place, start in known.parts],
         [[owner, place, segments[owner][1], start] for owner, place, start in known.duties],
         # the first that a rank reduces are its own rows, which are no duty

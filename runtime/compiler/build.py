@@ -24,7 +24,7 @@ _DESCRIPTORS_OF_PEERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Measurement):
+class BuildReport(Measurement):
     name: str
     arch: int
     default: bool
@@ -45,8 +45,8 @@ def build(
     *,
     artifacts: Sequence[str] = (),
     workers: int | None = None,
-    on_report: Callable[[Report], None] = lambda report: None,
-) -> list[Report]:
+    on_report: Callable[[BuildReport], None] = lambda report: None,
+) -> list[BuildReport]:
     """Compile and measure ``entries`` in worker processes; reports in the same order.
 
     ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
@@ -67,5 +67,5 @@ def _request(entry: Entry, artifacts: str) -> Entry:
     return replace(entry, artifacts=artifacts, ignore=ignore)
 
 
-def _report(entry: Entry, measured: Measurement) -> Report:
-    return Report(name=entry.name, arch=entry.arch, default=entry.default, **vars(measured))
+def _report(entry: Entry, measured: Measurement) -> BuildReport:
+    return BuildReport(name=entry.name, arch=entry.arch, default=entry.default, **vars(measured))

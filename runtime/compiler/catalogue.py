@@ -148,7 +148,7 @@ def low_latency(arch: int) -> Iterator[Entry]:
 
 
 @dataclass(frozen=True)
-class Operands:
+class MatmulVariant:
     """A variant of the matmul of all fused kernels; ``overrides`` are values of its configuration."""
 
     dtype: str = "bf16"
@@ -209,19 +209,19 @@ class Operands:
 
 def _fused(arch: int) -> Iterator[Entry]:
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
-    bf16, transposed = Operands(tma=tma), Operands(tma=tma, layout="nk")
-    fp32 = Operands(tma=False, dtype="fp32")
+    bf16, transposed = MatmulVariant(tma=tma), MatmulVariant(tma=tma, layout="nk")
+    fp32 = MatmulVariant(tma=False, dtype="fp32")
     shared = [
         bf16,
         transposed,
-        *([Operands(tma=False), Operands(tma=False, layout="nk")] if tma else []),
-        Operands(tma=False, columns=4095, inner=4095),
-        Operands(tma=False, inner=4095),
-        Operands(tma=False, layout="nk", columns=4095),
-        Operands(tma=tma, bias="n"),
-        Operands(tma=tma, bias="m"),
-        Operands(tma=tma, rows=64),
-        Operands(tma=tma, dtype="fp16"),
+        *([MatmulVariant(tma=False), MatmulVariant(tma=False, layout="nk")] if tma else []),
+        MatmulVariant(tma=False, columns=4095, inner=4095),
+        MatmulVariant(tma=False, inner=4095),
+        MatmulVariant(tma=False, layout="nk", columns=4095),
+        MatmulVariant(tma=tma, bias="n"),
+        MatmulVariant(tma=tma, bias="m"),
+        MatmulVariant(tma=tma, rows=64),
+        MatmulVariant(tma=tma, dtype="fp16"),
         fp32,
         replace(fp32, layout="nk", bias="n"),
     ]
@@ -240,25 +240,25 @@ def _fused(arch: int) -> Iterator[Entry]:
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
     for activation in ACTIVATIONS:
-        yield all_gather_matmul(arch, Operands(tma=tma, bias="n", activation=activation))
-        yield matmul_reduce_scatter(arch, Operands(tma=tma, bias="n", activation=activation))
-    yield matmul_all_reduce(arch, Operands(tma=tma, bias="n", activation="gelu"))
+        yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
+        yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
+    yield matmul_all_reduce(arch, MatmulVariant(tma=tma, bias="n", activation="gelu"))
     if arch == 90:
-        for operands in (bf16, transposed, Operands(dtype="fp16", activation="gelu")):
+        for operands in (bf16, transposed, MatmulVariant(dtype="fp16", activation="gelu")):
             yield all_gather_matmul(arch, replace(operands, overrides=ROLES))
     if arch >= 90:
-        yield all_gather_matmul(arch, Operands(tma=tma, multimem=True))
+        yield all_gather_matmul(arch, MatmulVariant(tma=tma, multimem=True))
         yield all_gather_matmul(
-            arch, Operands("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
+            arch, MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
         )
         for operands in _scaled():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
 
 
-def _scaled() -> Iterator[Operands]:
+def _scaled() -> Iterator[MatmulVariant]:
     """fp8: weights are contiguous along K, as torch asks for."""
-    fp8 = Operands("fp8e4nv", "nk", scales="tensor", fast_accum=False)
+    fp8 = MatmulVariant("fp8e4nv", "nk", scales="tensor", fast_accum=False)
     yield fp8
     yield replace(fp8, scales="row", bias="n")
     yield replace(fp8, fast_accum=True)
@@ -267,7 +267,7 @@ def _scaled() -> Iterator[Operands]:
     yield replace(fp8, rows=64)
 
 
-def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: str) -> Entry:
+def _fused_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, *words: str) -> Entry:
     variant = " ".join((operands.describe(), *filter(None, words)))
     allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
@@ -275,7 +275,7 @@ def _fused_entry(arch: int, operands: Operands, launch: KernelLaunch, *words: st
     return entry(launch, variant, arch, default=default)
 
 
-def all_gather_matmul(arch: int, operands: Operands) -> Entry:
+def all_gather_matmul(arch: int, operands: MatmulVariant) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows)
     rows, group = [operands.rows] * RANKS, AbsentGroup(multicast=operands.multimem)
@@ -284,7 +284,7 @@ def all_gather_matmul(arch: int, operands: Operands) -> Entry:
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
-def grouped_matmul(arch: int, operands: Operands) -> Entry:
+def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows, EXPERTS)
@@ -297,7 +297,7 @@ def grouped_matmul(arch: int, operands: Operands) -> Entry:
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
-def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = False) -> Entry:
+def matmul_reduce_scatter(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
     configuration = operands.configuration(arch)
     input, linear, segments = _scattered(operands, RANKS)
     linear.average = average
@@ -307,7 +307,7 @@ def matmul_reduce_scatter(arch: int, operands: Operands, *, average: bool = Fals
     return _fused_entry(arch, operands, launch, "average" if average else "")
 
 
-def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
+def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
     """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
     configuration = operands.configuration(arch)
     input, linear, segments = _scattered(operands, NODE_RANKS)
@@ -317,14 +317,14 @@ def matmul_node_reduce_scatter(arch: int, operands: Operands) -> Entry:
     return _fused_entry(arch, operands, launch)
 
 
-def _scattered(operands: Operands, ranks: int) -> tuple[Any, Linear, Any]:
+def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
     """The input of all ranks' rows, the weight with an output of one's, the segments."""
     input, linear = operands.tensors(ranks * operands.rows)
     linear.output = linear.output[: operands.rows]
     return input, linear, formulas.segments_of([operands.rows] * ranks)
 
 
-def matmul_all_reduce(arch: int, operands: Operands, *, average: bool = False) -> Entry:
+def matmul_all_reduce(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows)
     linear.average = average

@@ -23,7 +23,7 @@ class Slot(NamedTuple):
     byte: int
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """Something that a program or a stream (``lane``) of ``rank`` did from ``start`` to ``end``.
 
     ``kind``: "tile", "sum", "copy", "wait", "store", or "item" for an entry of a stream. ``peer``: of
@@ -58,7 +58,7 @@ class Recording:
     """All spans and signals of a run, in the order of time."""
 
     unit: str
-    spans: list[Span]
+    spans: list[RecordedSpan]
     signals: list[Signal]
 
     def bytes_sent(self, rank: int) -> int:
@@ -69,7 +69,7 @@ class Recording:
         """Chunks that other ranks published to ``rank``."""
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
 
-    def tiles(self, rank: int) -> list[Span]:
+    def tiles(self, rank: int) -> list[RecordedSpan]:
         return [span for span in self.spans if span.rank == rank and span.kind == "tile"]
 
     def overlap(self, rank: int) -> tuple[int, int] | None:
@@ -78,7 +78,7 @@ class Recording:
         tiles = [tile for tile in self.tiles(rank) if tile.op in last]
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
-    def ended_by(self) -> dict[Span, Signal]:
+    def ended_by(self) -> dict[RecordedSpan, Signal]:
         """The publish that ended each wait for a slot."""
         by_slot = _by_slot(self.signals)
         found = {}
@@ -94,7 +94,7 @@ def merge(parts: Sequence[Recording]) -> Recording:
     signals = sorted(signal for part in parts for signal in part.signals)
     by_slot = _by_slot(signals)
 
-    def resolved(span: Span) -> Span:
+    def resolved(span: RecordedSpan) -> RecordedSpan:
         if span.peer is not None or span.kind not in ("tile", "wait"):
             return span
         if span.slot is None:

@@ -40,7 +40,7 @@ DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
 
 
 @dataclass(eq=False)
-class _Pending:
+class _PendingStore:
     """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
     come after it; ``rank_only``: visible to the own rank."""
 
@@ -76,7 +76,7 @@ class StoreBuffers:
         self._observer = observer
         self._random = random.Random(~seed)
         self._chance = self._random.choice(DRAIN_CHANCES)
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingStore] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -91,7 +91,7 @@ class StoreBuffers:
         pieces = 1 if scalar else min(PIECES, addresses.size)
         for part in np.array_split(np.arange(addresses.size), pieces):
             self._pending.append(
-                _Pending(task, addresses[part].copy(), values[part].copy(), scalar)
+                _PendingStore(task, addresses[part].copy(), values[part].copy(), scalar)
             )
 
     def before_load(self, task: Task, pointers: Any) -> None:
@@ -153,7 +153,7 @@ class StoreBuffers:
             and low < p.high
         )
 
-    def _drain(self, chosen: Iterable[_Pending]) -> None:
+    def _drain(self, chosen: Iterable[_PendingStore]) -> None:
         gone = set()
         for pending in chosen:
             pending.perform()

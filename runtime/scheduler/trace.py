@@ -36,10 +36,10 @@ from interlace.runtime.scheduler.recording import (
     MICROSECONDS,
     STEPS,
     TICKS,
+    RecordedSpan,
     Recording,
     Signal,
     Slot,
-    Span,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _Lane:
 
 class Recorder(Observer):
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[RecordedSpan] = []
         self._signals: list[Signal] = []
         self._memory: list[tuple[int, int, Slot]] = []  # begin, end, the slot at the beginning
         self._buffers: Counter[int] = Counter()
@@ -111,7 +111,7 @@ class Recorder(Observer):
         self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
     ) -> None:
         rank = task.rank
-        span = Span("item", rank, f"stream {stream}", "", start, self.now(), label=label)
+        span = RecordedSpan("item", rank, f"stream {stream}", "", start, self.now(), label=label)
         if copied_to is not None:
             to = self._slot(copied_to.data_ptr())
             peer = None if to is None else to.rank
@@ -187,7 +187,7 @@ class Recorder(Observer):
     def _add(self, task: Task, lane: _Lane, kind: str, end: int, **details: Any) -> None:
         assert task.program is not None
         op, since, lane.since = task.program.op, lane.since, end
-        self._spans.append(Span(kind, task.rank, task.who, op, since, end, **details))
+        self._spans.append(RecordedSpan(kind, task.rank, task.who, op, since, end, **details))
 
     def _publish(self, rank: int, lane: str, op: str, slot: Slot | None, when: int) -> None:
         if slot is not None and slot.byte >= _HEADER_BYTES:

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
-class Task:
+class RankTask:
     """One rank of one run. ``call`` is the pickle of (function, arguments, keywords, setup)."""
 
     run: int
@@ -54,7 +54,7 @@ class Task:
 
 
 @dataclass
-class Report:
+class TaskReport:
     """A report of a task's end; ``value``: a pickle, or empty. ``follows``: by another rank's fault."""
 
     failed: bool
@@ -73,12 +73,12 @@ def serve(connection: Connection, parent_thread_stays: bool) -> None:
     with contextlib.suppress(EOFError, OSError):
         connection.send("ready")
         while True:
-            task: Task = connection.recv()
+            task: RankTask = connection.recv()
             # A context of its own, so that nothing a run sets reaches the next one.
             connection.send(contextvars.Context().run(_perform, task))
 
 
-def _perform(task: Task) -> Report:
+def _perform(task: RankTask) -> TaskReport:
     place: Place | None = None
     try:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
@@ -92,7 +92,7 @@ def _perform(task: Task) -> Report:
             place = setup(place) or place
         result = function(*arguments, **keywords)
         place.settle()
-        report = Report(False, _pickled_result(result))
+        report = TaskReport(False, _pickled_result(result))
     except BaseException as error:
         report = _failure(error)
         if place is not None:
@@ -126,13 +126,13 @@ def _pickled_result(value: Any) -> bytes:
         raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
 
 
-def _failure(error: BaseException) -> Report:
+def _failure(error: BaseException) -> TaskReport:
     try:
         value = pickle.dumps(error)
         pickle.loads(value)  # many exceptions pickle, and then fail to load
     except Exception:
         value = b""
-    return Report(
+    return TaskReport(
         failed=True,
         value=value,
         when=time.monotonic(),

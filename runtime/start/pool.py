@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
-from interlace.runtime.start.child import Report, Setup, Task, serve
+from interlace.runtime.start.child import RankTask, Setup, TaskReport, serve
 
 # A forked child could not use a GPU that its parent has used. The tests, which use none here, start
 # theirs from a fork server (tests/conftest.py).
@@ -128,12 +128,12 @@ class ProcessPool:
         self._runs += 1
         deadline = time.monotonic() + timeout
         for rank in range(world_size):
-            task = Task(
+            task = RankTask(
                 self._runs, rank, world_size, self._store.port, place_timeout, sys.path, call
             )
             with contextlib.suppress(OSError):  # its end is found below
                 self._children[rank].connection.send(task)
-        reports: dict[int, Report] = {}
+        reports: dict[int, TaskReport] = {}
         first_failure: float | None = None
         while len(reports) < world_size:
             late = [rank for rank in range(world_size) if rank not in reports]
@@ -155,14 +155,14 @@ class ProcessPool:
             raise rank_error(rank, _exception(report), report.details)
         return [pickle.loads(reports[rank].value) for rank in range(world_size)]
 
-    def _collect(self, ranks: Sequence[int], deadline: float) -> dict[int, Report]:
+    def _collect(self, ranks: Sequence[int], deadline: float) -> dict[int, TaskReport]:
         """Wait for reports of ``ranks``, or the end of their processes. Empty at the deadline."""
         sources: dict[Any, int] = {}
         for rank in ranks:
             child = self._children[rank]
             sources[child.connection] = sources[child.process.sentinel] = rank
         ready = mp_connection.wait(list(sources), max(0.0, deadline - time.monotonic()))
-        reports: dict[int, Report] = {}
+        reports: dict[int, TaskReport] = {}
         for rank in {sources[source] for source in ready}:
             child = self._children[rank]
             try:
@@ -172,7 +172,7 @@ class ProcessPool:
                 reports[rank] = child.connection.recv()
             except (EOFError, OSError):
                 when = time.monotonic()
-                reports[rank] = Report(True, b"", when, summary=child.ended())
+                reports[rank] = TaskReport(True, b"", when, summary=child.ended())
                 self._kill([rank])
         return reports
 
@@ -251,7 +251,7 @@ def _pickled_call(
     return pickle.dumps((fn, tuple(args), dict(kwargs), setup))
 
 
-def _exception(report: Report) -> BaseException:
+def _exception(report: TaskReport) -> BaseException:
     """The exception of a failed report; its text in an InterlaceError if it did not pickle."""
     if report.value:
         with contextlib.suppress(Exception):

@@ -47,7 +47,7 @@ class TunedMachine:
 
 
 @dataclass(frozen=True)
-class Row:
+class CacheRow:
     """One measurement. ``rows``, ``columns``, ``inner`` and ``world`` are powers of two, see ``tuning.py``.
 
     ``algorithm``: the fastest. ``values``: by algorithm, fields of the configuration. ``microseconds``: by
@@ -75,7 +75,7 @@ class Row:
         return self.op, self.dtype, self.extents, self.world, self.rows, self.columns, self.inner
 
 
-Rows = dict[TunedMachine, list[Row]]
+Rows = dict[TunedMachine, list[CacheRow]]
 
 
 def machine(place: str, device: torch.device) -> TunedMachine:
@@ -117,9 +117,9 @@ def path() -> pathlib.Path | None:
     return FILE.path(lambda: "tune.json")
 
 
-def _row(facts: dict[str, Any]) -> Row:
+def _row(facts: dict[str, Any]) -> CacheRow:
     """Checked in every field. Raises TypeError or ValueError."""
-    row = Row(**{**facts, "shape": tuple(facts.get("shape", ()))})
+    row = CacheRow(**{**facts, "shape": tuple(facts.get("shape", ()))})
     for name in ("op", "dtype", "extents", "algorithm", "date"):
         require(name, getattr(row, name), isinstance(getattr(row, name), str))
     for name in ("world", "rows", "columns", "inner"):
@@ -137,7 +137,7 @@ def _row(facts: dict[str, Any]) -> Row:
     return row
 
 
-def rows_for(about: TunedMachine, file: pathlib.Path | None) -> tuple[Row, ...]:
+def rows_for(about: TunedMachine, file: pathlib.Path | None) -> tuple[CacheRow, ...]:
     """The rows of ``file`` that were measured on this machine; () and a warning if it cannot be used."""
     found = None if file is None else FILE.read(file)
     if found is None:
@@ -157,7 +157,7 @@ def rows_for(about: TunedMachine, file: pathlib.Path | None) -> tuple[Row, ...]:
     return ()
 
 
-def digest(rows: Sequence[Row]) -> str:
+def digest(rows: Sequence[CacheRow]) -> str:
     """Equal for equal rows, whatever their order; "" for none."""
     if not rows:
         return ""
@@ -165,7 +165,7 @@ def digest(rows: Sequence[Row]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def add(about: TunedMachine, rows: Sequence[Row], file: pathlib.Path) -> None:
+def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
     """Merge ``rows`` into ``file``, over those of the same key and machine. Raises as ``change``."""
 
     def merged(content: Rows | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ OWN = "interlace"  # the backend's name where ranks need no process group of tor
 
 
 @dataclass(frozen=True)
-class Protocol:
+class LinkProtocol:
     """A straight line: ``latency_us`` and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes`` on."""
 
     from_bytes: int
@@ -54,7 +54,7 @@ class Protocol:
 class Link:
     """One op along dimension ``dim`` of a mesh, among its ``ranks`` ranks; ``protocols`` by size.
 
-    >>> link = Link(0, 2, "all_gather", (Protocol(0, 10.0, 1.0), Protocol(65536, 30.0, 4.0)))
+    >>> link = Link(0, 2, "all_gather", (LinkProtocol(0, 10.0, 1.0), LinkProtocol(65536, 30.0, 4.0)))
     >>> link.us(1000.0), link.us(4e6)
     (11.0, 1030.0)
     """
@@ -62,7 +62,7 @@ class Link:
     dim: int
     ranks: int
     op: str
-    protocols: tuple[Protocol, ...]
+    protocols: tuple[LinkProtocol, ...]
 
     def us(self, size: float) -> float:
         """Of ``size`` bytes, by the last protocol that begins at or below."""
@@ -126,7 +126,7 @@ def _measured(facts: dict[str, Any]) -> MeasuredMesh:
     """Checked in every field. Raises TypeError, ValueError or KeyError."""
     links = []
     for each in facts["links"]:
-        protocols = tuple(Protocol(**one) for one in each["protocols"])
+        protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
         links.append(Link(**{**each, "protocols": protocols}))
     made = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):

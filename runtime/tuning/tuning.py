@@ -107,7 +107,7 @@ def extents_of(problem: Problem) -> str:
 
 # -- rows ------------------------------------------------------------------------------------------
 
-AnyRow = TypeVar("AnyRow", cache.Row, tuning_table.Shape)
+AnyRow = TypeVar("AnyRow", cache.CacheRow, tuning_table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
@@ -123,7 +123,7 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
     return best, rank(best)[0]
 
 
-def cached_rows(rows: Sequence[cache.Row], problem: Problem) -> list[cache.Row]:
+def cached_rows(rows: Sequence[cache.CacheRow], problem: Problem) -> list[cache.CacheRow]:
     """The rows of the same op, dtype and kind of extents."""
     kind = (problem.op, dtype_name(problem), extents_of(problem))
     return [row for row in rows if (row.op, row.dtype, row.extents) == kind]
@@ -153,11 +153,11 @@ def default(capability: int | None, problem: Problem) -> Configuration:
 def decide(
     capability: int | None,
     problem: Problem,
-    cached: tuple[cache.Row, int] | None,
+    cached: tuple[cache.CacheRow, int] | None,
     *,
     algorithm: str = "auto",
     one_node: bool = True,
-    gather: Gather | None = None,
+    gather: GatherTime | None = None,
 ) -> Choice:
     """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
 
@@ -245,23 +245,23 @@ def gather_problem(
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherTime:
     """The time of an all_gather among the ranks of a group here, and when that was measured."""
 
     link: calibration.Link
     date: str
 
 
-def own_gather(place: Place) -> Gather | None:
+def own_gather(place: Place) -> GatherTime | None:
     """The gather in this rank's calibration, where it counts: among processes of one node."""
     if place.name == SIM or place.nodes is not None or place.virtual:
         return None
     meshes = calibration.read(place.device.type)
     found = calibration.find(meshes, calibration.OWN, (place.world_size,))
-    return None if found is None else Gather(found.link(0, "all_gather"), found.date)
+    return None if found is None else GatherTime(found.link(0, "all_gather"), found.date)
 
 
-def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
+def by_calibration(problem: Problem, gather: GatherTime) -> tuple[str, str]:
     """ "pipelined" or "unfused" for all-gather + matmul, and why."""
     whole = problem.world_size * problem.rows * problem.inner * problem.dtype.itemsize
     shard_us = gather.link.us(whole) / (problem.world_size - 1)
@@ -272,16 +272,16 @@ def by_calibration(problem: Problem, gather: Gather) -> tuple[str, str]:
 @dataclass
 class _Agreed:
     capability: int | None
-    rows: tuple[cache.Row, ...]
+    rows: tuple[cache.CacheRow, ...]
     asks: bool  # rank 0, because caches differ
-    gather: Gather | None = None
+    gather: GatherTime | None = None
     chosen: dict[Any, Choice] = field(default_factory=dict)
 
 
 _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
 
 
-def own_rows(place: Place) -> tuple[cache.Row, ...]:
+def own_rows(place: Place) -> tuple[cache.CacheRow, ...]:
     """The rows of this rank's cache for its machine; read once per process and file."""
     if place.nodes is not None or (place.name == SIM and cache.VARIABLE not in os.environ):
         return ()
@@ -289,7 +289,9 @@ def own_rows(place: Place) -> tuple[cache.Row, ...]:
 
 
 @functools.cache
-def _read(place: str, device: torch.device, file: pathlib.Path | None) -> tuple[cache.Row, ...]:
+def _read(
+    place: str, device: torch.device, file: pathlib.Path | None
+) -> tuple[cache.CacheRow, ...]:
     return cache.rows_for(cache.machine(place, device), file)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from house import module_name
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import catalogue, worker
-from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
@@ -82,7 +82,7 @@ MUTANTS = {
 @pytest.fixture(scope="session")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, int], Report]:
+) -> dict[tuple[str, int], BuildReport]:
     """By name (of a mutant: what it must be accused of) and architecture; of the tests that run."""
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     chosen = [each["entry"] for each in asked if each.get("entry") in CHOSEN]
@@ -99,7 +99,7 @@ def reports(
 @pytest.mark.parametrize(
     "entry", few(CHOSEN, *QUICK), ids=lambda entry: f"{entry.name} sm_{entry.arch}"
 )
-def test_kernel(entry: Entry, reports: dict[tuple[str, int], Report]) -> None:
+def test_kernel(entry: Entry, reports: dict[tuple[str, int], BuildReport]) -> None:
     report = reports[entry.name, entry.arch]
     assert report.problems() == []
     assert (report.stack, report.spills) == (0, 0)
@@ -112,12 +112,12 @@ def test_kernel(entry: Entry, reports: dict[tuple[str, int], Report]) -> None:
 
 
 @pytest.mark.parametrize("accusation", MUTANTS)
-def test_mutant_is_caught(accusation: str, reports: dict[tuple[str, int], Report]) -> None:
+def test_mutant_is_caught(accusation: str, reports: dict[tuple[str, int], BuildReport]) -> None:
     problems = reports[accusation, 90].problems()
     assert any(accusation in problem for problem in problems), problems
 
 
-def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], Report]) -> None:
+def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], BuildReport]) -> None:
     lines = (HERE / "mutant_kernels.py").read_text().splitlines()
     line = next(i + 1 for i, text in enumerate(lines) if text.endswith("# faulty: published"))
     (problem,) = reports["published descriptor store", 90].problems()
@@ -177,7 +177,9 @@ def test_old_chips_have_no_descriptors() -> None:
 # -- the command -------------------------------------------------------------------------------
 
 LOOPS = (Loop("k.py:3", 1, 20, barriers=2),)
-GOOD = Report(name="some kernel", arch=90, default=True, registers=80, tensor_cores=4, loops=LOOPS)
+GOOD = BuildReport(
+    name="some kernel", arch=90, default=True, registers=80, tensor_cores=4, loops=LOOPS
+)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ GOOD = Report(name="some kernel", arch=90, default=True, registers=80, tensor_co
         (replace(GOOD, faults=(Fault("early load", "ld comes before the wait", "k.py:3"),)), 1),
     ],
 )
-def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code(report: BuildReport, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
     monkeypatch.setattr(command, "linked", lambda arch, folder: [])
     out = io.StringIO()
@@ -211,7 +213,7 @@ def test_exit_code(report: Report, code: int, monkeypatch: pytest.MonkeyPatch) -
 def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Entry] = []
 
-    def collect(wanted: list[Entry], on_report: object) -> list[Report]:
+    def collect(wanted: list[Entry], on_report: object) -> list[BuildReport]:
         seen.extend(wanted)
         return []
 

@@ -23,7 +23,7 @@ from interlace import aot
 from interlace.cli.main import run
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
 from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.compiler.build import Report
+from interlace.runtime.compiler.build import BuildReport
 from interlace.runtime.compiler.bundle import bundle
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
@@ -365,7 +365,7 @@ def test_command_builds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[st
 def test_nothing_is_written_of_a_bad_kernel(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Report(name="all_reduce fp32", arch=90, default=True, error="RuntimeError: no")
+    report = BuildReport(name="all_reduce fp32", arch=90, default=True, error="RuntimeError: no")
     monkeypatch.setattr(bundle, "build", lambda entries, **options: [report])
     assert run(["build", "--op", "all_reduce", "--arch", "90", "--out", str(tmp_path)]) == 1
     assert not list(tmp_path.iterdir())

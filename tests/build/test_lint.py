@@ -24,7 +24,12 @@ import triton.language as tl
 from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
-from interlace.runtime.compiler.request import Request, decode_request, encode, jitted_function
+from interlace.runtime.compiler.request import (
+    CompileRequest,
+    decode_request,
+    encode,
+    jitted_function,
+)
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
 from tiers import thorough
 
@@ -294,7 +299,7 @@ def test_misuse_is_named_before_anything_compiles(
 
 def test_constants_travel() -> None:
     constants = {"i": 3, "f": float("inf"), "s": "x", "b": True, "n": None, "t": tl.float8e4nv}
-    sent = Request("m", "k", "k.py", 90, {}, constants, ("x",), ignore=("spills",))
+    sent = CompileRequest("m", "k", "k.py", 90, {}, constants, ("x",), ignore=("spills",))
     assert decode_request(encode(sent)) == sent
 
 
@@ -350,7 +355,7 @@ def test_a_compiling_process_brings_no_torch_and_all_of_interlace_if_asked(
         file = tmp_path / f"{name}.py"
         file.write_text(head + KERNEL)
         requests.append(
-            Request("no_such_module", "filed_kernel", str(file), 90, {"x_ptr": "*i32"}, {})
+            CompileRequest("no_such_module", "filed_kernel", str(file), 90, {"x_ptr": "*i32"}, {})
         )
     assert [made.error for made in compile_all(requests, workers=1)] == [None, None]
 
@@ -363,7 +368,9 @@ def children() -> set[str]:
 def test_no_worker_outlives_a_call_that_fails() -> None:
     before = children()
     requests = [
-        Request("private_mutants", "publish_kernel", str(MUTANTS), 90, STORE | {}, {"BLOCK": block})
+        CompileRequest(
+            "private_mutants", "publish_kernel", str(MUTANTS), 90, STORE | {}, {"BLOCK": block}
+        )
         for block in (1024, 2048, 512)
     ]
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
-from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry
 from interlace.runtime.compiler.catalogue_nodes import between_nodes, linked
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -61,7 +61,7 @@ def library(arch: int) -> dict[str, str]:
         pytest.fail(f"{error}\nThe test extra brings it; {WITHOUT}=1 skips what needs it.")
 
 
-def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[Report], list[str]]:
+def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[BuildReport], list[str]]:
     """Reports, and the PTX of each."""
     stems = [str(tmp_path / str(number)) for number in range(len(entries))]
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +165,7 @@ def test_the_command_links_what_it_finds_and_says_what_it_does_not(
 ) -> None:
     seen: list[Entry] = []
 
-    def collect(wanted: list[Entry], on_report: object) -> list[Report]:
+    def collect(wanted: list[Entry], on_report: object) -> list[BuildReport]:
         seen.extend(wanted)
         return []
 

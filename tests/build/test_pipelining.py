@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import Report, build
-from interlace.runtime.compiler.catalogue import Entry, Operands
+from interlace.runtime.compiler.build import BuildReport, build
+from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
 from mutations import Edit, Mutant, importable
 from tiers import thorough
 
@@ -24,9 +24,9 @@ KERNELS = {
     "scatter": catalogue.matmul_reduce_scatter,
     "reduce": catalogue.matmul_all_reduce,
 }
-PLAIN, TRANSPOSED = Operands(), Operands(layout="nk")
-FP8 = Operands("fp8e4nv", "nk", scales="row", fast_accum=False)
-SPECIALIZED = Operands(layout="nk", overrides={"warp_specialize": True, "flatten": False})
+PLAIN, TRANSPOSED = MatmulVariant(), MatmulVariant(layout="nk")
+FP8 = MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False)
+SPECIALIZED = MatmulVariant(layout="nk", overrides={"warp_specialize": True, "flatten": False})
 
 # A signal after every tile, as the kernel must not have it.
 SIGNALS = Mutant(
@@ -63,7 +63,7 @@ def entries() -> dict[str, Entry]:
 
 
 ENTRIES = entries()
-Built = tuple[Entry, Report, str]
+Built = tuple[Entry, BuildReport, str]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from interlace.runtime.compiler.lint import ptx_rules
 from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import RULES
 from interlace.runtime.compiler.lint.lines import Frame, later
-from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.sass import instruction_counts, without_tensor_cores
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
 
@@ -174,15 +174,15 @@ def test_rule(rule: ptx_rules.Rule) -> None:
     right, wrong = RULE_TEXTS[rule]
     files = '.file 1 "/src/k.py"\n'
     for ptx in right:
-        assert rule(Program(files + ptx)) == [], ptx
+        assert rule(PtxModule(files + ptx)) == [], ptx
     for ptx in wrong:
-        (fault,) = rule(Program(files + ptx))
+        (fault,) = rule(PtxModule(files + ptx))
         assert fault.rule in RULES, ptx
 
 
 def test_fault_names_the_inlined_line_and_the_kernels() -> None:
     ptx = '.file 1 "/src/k.py"\n' + STORE + at(7, RELEASE, "k.py:20:3 @[ k.py:30:5 ]")
-    (fault,) = ptx_rules.release_without_barrier(Program(ptx))
+    (fault,) = ptx_rules.release_without_barrier(PtxModule(ptx))
     assert fault.where == "k.py:7, called at k.py:30"
     assert str(fault).startswith("k.py:7, called at k.py:30: release without barrier: no bar.sync")
 
@@ -190,7 +190,7 @@ def test_fault_names_the_inlined_line_and_the_kernels() -> None:
 def test_branch_tables_are_followed() -> None:
     table = "$L_brx_0: .branchtargets $L__BB0_1, $L__BB0_2;\n"
     ptx = STORE + table + "brx.idx %r1, $L_brx_0;\n$L__BB0_1:\nret;\n$L__BB0_2:\n" + RELEASE
-    assert len(ptx_rules.release_without_barrier(Program(ptx))) == 1
+    assert len(ptx_rules.release_without_barrier(PtxModule(ptx))) == 1
 
 
 def test_order_in_the_source() -> None:
@@ -258,7 +258,7 @@ CALLED = (
     ],
 )
 def test_dropped_waits(ir: str, ptx: str, dropped: int) -> None:
-    program = Program('.file 1 "/src/k.py"\n' + ptx)
+    program = PtxModule('.file 1 "/src/k.py"\n' + ptx)
     found = TritonIR(ir + LOCATIONS).dropped_waits(program)
     assert [(fault.rule, fault.where) for fault in found] == [("dropped wait", "k.py:3")] * dropped
 
@@ -360,6 +360,6 @@ SASS = (
     ],
 )
 def test_weakened_by_ptxas(sass: str, where: list[str]) -> None:
-    program = Program('.file 1 "/src/k.py"\n' + at(3, RELEASE) + at(4, ACQUIRE))
+    program = PtxModule('.file 1 "/src/k.py"\n' + at(3, RELEASE) + at(4, ACQUIRE))
     found = sass_rules.weakened(program, sass)
     assert [(f.rule, f.where) for f in found] == [("weakened by ptxas", place) for place in where]

@@ -12,7 +12,7 @@ import torch
 import interlace
 from interlace.runtime.compiler import catalogue
 from interlace.runtime.compiler.build import build
-from interlace.runtime.compiler.catalogue import Entry, Operands
+from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import without_effect
@@ -20,11 +20,11 @@ from tiers import thorough
 
 OFF = {"flatten": False, "output_descriptors": False, "epilogue_subtile": 1}
 OPERANDS = {
-    "16 bit": Operands(),
-    "16 bit few": Operands(rows=64),
-    "fp8": Operands("fp8e4nv", "nk", scales="row", fast_accum=False),
-    "fp8 fast": Operands("fp8e4nv", "nk", scales="row"),
-    "fp8 few": Operands("fp8e4nv", "nk", scales="row", rows=64),
+    "16 bit": MatmulVariant(),
+    "16 bit few": MatmulVariant(rows=64),
+    "fp8": MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False),
+    "fp8 fast": MatmulVariant("fp8e4nv", "nk", scales="row"),
+    "fp8 few": MatmulVariant("fp8e4nv", "nk", scales="row", rows=64),
 }
 # a tile in one part does not fit beside four stages
 FEWER = {"epilogue_subtile": {"num_stages": 2}}
@@ -66,7 +66,7 @@ def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
     tmp_path: pathlib.Path,
 ) -> None:
     """So it is refused there; when Triton does something with it, this fails."""
-    plain = Operands(layout="nk", overrides={"flatten": False})
+    plain = MatmulVariant(layout="nk", overrides={"flatten": False})
     special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
     entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]
     stems = [tmp_path / "plain", tmp_path / "special"]

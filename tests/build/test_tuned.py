@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import Report, build
-from interlace.runtime.compiler.catalogue import Entry, Operands
+from interlace.runtime.compiler.build import BuildReport, build
+from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
 from interlace.runtime.tuning import table, valid_configurations
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
@@ -27,7 +27,7 @@ def entry(arch: int, configuration: Configuration, gather: bool) -> Entry:
     tma = bool(values["descriptors"])
     if gather:
         values |= catalogue.BY_ENGINE
-    operands = Operands(tma=tma, overrides=values)
+    operands = MatmulVariant(tma=tma, overrides=values)
     if gather:
         return catalogue.all_gather_matmul(arch, operands)
     return catalogue.matmul_reduce_scatter(arch, operands)
@@ -55,20 +55,20 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
+def reports() -> dict[str, BuildReport]:
     made = build([entry(*case) for case in CASES.values()])
     return dict(zip(CASES, made, strict=True))
 
 
 @thorough
 @pytest.mark.parametrize("name", CASES)
-def test_it_compiles_within_the_bounds(name: str, reports: dict[str, Report]) -> None:
+def test_it_compiles_within_the_bounds(name: str, reports: dict[str, BuildReport]) -> None:
     arch, configuration, _ = CASES[name]
     report = reports[name]
     assert why_not(configuration, arch, 2) == ""
     assert report.problems() == []
     assert 0 < report.shared <= shared_needed(configuration, 2, arch)
     if name == "a wide candidate on 9.0":
-        base = catalogue.Operands().configuration(90)
+        base = catalogue.MatmulVariant().configuration(90)
         found = valid_configurations.tile_candidates(base, 90, 2)
         assert any(vars(each)["block_m"] == 256 and each.block_n == 128 for each in found)

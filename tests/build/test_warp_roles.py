@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import Report, build
-from interlace.runtime.compiler.catalogue import Operands
+from interlace.runtime.compiler.build import BuildReport, build
+from interlace.runtime.compiler.catalogue import MatmulVariant
 from interlace.runtime.compiler.lint.loops import Loop
-from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.request import Entry
 from tiers import thorough
 
-ENTRY = catalogue.all_gather_matmul(90, Operands(overrides=catalogue.ROLES))
+ENTRY = catalogue.all_gather_matmul(90, MatmulVariant(overrides=catalogue.ROLES))
 FILE = pathlib.Path(catalogue.__file__).parents[2] / "kernels/fused/all_gather_matmul_roles.py"
-REFERENCE = catalogue.all_gather_matmul(90, Operands(overrides=catalogue.BY_ENGINE))
+REFERENCE = catalogue.all_gather_matmul(90, MatmulVariant(overrides=catalogue.BY_ENGINE))
 MUTANTS = {
     "no fence": (r" +fence_descriptor_loads\(.*\n", "", {"unfenced descriptor load"}),
     "no wait": (r" +wait\(workspace.*\n", "", set()),
@@ -40,7 +40,7 @@ def mutant(folder: pathlib.Path, pattern: str, text: str) -> Entry:
 
 def waits_before_loads(ptx: str) -> bool:
     """Whether a wait comes before some load by TMA; and all others come before waits, or on other ways."""
-    program = Program(ptx)
+    program = PtxModule(ptx)
     code = program.instructions
     waits = program.where(lambda one: {"acquire", "sys", "ld"} <= one.parts)
     loads = program.where(lambda one: "shared::cta" in one.parts or "shared::cluster" in one.parts)
@@ -49,7 +49,7 @@ def waits_before_loads(ptx: str) -> bool:
     return any(program.flow.before(wait, load) for wait in waits for load in loads)
 
 
-def compiled(entry: Entry, stem: pathlib.Path) -> tuple[Report, str]:
+def compiled(entry: Entry, stem: pathlib.Path) -> tuple[BuildReport, str]:
     (report,) = build([entry], artifacts=[str(stem)])
     return report, stem.with_suffix(".ptx").read_text() if report.error is None else ""
 
@@ -75,7 +75,7 @@ def test_those_who_multiply_do_nothing_per_chunk() -> None:
     """What the roles are for, counted: against the reference, of the same tile."""
     roles, reference = build([ENTRY, REFERENCE])
 
-    def innermost(report: Report, what: str) -> Loop:
+    def innermost(report: BuildReport, what: str) -> Loop:
         """The smallest loop with products."""
         loops = [loop for loop in report.loops if loop.wgmma_waits and what in loop.where]
         return min(loops, key=lambda loop: loop.instructions)

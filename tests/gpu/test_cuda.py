@@ -15,7 +15,7 @@ from interlace.cli.commands import check
     [case for case in check.cases("cuda") if case.world_size in (2, 4)],
     ids=lambda case: f"{case.op}-{case.variant}-{case.world_size}-{case.shape}-{case.dtype}",
 )
-def test_case(case: check.Case) -> None:
+def test_case(case: check.CheckCase) -> None:
     verdict = check.run_case(case, "cuda", seed=0)
     assert verdict.passed, (verdict.ratio, verdict.error)
 

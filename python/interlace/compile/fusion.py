@@ -20,7 +20,7 @@ from torch import fx
 
 from interlace.compile import graph_nodes as nodes
 from interlace.compile.collectives import Collective, find, others
-from interlace.compile.matmuls import Product, Unfit, readers, terms
+from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
 from interlace.compile.prediction import Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
 from interlace.compile.rewrite import fuse_gather, fuse_reduction
@@ -100,11 +100,11 @@ def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
 
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
-) -> tuple[Candidate, list[Product]]:
+) -> tuple[Candidate, list[GraphProduct]]:
     """Whether it is fused and why; and its matmuls."""
     notes: tuple[str, ...] = ()
     times: tuple[float, float] | tuple[None, None] = (None, None)
-    products: list[Product] = []
+    products: list[GraphProduct] = []
     reason = ""
     try:
         if collective.kind == "all_gather":
@@ -134,7 +134,7 @@ def _consider(
     return made, products
 
 
-def _shown(collective: Collective, products: list[Product]) -> str:
+def _shown(collective: Collective, products: list[GraphProduct]) -> str:
     whole = collective.result if collective.kind == "all_gather" else collective.input
     text = "x".join(map(str, nodes.shape(whole)))
     if products:
@@ -144,10 +144,10 @@ def _shown(collective: Collective, products: list[Product]) -> str:
 
 def _gather_products(
     collective: Collective, gathers: dict[fx.Node, Collective]
-) -> tuple[list[Product], tuple[str, ...]]:
+) -> tuple[list[GraphProduct], tuple[str, ...]]:
     products, others = readers(collective.result)
     later = {product.node for product in products}
-    kept: list[Product] = []
+    kept: list[GraphProduct] = []
     notes = [f"left out {node.name}: {why}" for node, why in others]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
@@ -167,8 +167,8 @@ def _gather_products(
 
 
 def _with_own_scale(
-    product: Product, collective: Collective, gathers: dict[fx.Node, Collective]
-) -> Product:
+    product: GraphProduct, collective: Collective, gathers: dict[fx.Node, Collective]
+) -> GraphProduct:
     """The product with the scales of the own shard's rows, if its matmul has a scale per row."""
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
@@ -181,7 +181,7 @@ def _with_own_scale(
     return replace(product, scales=replace(scales, left=gather.input))
 
 
-def _reduced_products(collective: Collective) -> list[Product]:
+def _reduced_products(collective: Collective) -> list[GraphProduct]:
     if collective.start.args[0] is collective.input and len(collective.input.users) != 1:
         raise Unfit("the product is read by others too")
     if collective.reduce_op not in ("sum", "avg"):
@@ -189,7 +189,7 @@ def _reduced_products(collective: Collective) -> list[Product]:
     return terms(collective.input)
 
 
-def _check(collective: Collective, products: list[Product]) -> None:
+def _check(collective: Collective, products: list[GraphProduct]) -> None:
     whole, kind = collective.input, collective.kind
     ndim = nodes.value(whole).dim()
     if ndim < 2:
@@ -216,7 +216,7 @@ def _check(collective: Collective, products: list[Product]) -> None:
         raise Unfit(f"{length} rows, which {collective.size} ranks do not divide")
 
 
-def _check_batch(collective: Collective, product: Product) -> None:
+def _check_batch(collective: Collective, product: GraphProduct) -> None:
     whole, inside = collective.input, product.node
     if nodes.value(whole).dim() != 3 or collective.dim == 0:
         raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
@@ -229,7 +229,7 @@ def _check_batch(collective: Collective, product: Product) -> None:
 
 
 def _times(
-    collective: Collective, products: list[Product], machine: Machine | None
+    collective: Collective, products: list[GraphProduct], machine: Machine | None
 ) -> tuple[float, float] | tuple[None, None]:
     """Predicted, for the shapes that were traced; None if these are not known."""
     whole = collective.input

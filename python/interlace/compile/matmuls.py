@@ -1,6 +1,6 @@
 """Matmuls that read a gathered tensor, and those whose products are reduced.
 
-A :class:`Product` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
+A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
 
     mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
     addmm(bias, reshape(x), w)   a Linear
@@ -45,7 +45,7 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Product:
+class GraphProduct:
     """``node`` = ``left @ right + bias + added``: rows of ``k``, ``(k, n)``, ``(n,)``, any shape.
 
     ``batch``: how many entries ``left`` and ``right`` have in a dimension before these, 0 for none.
@@ -78,7 +78,7 @@ class Product:
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 
 
-def product_at(node: fx.Node) -> Product:
+def product_at(node: fx.Node) -> GraphProduct:
     """The product that ``node`` is; raises :class:`Unfit`."""
     bias: Any = None
     added: Any = None
@@ -103,13 +103,13 @@ def product_at(node: fx.Node) -> Product:
     if len(dtypes) != 1:
         raise Unfit("input, weight and bias differ in dtype")
     batch = shape(right)[0] if value(right).dim() == 3 else 0
-    return Product(node, left, right, bias, added, batch=batch)
+    return GraphProduct(node, left, right, bias, added, batch=batch)
 
 
 _SCALED_DEFAULTS = {"bias": None, "scale_result": None, "out_dtype": None, "use_fast_accum": False}
 
 
-def _scaled(node: fx.Node) -> Product:
+def _scaled(node: fx.Node) -> GraphProduct:
     left, right, left_scale, right_scale, *rest = arguments(node)
     given = {**_SCALED_DEFAULTS, **dict(zip(_SCALED_DEFAULTS, rest, strict=False)), **node.kwargs}
     if given["scale_result"] is not None:
@@ -118,7 +118,7 @@ def _scaled(node: fx.Node) -> Product:
         raise Unfit("the weight has a symbolic shape")
     dtype = given["out_dtype"] or value(node).dtype
     scales = Scales(left_scale, right_scale, dtype, bool(given["use_fast_accum"]))
-    return Product(node, left, right, given["bias"], scales=scales)
+    return GraphProduct(node, left, right, given["bias"], scales=scales)
 
 
 def _expanded_weight(node: Any) -> Any:
@@ -134,7 +134,7 @@ def _expanded_weight(node: Any) -> Any:
     return source if shape(source) == wanted[1:] else None
 
 
-def readers(gathered: fx.Node) -> tuple[list[Product], list[tuple[fx.Node, str]]]:
+def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
     """The products that have ``gathered`` for their rows; and matmuls that read it otherwise, with why
     they are not among these."""
     products, others = [], []
@@ -157,7 +157,7 @@ def readers(gathered: fx.Node) -> tuple[list[Product], list[tuple[fx.Node, str]]
     return products, others
 
 
-def terms(reduced: fx.Node) -> list[Product]:
+def terms(reduced: fx.Node) -> list[GraphProduct]:
     """The products whose sum ``reduced`` is, which nothing else reads; raises :class:`Unfit`.
 
     Who reads ``reduced`` itself is for the caller to see.
@@ -167,7 +167,7 @@ def terms(reduced: fx.Node) -> list[Product]:
         if each is not reduced and len(each.users) != 1:
             raise Unfit("the product is read by others too")
     if is_call(inside, aten.add.Tensor) and not inside.kwargs:
-        found: list[Product] = []
+        found: list[GraphProduct] = []
         for side in arguments(inside):
             if not isinstance(side, fx.Node) or value(side) is None:
                 raise Unfit("what is reduced is no matmul: add")

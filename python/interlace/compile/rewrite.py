@@ -23,13 +23,13 @@ from interlace.compile.graph_nodes import (
     value,
     wait_tensor,
 )
-from interlace.compile.matmuls import Product
+from interlace.compile.matmuls import GraphProduct
 
 _ops: Any = torch.ops.interlace
 ALGORITHM = "auto"
 
 
-def fuse_gather(collective: Collective, products: list[Product]) -> None:
+def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
     result = collective.result
     matmuls = {product.node for product in products}
     kept = not _only_for(result, matmuls)
@@ -53,7 +53,7 @@ def fuse_gather(collective: Collective, products: list[Product]) -> None:
 
 def _gathering(
     collective: Collective,
-    products: list[Product],
+    products: list[GraphProduct],
     input: fx.Node,
     weights: list[fx.Node],
     dim: int,
@@ -79,7 +79,7 @@ def _gathering(
     ]
 
 
-def _in_batch(collective: Collective, products: list[Product], kept: bool) -> list[fx.Node]:
+def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) -> list[fx.Node]:
     """The outputs of a batched product: an op per entry of the batch, whose results are put together."""
     rows: list[list[fx.Node]] = []
     for entry in range(products[0].batch):
@@ -112,7 +112,7 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
     return clone
 
 
-def fuse_reduction(collective: Collective, products: list[Product]) -> None:
+def fuse_reduction(collective: Collective, products: list[GraphProduct]) -> None:
     result, size, name = collective.result, collective.size, collective.name
     lengths = shape(collective.input)[:-1]
     with result.graph.inserting_before(result):
@@ -146,7 +146,7 @@ def fuse_reduction(collective: Collective, products: list[Product]) -> None:
     result.replace_all_uses_with(made)
 
 
-def _scattering_batch(collective: Collective, product: Product) -> fx.Node:
+def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
     """An op for every entry of the batch, and their outputs together."""
     like, parts = collective.result, []
     for entry in range(product.batch):
@@ -165,7 +165,7 @@ def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
     return call(aten.cat.default, (rows, 0), like)
 
 
-def _rows(products: list[Product], lengths: list[Any]) -> fx.Node:
+def _rows(products: list[GraphProduct], lengths: list[Any]) -> fx.Node:
     """The left operands side by side, with the leading dimensions of the whole product."""
     left = products[0].left
     if len(products) > 1:
@@ -186,7 +186,7 @@ def _reshaped(node: fx.Node, lengths: list[int]) -> fx.Node:
     return call(aten.reshape.default, (node, lengths), node)
 
 
-def _reduced_bias(collective: Collective, products: list[Product]) -> fx.Node | None:
+def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.Node | None:
     """The bias to add once, after the reduction, for those that each rank adds before it."""
     biases = [product.bias for product in products if product.bias is not None]
     if not biases:

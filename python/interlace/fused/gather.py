@@ -25,7 +25,7 @@ from interlace.runtime.tuning.auto import choose_algorithm
 OP = "all_gather_matmul"
 
 
-class Options(NamedTuple):
+class GatherMatmulOptions(NamedTuple):
     """The arguments of a call that are no tensors; see :func:`interlace.all_gather_matmul`."""
 
     gather_dim: int = 0
@@ -42,7 +42,7 @@ def prepared(
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None,
     outputs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
-    options: Options,
+    options: GatherMatmulOptions,
 ) -> PreparedCall:
     """The call, checked on this rank.
 

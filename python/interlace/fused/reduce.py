@@ -29,7 +29,7 @@ SCATTER, ALL_REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
-class Options(NamedTuple):
+class MatmulReduceOptions(NamedTuple):
     """The arguments of a call that are no tensors; see :func:`interlace.matmul_reduce_scatter`.
 
     ``scatter_dim`` is None for matmul_all_reduce.
@@ -48,11 +48,11 @@ def matmul_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     buffer: torch.Tensor | None,
-    options: Options,
+    options: MatmulReduceOptions,
 ) -> PreparedCall:
     """The call, checked; ``buffer``: a matrix for the own part's rows, or columns transposed, if given."""
     rank, world_size = communicator.rank, communicator.world_size
-    request = _Request(SCATTER, communicator, input, weight, bias, options)
+    request = _CheckedReduce(SCATTER, communicator, input, weight, bias, options)
     input, weight = request.input, request.weight
     dim = checks.dimension("scatter_dim", options.scatter_dim, input.dim(), rank)
 
@@ -102,10 +102,10 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     buffer: torch.Tensor | None,
-    options: Options,
+    options: MatmulReduceOptions,
 ) -> PreparedCall:
     """The call, checked; ``buffer``: the matrix that gets all rows, if there is one."""
-    request = _Request(ALL_REDUCE, communicator, input, weight, bias, options)
+    request = _CheckedReduce(ALL_REDUCE, communicator, input, weight, bias, options)
 
     def start() -> Outcome:
         request.agree(None)
@@ -124,7 +124,7 @@ def matmul_all_reduce(
     return PreparedCall(start)
 
 
-class _Request:
+class _CheckedReduce:
     """The checked arguments that both ops share."""
 
     def __init__(
@@ -134,7 +134,7 @@ class _Request:
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        options: Options,
+        options: MatmulReduceOptions,
     ) -> None:
         self.op, self.communicator, self.options = op, communicator, options
         operands = checks.operands(communicator, input, weight, bias, options)

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from interlace.fused import gather, reduce
-from interlace.fused.grouped import EXCHANGE, GATHER
-from interlace.fused.grouped import Options as GroupedOptions
+from interlace.fused.grouped import EXCHANGE, GATHER, GroupedMatmulOptions
 from interlace.groups import specs
 from interlace.ops import gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
-from interlace.ops.eager.scaled_kernels import Operands, ReduceOptions
+from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.undispatched import Op
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
@@ -48,13 +47,13 @@ def _number(input: Tensor, size: int) -> Tensor:
 
 def _gather_products(input: Tensor, weights: Sequence[Tensor], _: Any, *rest: Any) -> list[Tensor]:
     *given, size = rest
-    products = fused.gather_products(input, weights, gather.Options(*given), size)
+    products = fused.gather_products(input, weights, gather.GatherMatmulOptions(*given), size)
     return [product.view for product in products]
 
 
 def _scattered_product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
     *given, size = rest
-    return fused.reduce_product(input, weight, reduce.Options(*given), size).view
+    return fused.reduce_product(input, weight, reduce.MatmulReduceOptions(*given), size).view
 
 
 def _product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
@@ -64,7 +63,7 @@ def _product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
 
 def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
     *given, _ = rest
-    return grouped.products(input, weight, GroupedOptions("", *given))
+    return grouped.products(input, weight, GroupedMatmulOptions("", *given))
 
 
 def _scaled_gather_products(*rest: Any) -> list[Tensor]:
@@ -76,7 +75,7 @@ def _scaled_gather_products(*rest: Any) -> list[Tensor]:
 
 def _scaled_scattered(*rest: Any) -> Tensor:
     *given, size = rest
-    operands, options = Operands(*given[:5]), ReduceOptions(*given[5:])
+    operands, options = ScaledOperands(*given[:5]), ReduceOptions(*given[5:])
     return scaled.scattered(operands, options, size)
 
 

@@ -22,8 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
-from interlace.fused.gather import Options as GatherOptions
-from interlace.fused.reduce import Options as ReduceOptions
+from interlace.fused.gather import GatherMatmulOptions
+from interlace.fused.reduce import MatmulReduceOptions
 from interlace.ops.eager import fused, scaled, scaled_kernels, shapes
 from interlace.runtime.algorithms.operands import Linear, multiply, rows_of, sum_with_bias
 from interlace.runtime.numerics import reductions
@@ -173,7 +173,7 @@ def rank(inputs: Tensors, size: int) -> Outputs:
     return [[torch.tensor(rank, device=inputs[0].device)] for rank in range(size)]
 
 
-def _floats(inputs: Tensors, options: GatherOptions | ReduceOptions) -> None:
+def _floats(inputs: Tensors, options: GatherMatmulOptions | MatmulReduceOptions) -> None:
     dtype, algorithm = inputs[0].dtype, options.algorithm
     checks.float_dtype("input", dtype, 0)
     checks.one_of("algorithm", algorithm, checks.ALGORITHMS, 0)
@@ -193,7 +193,7 @@ def all_gather_matmul(
     inputs: Tensors, weights: list[Tensors], biases: list[list[torch.Tensor | None]], *rest: Any
 ) -> Outputs:
     *given, size = rest
-    op, options = "all_gather_matmul", GatherOptions(*given)
+    op, options = "all_gather_matmul", GatherMatmulOptions(*given)
     _floats(inputs, options)
     rows = [[weight.shape[0] for weight in each] for each in weights]
     checks.equal_on_all(op, "rows of weight", rows)
@@ -222,7 +222,7 @@ def matmul_reduce_scatter(
     inputs: Tensors, weights: Tensors, biases: list[torch.Tensor | None], *rest: Any
 ) -> Outputs:
     *given, size = rest
-    options = ReduceOptions(*given)
+    options = MatmulReduceOptions(*given)
     return _matmul_reduced("matmul_reduce_scatter", inputs, weights, biases, options, size)
 
 
@@ -239,7 +239,7 @@ def _matmul_reduced(
     inputs: Tensors,
     weights: Tensors,
     biases: list[torch.Tensor | None],
-    options: ReduceOptions,
+    options: MatmulReduceOptions,
     size: int,
 ) -> Outputs:
     products = [
@@ -311,7 +311,7 @@ def scaled_matmul_reduce_scatter(*arguments: Any) -> Outputs:
     *given, size = arguments
     options = scaled_kernels.ReduceOptions(*given[5:])
     partials = [
-        scaled.product(scaled_kernels.Operands(*of_rank), options, rank)
+        scaled.product(scaled_kernels.ScaledOperands(*of_rank), options, rank)
         for rank, of_rank in enumerate(zip(*given[:5], strict=True))
     ]
     return reduce_scatter(partials, options.reduce_op, options.scatter_dim, size)

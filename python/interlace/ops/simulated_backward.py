@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 _Outcome = Future[Any]
 
 
-class _Channel:
+class _EngineRequests:
     """Requests of an engine's thread to its rank: calls, one at a time, and the thread's own end."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def _outcome(call: Callable[[], Any]) -> _Outcome:
     return outcome
 
 
-def _channel() -> _Channel | None:
+def _channel() -> _EngineRequests | None:
     return getattr(_thread, "channel", None)
 
 
@@ -111,7 +111,7 @@ def _run(*args: Any, **kwargs: Any) -> Any:
     rank = groups.joined()
     if rank is None or rank.place.name != "sim" or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)
-    channel, recording = _Channel(), torch.is_grad_enabled()
+    channel, recording = _EngineRequests(), torch.is_grad_enabled()
 
     def engine() -> None:
         _thread.channel = channel
@@ -160,7 +160,7 @@ def _current_graph() -> int:
     return _graph.get() if graph == -1 else graph
 
 
-def _asked_alike(channel: _Channel, call: Callable[[], Any]) -> Any:
+def _asked_alike(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
     """:func:`_asked`, with the grad mode and the number of the backward that the engine has."""
     recording, graph = torch.is_grad_enabled(), _graph_here()
 
@@ -175,6 +175,6 @@ def _asked_alike(channel: _Channel, call: Callable[[], Any]) -> Any:
     return _asked(channel, asked)
 
 
-def _asked(channel: _Channel, call: Callable[[], Any]) -> Any:
+def _asked(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
     channel.asked.put(call)
     return channel.answers.get().result()

@@ -9,7 +9,7 @@ been given, and ``simulated_backward.py`` lets it wait.
            through the dispatcher                     on simulated ranks
 =========  =========================================  =================================================
 runs       in a kernel of ``torch.ops.interlace``     here, before it is recorded
-recorded   by ``torch.library.register_autograd``     by :class:`_Recorded`, with the same two functions
+recorded   by ``torch.library.register_autograd``     by :class:`_RecordedOp`, with the same two functions
 backward   calls ops of this module                   the same, so it has a gradient itself
 seen by    compilers and modes                        nobody; under one of them the dispatcher is taken
 =========  =========================================  =================================================
@@ -111,11 +111,11 @@ def _run(op: Op, group: Communicator, own: list[Any], size: int, name: str) -> A
     tensors = _tensors(own)
     if torch.is_grad_enabled() and op.gradient and any(each.requires_grad for each in tensors):
         prepare(group, *tensors)
-        outputs = _Recorded.apply(op, outputs, [*own, size, name], *tensors)  # type: ignore[no-untyped-call]
+        outputs = _RecordedOp.apply(op, outputs, [*own, size, name], *tensors)  # type: ignore[no-untyped-call]
     return outputs[0] if op.returns == "Tensor" else list(outputs)
 
 
-class _Recorded(torch.autograd.Function):
+class _RecordedOp(torch.autograd.Function):
     """Arguments: the op, what it has returned, what it was given, and the tensors among that."""
 
     @staticmethod

@@ -25,7 +25,7 @@ from typing import Any
 import triton
 
 from interlace.kernels import signal
-from interlace.runtime.compiler.build import Report, build
+from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.bundle import ops
 from interlace.runtime.compiler.bundle.texts import contracts, functions, names
 from interlace.runtime.compiler.catalogue import Entry, entries, signals
@@ -48,7 +48,7 @@ class BundleTarget:
     """A bundle to build: ``op`` for every one of ``arches``, into directory ``out``."""
 
     op: str
-    options: ops.Options
+    options: ops.KernelOptions
     arches: Sequence[int]
     out: pathlib.Path
 
@@ -66,8 +66,8 @@ def build_bundles(
     built_with: str,
     files: Mapping[str, str],
     workers: int | None = None,
-    on_report: Callable[[Report], None] = lambda report: None,
-) -> list[Report]:
+    on_report: Callable[[BuildReport], None] = lambda report: None,
+) -> list[BuildReport]:
     """Compile ``targets`` together and write their bundles; a report per kernel.
 
     ``files`` are texts to put beside the kernels. If a report has problems, nothing but directories is

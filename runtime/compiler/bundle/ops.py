@@ -16,7 +16,7 @@ import torch
 
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.catalogue import DTYPES, MANY_ROWS, Entry, Operands
+from interlace.runtime.compiler.catalogue import DTYPES, MANY_ROWS, Entry, MatmulVariant
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 
@@ -33,7 +33,7 @@ _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 
 @dataclass(frozen=True)
-class Options:
+class KernelOptions:
     """Options that specialise the kernels of a bundle. The world size does not.
 
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
@@ -61,7 +61,7 @@ class Options:
         default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
-    def operands(self, arch: int) -> Operands:
+    def operands(self, arch: int) -> MatmulVariant:
         possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
         possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
         if self.path == "tma" and not possible:
@@ -69,7 +69,7 @@ class Options:
                 f"path is 'tma': sm_{arch} does not have it for {self.torch_dtype} with "
                 f"{self.columns} columns and inner dimension {self.inner}"
             )
-        return Operands(
+        return MatmulVariant(
             self.dtype,
             self.weight,
             possible and self.path != "pointers",
@@ -82,24 +82,24 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Op:
+class BundleOp:
     """One op of a bundle: ``entry`` is its kernel, ``grid`` how many programs of it are launched.
 
     finish_kernel follows it on the stream. ``tables`` name the quantity that an argument points to;
     ``options`` are those that apply.
     """
 
-    entry: Callable[[int, Options], Entry]
+    entry: Callable[[int, KernelOptions], Entry]
     options: tuple[str, ...]
     grid: str
     quantities: dict[str, str]
     tables: dict[str, str] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
 
-    def checked(self, name: str, options: Options) -> None:
+    def checked(self, name: str, options: KernelOptions) -> None:
         """Raises ValueError for an option that ``name`` does not have, or that has no such value."""
-        for one in fields(Options):
-            changed = getattr(options, one.name) != getattr(Options(), one.name)
+        for one in fields(KernelOptions):
+            changed = getattr(options, one.name) != getattr(KernelOptions(), one.name)
             if changed and one.name not in (*self.options, "dtype", "rows", "overrides"):
                 raise ValueError(f"{one.name} is no option of {name}")
         known = {f.name for f in fields(Configuration)} - set(_NOT_OVERRIDDEN)
@@ -111,13 +111,13 @@ class Op:
                 raise ValueError(f"{key} must be positive, got {value}")
 
 
-def _collective(op: str) -> Callable[[int, Options], Entry]:
+def _collective(op: str) -> Callable[[int, KernelOptions], Entry]:
     return lambda arch, options: catalogue.collective(
         arch, op, options.dtype, options.configuration(arch), average=options.average
     )
 
 
-def _reduced(fused: Callable[..., Entry]) -> Callable[[int, Options], Entry]:
+def _reduced(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry]:
     return lambda arch, options: fused(arch, options.operands(arch), average=options.average)
 
 
@@ -126,7 +126,7 @@ _ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
 _FUSED = ("weight", "bias", "path", "columns", "inner")
 
 OPS = {
-    "all_gather_matmul": Op(
+    "all_gather_matmul": BundleOp(
         lambda arch, options: catalogue.all_gather_matmul(arch, options.operands(arch)),
         _FUSED,
         "persistent_grid(COPIERS, tiles, resident)",
@@ -146,7 +146,7 @@ OPS = {
         # without columns nobody would wait for what arrives, and it would hit the next op
         (*RANKS, *_ROWS, "N > 0", "resident > COPIERS"),
     ),
-    "matmul_reduce_scatter": Op(
+    "matmul_reduce_scatter": BundleOp(
         _reduced(catalogue.matmul_reduce_scatter),
         (*_FUSED, "average"),
         "persistent_grid(0, tiles, resident)",
@@ -161,7 +161,7 @@ OPS = {
         {"segments_ptr": "segments"},
         (*RANKS, *_ROWS),
     ),
-    "matmul_all_reduce": Op(
+    "matmul_all_reduce": BundleOp(
         _reduced(catalogue.matmul_all_reduce),
         (*_FUSED, "average"),
         "persistent_grid(0, tiles, resident)",
@@ -173,7 +173,7 @@ OPS = {
         },
         conditions=RANKS,
     ),
-    "all_gather": Op(
+    "all_gather": BundleOp(
         _collective("all_gather"),
         (),
         "persistent_grid(COPIERS, num_arrivals, resident)",
@@ -189,7 +189,7 @@ OPS = {
         {"sends_ptr": "sends", "arrivals_ptr": "arrivals"},
         (*RANKS, *_ROWS, "resident > COPIERS"),
     ),
-    "reduce_scatter": Op(
+    "reduce_scatter": BundleOp(
         _collective("reduce_scatter"),
         ("average",),
         "persistent_grid(0, ceil_div(max(rows), BLOCK), resident)",
@@ -202,7 +202,7 @@ OPS = {
         {"segments_ptr": "segments"},
         (*RANKS, *_ROWS),
     ),
-    "all_reduce": Op(
+    "all_reduce": BundleOp(
         _collective("all_reduce"),
         ("average",),
         "persistent_grid(0, ceil_div(elements, BLOCK), resident)",

@@ -29,7 +29,7 @@ _REGISTER = re.compile(r"%?[A-Za-z_$][\w$]*")  # inline assembly need not use th
 
 
 @dataclass(frozen=True)
-class Instruction:
+class PtxInstruction:
     """One instruction. ``operation`` is "atom.global.sys.release.exch.b64", ``operands`` the rest."""
 
     operation: str
@@ -77,7 +77,7 @@ class Instruction:
         return f"{self.operation} {self.operands}".strip()
 
 
-class Program:
+class PtxModule:
     """All functions of a PTX module."""
 
     def __init__(self, ptx: str) -> None:
@@ -85,7 +85,7 @@ class Program:
         self._by_name: dict[str, str] = {}
         for path in self._paths.values():
             self._by_name.setdefault(os.path.basename(path), path)
-        self.instructions: list[Instruction] = []
+        self.instructions: list[PtxInstruction] = []
         self._labels: dict[str, list[int]] = {}
         self._tables: dict[str, list[str]] = {}
         self._starts: set[int] = set()
@@ -111,7 +111,7 @@ class Program:
                 if self.instructions[i].operation == "bar.warp.sync":
                     self.instructions[i] = replace(self.instructions[i], operation="bar.sync")
 
-    def where(self, condition: Callable[[Instruction], bool]) -> list[int]:
+    def where(self, condition: Callable[[PtxInstruction], bool]) -> list[int]:
         """Indices of the instructions for which ``condition`` holds."""
         return [i for i, instruction in enumerate(self.instructions) if condition(instruction)]
 
@@ -193,9 +193,9 @@ def _open(statement: str) -> str:
     return statement.strip().lstrip("{} \t").strip()
 
 
-def _instruction(statement: str, chain: Chain, line: int) -> Instruction:
+def _instruction(statement: str, chain: Chain, line: int) -> PtxInstruction:
     predicate = ""
     if found := _PREDICATE.match(statement):
         predicate, statement = found.group(1), statement[found.end() :]
     operation, *operands = statement.split(None, 1)
-    return Instruction(operation, "".join(operands), predicate, chain, line)
+    return PtxInstruction(operation, "".join(operands), predicate, chain, line)

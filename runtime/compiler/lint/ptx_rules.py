@@ -12,52 +12,52 @@ from collections.abc import Callable
 
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import Chain, describe, later
-from interlace.runtime.compiler.lint.ptx import Instruction, Program
+from interlace.runtime.compiler.lint.ptx import PtxInstruction, PtxModule
 
-Rule = Callable[[Program], list[Fault]]
+Rule = Callable[[PtxModule], list[Fault]]
 
 _NARROW = {"gpu", "cta", "cluster", "gl"}
 _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 
-def is_release(one: Instruction) -> bool:
+def is_release(one: PtxInstruction) -> bool:
     """An atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
     return ordered and one.kind in ("atom", "red", "st", "multimem") and one.is_global
 
 
-def is_acquire(one: Instruction) -> bool:
+def is_acquire(one: PtxInstruction) -> bool:
     """A load or an atomic that waits. ``acq_rel`` too: a counter may elect who goes on."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
     return ordered and one.kind in ("ld", "atom", "multimem") and one.is_global
 
 
-def _is_descriptor_load(one: Instruction) -> bool:
+def _is_descriptor_load(one: PtxInstruction) -> bool:
     """A TMA copy into shared memory."""
     return _bulk_spaces(one) == ["shared", "global"]
 
 
-def _is_descriptor_store(one: Instruction) -> bool:
+def _is_descriptor_store(one: PtxInstruction) -> bool:
     """A TMA copy, or reduction, out of shared memory."""
     return _bulk_spaces(one) == ["global", "shared"]
 
 
-def _bulk_spaces(one: Instruction) -> list[str]:
+def _bulk_spaces(one: PtxInstruction) -> list[str]:
     bulk = one.operation.startswith(("cp.async.bulk.", "cp.reduce.async.bulk."))
     spaces = [part.split("::")[0] for part in one.operation.split(".")] if bulk else []
     return [space for space in spaces if space in ("global", "shared")]
 
 
-def _is_plain_load(one: Instruction) -> bool:
+def _is_plain_load(one: PtxInstruction) -> bool:
     return one.kind == "ld" and one.is_global and one.parts.isdisjoint(_ORDERED)
 
 
-def _is_data_load(one: Instruction) -> bool:
+def _is_data_load(one: PtxInstruction) -> bool:
     copies = one.operation.startswith(("cp.async.ca.", "cp.async.cg.", "multimem.ld_reduce."))
     return copies or _is_plain_load(one) or _is_descriptor_load(one)
 
 
-def _is_data_store(one: Instruction) -> bool:
+def _is_data_store(one: PtxInstruction) -> bool:
     if _is_descriptor_store(one):
         return True
     writes = one.kind in ("st", "atom", "red") or one.operation.startswith(
@@ -66,13 +66,13 @@ def _is_data_store(one: Instruction) -> bool:
     return writes and one.is_global and one.parts.isdisjoint({*_ORDERED, "async"})
 
 
-def _is_fence(one: Instruction) -> bool:
+def _is_fence(one: PtxInstruction) -> bool:
     """A fence between generic accesses, which threads do for themselves."""
     kind, _, rest = one.operation.partition(".")
     return kind == "membar" or (kind == "fence" and rest.split(".")[0] in _ORDERED)
 
 
-def _waits(program: Program) -> list[int]:
+def _waits(program: PtxModule) -> list[int]:
     """Acquires; those that release as well only if something uses the value."""
     used = program.read_registers
     return program.where(
@@ -83,13 +83,13 @@ def _waits(program: Program) -> list[int]:
 def _reaching(
     rule: str,
     message: str,
-    starts: Callable[[Program], list[int]],
-    stop: Callable[[Instruction], bool],
-    wrong: Callable[[Instruction], bool],
+    starts: Callable[[PtxModule], list[int]],
+    stop: Callable[[PtxInstruction], bool],
+    wrong: Callable[[PtxInstruction], bool],
 ) -> Rule:
     """Faults of the ``wrong`` instructions that one of ``starts`` reaches without a ``stop``."""
 
-    def check(program: Program) -> list[Fault]:
+    def check(program: PtxModule) -> list[Fault]:
         code = program.instructions
         reached = program.flow.reach(starts(program), lambda i: stop(code[i]))
         return [
@@ -124,10 +124,10 @@ unfenced_descriptor_load = _reaching(
 )
 
 
-def narrow_scope(program: Program) -> list[Fault]:
+def narrow_scope(program: PtxModule) -> list[Fault]:
     """Acquires, releases and fences that other ranks need not see."""
 
-    def narrow(one: Instruction) -> bool:
+    def narrow(one: PtxInstruction) -> bool:
         if _is_fence(one):
             return not one.parts.isdisjoint(_NARROW)
         return (is_acquire(one) or is_release(one)) and "sys" not in one.parts
@@ -139,7 +139,7 @@ def narrow_scope(program: Program) -> list[Fault]:
     ]
 
 
-def early_load(program: Program) -> list[Fault]:
+def early_load(program: PtxModule) -> list[Fault]:
     """Loads that follow a wait in the source and precede its first instruction in the PTX.
 
     The first: in an unrolled or pipelined loop the load of one round may well come before the wait of
@@ -163,7 +163,7 @@ def early_load(program: Program) -> list[Fault]:
     return found
 
 
-def weak_poll(program: Program) -> list[Fault]:
+def weak_poll(program: PtxModule) -> list[Fault]:
     """Loads without acquire that decide whether their loop ends, with nothing that acquires after."""
     polls = [i for i in program.where(_may_poll) if _decides(program, i)]
     code = program.instructions
@@ -182,12 +182,12 @@ def weak_poll(program: Program) -> list[Fault]:
     ]
 
 
-def _may_poll(one: Instruction) -> bool:
+def _may_poll(one: PtxInstruction) -> bool:
     relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and one.is_global
     return _is_plain_load(one) or relaxed
 
 
-def _decides(program: Program, poll: int) -> bool:
+def _decides(program: PtxModule, poll: int) -> bool:
     """Whether the loop around a load of one address is left depending on what it loads.
 
     The value may pass through shared memory, by which one thread tells the others. A plain load may

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import describe
-from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
 from interlace.runtime.compiler.lint.sass_program import operations
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
@@ -86,7 +86,7 @@ def _fits(dot: Dot, num_warps: int) -> bool:
     return whole and dot.dtype in ("bf16", "f16", "f8E4M3FN", "f8E5M2") and num_warps in (4, 8)
 
 
-def weakened(program: Program, sass: str) -> list[Fault]:
+def weakened(program: PtxModule, sass: str) -> list[Fault]:
     """System-scope acquires and releases of the PTX whose line has no such instruction in SASS.
 
     ``sass`` with line information (``nvdisasm -g``). A line that SASS does not mention is not judged.
@@ -114,7 +114,7 @@ def weakened(program: Program, sass: str) -> list[Fault]:
 
 def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list[Fault]:
     """All that the rules say, but of registers, of the first IR, PTX, and SASS with line information."""
-    program = Program(ptx)
+    program = PtxModule(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)
     found += weakened(program, sass)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import Chain, Frame, describe
-from interlace.runtime.compiler.lint.ptx import Program
+from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import is_acquire
 
 _ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
@@ -76,7 +76,7 @@ class TritonIR:
             dots.append(Dot(shape, operand[1], exact, chain))
         return dots
 
-    def dropped_waits(self, program: Program) -> list[Fault]:
+    def dropped_waits(self, program: PtxModule) -> list[Fault]:
         """Waits that are not in ``program``, the PTX of this module."""
         kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
         lines = {(frame.path, frame.line) for frame in kept}
@@ -157,7 +157,7 @@ class TritonIR:
                 return False
 
 
-def _loaded_in_loops(program: Program) -> set[tuple[str, int]]:
+def _loaded_in_loops(program: PtxModule) -> set[tuple[str, int]]:
     """The lines of all loads in loops, and of the calls that led there."""
     loads = program.where(lambda one: one.operation.startswith("ld.") and one.is_global)
     looping = [program.instructions[i] for i in loads if program.flow.loop(i)]

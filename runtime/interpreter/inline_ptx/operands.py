@@ -17,7 +17,7 @@ from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyE
 _WIDTHS = {"r": 32, "f": 32, "l": 64, "d": 64, "h": 16, "b": 1}
 
 
-class Operands:
+class AsmOperands:
     """The registers of results and of inputs, by constraints such as ``"=r,l,0,~{memory}"``."""
 
     def __init__(self, constraints: str) -> None:

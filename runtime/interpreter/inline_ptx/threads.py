@@ -30,7 +30,7 @@ from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
 from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Instruction
 from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
 from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
-from interlace.runtime.interpreter.inline_ptx.operands import Operands
+from interlace.runtime.interpreter.inline_ptx.operands import AsmOperands
 from interlace.runtime.interpreter.inline_ptx.parser import Parser
 from interlace.runtime.interpreter.inline_ptx.special import (
     OF_THREADS,
@@ -53,14 +53,14 @@ class _Statement:
     """A built asm text."""
 
     steps: tuple[Instruction, ...]
-    operands: Operands
+    operands: AsmOperands
     slots: int
     tells_threads_apart: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _build(asm: str, constraints: str) -> _Statement:
-    operands = Operands(constraints)
+    operands = AsmOperands(constraints)
     parser, steps = Parser([*operands.outputs, *operands.inputs]), []
     for instruction in parser.instructions(asm):
         builder = BUILDERS.get(instruction.mnemonic)

@@ -66,7 +66,7 @@ class _Again:
     addresses: list[int]
 
 
-class Agreement(Protocol):
+class PlanAgreement(Protocol):
     """The methods of ``cuda_processes/agreement.py`` that plans need."""
 
     def agree(self, call: Call) -> list[bytes]: ...
@@ -80,7 +80,7 @@ class Plans:
         self,
         communicator: Communicator,
         place: DevicePlace,
-        agreement: Agreement,
+        agreement: PlanAgreement,
         check_processes: Callable[[], None],
     ) -> None:
         self._communicator, self._place = communicator, place

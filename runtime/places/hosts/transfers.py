@@ -58,7 +58,7 @@ class _Posted:
 
 
 @dataclass(eq=False)
-class _Sending:
+class _SendingToHost:
     """``work`` and ``tensor`` stay alive until the receiver has the bytes, whoever waits for it."""
 
     tensor: torch.Tensor
@@ -86,7 +86,7 @@ class HostTransfers:
         self._numbers = [0] * links.world_size
         self._announced: list[_Announced] = []
         self._posted: list[_Posted] = []
-        self._sending: dict[tuple[int, int], _Sending] = {}
+        self._sending: dict[tuple[int, int], _SendingToHost] = {}
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
@@ -100,7 +100,7 @@ class HostTransfers:
                 work = self._links.send_payload(tensor, peer, number % _SLOTS)
             elif tensor.numel() and peer != self._rank:
                 work = self._local_engine().send(self._within, tensor, self._local[peer], number)
-            sending = self._sending[peer, number] = _Sending(tensor, work, tag)
+            sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag)
             packet = Packet(ANNOUNCED, tag, number, content)
             self._submit(lambda: self._post(peer, packet))
         self._fail_late()

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 
 from interlace.runtime.places.one_host.atomics import Words
 from interlace.runtime.places.one_host.bell import Bell
-from interlace.runtime.places.one_host.cores import Spread
+from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
 
 LARGEST_MESSAGE = 64 << 10
@@ -89,7 +89,7 @@ class Control:
             [base + _BELL for base in self.bases],
             rank,
         )
-        self.spread = Spread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
+        self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
         self._written: list[object] = [None, None]

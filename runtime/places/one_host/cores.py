@@ -42,7 +42,7 @@ def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
     return emptiest if own == fullest and crowd - counts[emptiest] >= 2 else None
 
 
-class Spread:
+class CoreSpread:
     """The cores of all ranks of a group. ``words[r]`` is of one int64 that rank r alone writes."""
 
     def __init__(self, words: Sequence[memoryview], rank: int) -> None:

@@ -33,7 +33,7 @@ class RingWrites:
     def __init__(self, table: bytearray | memoryview, *, decides: bool) -> None:
         self._table, self._decides = table, decides
         self._places: dict[Key, int] = {}
-        self._choices: dict[Key, Choice] = {}
+        self._choices: dict[Key, WriteChoice] = {}
 
     def past(self, op: str, count: int) -> bool:
         """Whether an ``op`` of ``count`` rounds writes past the caches."""
@@ -45,7 +45,7 @@ class RingWrites:
             key = op, count.bit_length()
             choice = self._choices.get(key)
             if choice is None:
-                choice = self._choices[key] = Choice()
+                choice = self._choices[key] = WriteChoice()
             choice.took(past, seconds / count)
             self._table[self._place(key)] = choice.past()
 
@@ -57,7 +57,7 @@ class RingWrites:
         return place
 
 
-class Choice:
+class WriteChoice:
     """The choice for ops of one kind and size."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, Choice, RingWrites
+from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, RingWrites, WriteChoice
 from multi.shm import engine_ranks
 from tiers import few
 
@@ -32,7 +32,7 @@ def test_writing_into_rings(world_size: int, way: str) -> None:
     assert run(engine_ranks.many_rounds, world_size, way) == [[]] * world_size
 
 
-def chosen(choice: Choice, ops: int, through: float, past: float) -> list[bool]:
+def chosen(choice: WriteChoice, ops: int, through: float, past: float) -> list[bool]:
     """What is chosen in so many ops, of which each takes as long as this."""
     ways = []
     for _ in range(ops):
@@ -44,7 +44,7 @@ def chosen(choice: Choice, ops: int, through: float, past: float) -> list[bool]:
 @pytest.mark.parametrize("best", [False, True])
 def test_the_faster_way_of_writing_is_chosen(best: bool) -> None:
     times = (2e-6, 1e-6) if best else (1e-6, 2e-6)
-    choice = Choice()
+    choice = WriteChoice()
     ways = chosen(choice, 2 * AGAIN, *times)
     tried = len(FIRST) // 2
     assert ways[: len(FIRST)].count(best) == tried
@@ -56,20 +56,20 @@ def test_the_faster_way_of_writing_is_chosen(best: bool) -> None:
 
 
 def test_a_way_that_became_faster_is_found_though_the_other_did_not_change() -> None:
-    choice = Choice()
+    choice = WriteChoice()
     chosen(choice, AGAIN - 3, 8.0, 3.7)
     assert chosen(choice, 10, 3.0, 3.7)[-1] is False
 
 
 def test_a_single_slow_op_changes_nothing() -> None:
-    choice = Choice()
+    choice = WriteChoice()
     chosen(choice, SOON - 1, 2.0, 1.0)
     choice.took(True, 50.0)
     assert chosen(choice, SOON, 2.0, 1.0) == [True] * SOON
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
-    assert chosen(Choice(), 2 * AGAIN, 0.0, 0.0).count(True) < AGAIN
+    assert chosen(WriteChoice(), 2 * AGAIN, 0.0, 0.0).count(True) < AGAIN
 
 
 def test_the_last_rank_decides_how_all_write() -> None:

@@ -11,14 +11,14 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import calibration, tuning
-from interlace.runtime.tuning.calibration import Link, MeasuredMesh, Protocol
+from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 
 ROWS, INNER, COLUMNS = 64, 64, 8
 
 
 def measurement(latency_us: float, mesh: tuple[int, ...] = (2,)) -> MeasuredMesh:
     """Every op takes about so long, whatever its size."""
-    line = (Protocol(0, latency_us, 1000.0),)
+    line = (LinkProtocol(0, latency_us, 1000.0),)
     links = [Link(dim, ranks, op, line) for dim, ranks in enumerate(mesh) for op in calibration.OPS]
     return MeasuredMesh(calibration.OWN, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
 

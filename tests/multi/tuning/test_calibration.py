@@ -13,7 +13,7 @@ from rich.console import Console
 import interlace
 from interlace.cli.commands.calibrate import CalibrateOptions, calibrate
 from interlace.runtime.tuning import calibration
-from interlace.tensor.mesh.calibration import Request, measured, on_rank
+from interlace.tensor.mesh.calibration import CalibrationRequest, measured, on_rank
 from multi.tuning import calibration_ranks
 from support import under_torchrun
 from tiers import thorough
@@ -79,7 +79,7 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
 
 
 def test_meshes_of_two_dimensions() -> None:
-    request = Request((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
+    request = CalibrationRequest((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
     times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
     found = measured(request, times, "interlace", "shm")

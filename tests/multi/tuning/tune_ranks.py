@@ -27,7 +27,7 @@ def write(folder: str, rank: int, algorithm: str, programs: int) -> None:
     """A file of its own for ``rank``."""
     world, rows, columns, inner = tuning.bucket_of(PROBLEM)
     values = {"block_m": 16, "chunks": CHUNKS, "programs": programs}
-    row = tune_cache.Row(
+    row = tune_cache.CacheRow(
         PROBLEM.op, "float32", "even", world, rows, columns, inner, algorithm, {algorithm: values}
     )
     machine = tune_cache.machine("shm", torch.device("cpu"))

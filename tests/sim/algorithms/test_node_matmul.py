@@ -143,7 +143,7 @@ def test_scaled_operands() -> None:
         ]
         out = torch.empty(17, 32)
         rank = group.rank
-        operands = scaled_kernels.Operands(
+        operands = scaled_kernels.ScaledOperands(
             inputs[rank], weight, rows[rank][:, None], columns[None], None
         )
         options = scaled_kernels.ReduceOptions("sum", 0, None, use_fast_accum=False)

@@ -31,7 +31,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Extents, Table, Tiles
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.runtime.algorithms import gather_matmul
-from interlace.runtime.compiler.catalogue import BY_ENGINE, Operands
+from interlace.runtime.compiler.catalogue import BY_ENGINE, MatmulVariant
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, launched
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
@@ -352,7 +352,7 @@ def test_a_fault_is_found(mutant: str) -> None:
     assert any(found(seed) for seed in range(8))
 
 
-def launch(operands: Operands, **overrides: int) -> KernelLaunch:
+def launch(operands: MatmulVariant, **overrides: int) -> KernelLaunch:
     """What all-gather + matmul launches on sm_90 with these values of the configuration."""
     operands = replace(operands, overrides={**BY_ENGINE, **overrides})
     input, linear = operands.tensors(operands.rows)
@@ -365,8 +365,11 @@ def launch(operands: Operands, **overrides: int) -> KernelLaunch:
 def test_it_is_launched_with_the_same_arguments() -> None:
     # in two parts, which this kernel takes at least
     two = {"epilogue_subtile": 2}
-    reference, roles = launch(Operands(), **two), launch(Operands(), **two, warp_roles=True)
-    alone = launch(Operands(), warp_roles=True)
+    reference, roles = (
+        launch(MatmulVariant(), **two),
+        launch(MatmulVariant(), **two, warp_roles=True),
+    )
+    alone = launch(MatmulVariant(), warp_roles=True)
     assert alone.arguments["TILES"] == roles.arguments["TILES"]
     assert (reference.name, roles.name) == (
         "all_gather_matmul_kernel",
@@ -396,7 +399,7 @@ def test_it_is_launched_with_the_same_arguments() -> None:
 def test_where_it_cannot_be_the_reference_runs(
     operands: dict[str, Any], overrides: dict[str, int]
 ) -> None:
-    made = launch(Operands(**operands), warp_roles=True, **overrides)
+    made = launch(MatmulVariant(**operands), warp_roles=True, **overrides)
     assert made.name == "all_gather_matmul_kernel"
 
 

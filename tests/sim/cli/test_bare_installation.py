@@ -68,7 +68,7 @@ def test_the_commands_for_a_gpu_run() -> None:
         "from interlace.cli.main import run\n"
         "run(['doctor'])\n"
         "from interlace.cli.commands import check; from interlace.cli.output import consoles\n"
-        "case = check.Case('all_reduce', 'copy', 1, 64, 0, 0, 'fp32', {'algorithm': 'copy'})\n"
+        "case = check.CheckCase('all_reduce', 'copy', 1, 64, 0, 0, 'fp32', {'algorithm': 'copy'})\n"
         "verdict = check.Verdict(case, 0.5, 0.1)\n"
         "check.cases, check.run_case = lambda device: [case], lambda *rest: verdict\n"
         "print('code', check.check(consoles.new_console(), 'cpu'))\n"

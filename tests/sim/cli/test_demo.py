@@ -90,7 +90,9 @@ def test_tiles_know_whose_rows_they_multiply(small: Any) -> None:
 
 def test_overlap_counts_tiles_before_the_last_arrival() -> None:
     slot = recording.Slot(0, 0, 2000)
-    tiles = [recording.Span("tile", 0, "p", "op", start, start + 9) for start in (0, 10, 20, 30)]
+    tiles = [
+        recording.RecordedSpan("tile", 0, "p", "op", start, start + 9) for start in (0, 10, 20, 30)
+    ]
     arrivals = [recording.Signal(time, 1, "p", "op", slot) for time in (5, 25)]
     assert recording.Recording(recording.STEPS, tiles, arrivals).overlap(0) == (2, 4)
     assert recording.Recording(recording.STEPS, tiles, []).overlap(0) is None

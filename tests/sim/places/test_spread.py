@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.runtime.places.one_host import cores as spread
-from interlace.runtime.places.one_host.cores import Spread, move
+from interlace.runtime.places.one_host.cores import CoreSpread, move
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_moving_makes_it_even(cores: list[int], allowed: set[int]) -> None:
 
 def crowded(
     monkeypatch: pytest.MonkeyPatch, said: list[int]
-) -> tuple[Spread, list[tuple[int, ...]]]:
+) -> tuple[CoreSpread, list[tuple[int, ...]]]:
     """The last rank of four, where cores 0 and 1 are allowed; and what its affinity is set to."""
     bound: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -58,7 +58,7 @@ def crowded(
     words = [memoryview(bytearray(8)).cast("q") for _ in said]
     for word, core in zip(words, said, strict=True):
         word[0] = 1 + core
-    return Spread(words, len(said) - 1), bound
+    return CoreSpread(words, len(said) - 1), bound
 
 
 def test_a_move_leaves_the_affinity_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_who_may_not_move_does_not_try_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_this_thread_does_move() -> None:
     allowed = os.sched_getaffinity(0)
     words = [memoryview(bytearray(8)).cast("q") for _ in range(2)]
-    ranks = Spread(words, 1)
+    ranks = CoreSpread(words, 1)
     assert spread._core is not None
     for _ in range(20):  # the operating system moves threads, too
         ranks.say()

@@ -23,9 +23,9 @@ import interlace.tensor as tensor
 from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
-from interlace.runtime.tuning.calibration import Link, MeasuredMesh, Protocol
+from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.cost_model import Problem
-from interlace.tensor.mesh.calibration import Request, fit, link_of, medians
+from interlace.tensor.mesh.calibration import CalibrationRequest, fit, link_of, medians
 from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
@@ -122,8 +122,8 @@ def measurement(mesh: tuple[int, ...], backend: str = "fake") -> MeasuredMesh:
     links = []
     for dim, ranks in enumerate(mesh):
         for number, op in enumerate(calibration.OPS):
-            small = Protocol(0, 10.0 * (number + 1) + dim, 1.0)
-            large = Protocol(1 << 16, 50.0 * (number + 1) + dim, 4.0)
+            small = LinkProtocol(0, 10.0 * (number + 1) + dim, 1.0)
+            large = LinkProtocol(1 << 16, 50.0 * (number + 1) + dim, 4.0)
             links.append(Link(dim, ranks, op, (small, large)))
     return MeasuredMesh(backend, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
 
@@ -280,14 +280,14 @@ def test_the_longer_a_shard_takes_the_sooner_it_is_hidden() -> None:
     problem = Problem("all_gather_matmul", torch.float32, 256, 64, 1024, 2)  # 1 MiB of a rank
     edge = tuning.SMALLEST_PIPELINED_SHARD_US
     for gb_per_s, expected in ((0.5, "pipelined"), (2.0, "unfused")):
-        link = Link(0, 2, "all_gather", (Protocol(0, 0.0, gb_per_s),))
-        named, source = tuning.by_calibration(problem, tuning.Gather(link, "2026-11-22"))
+        link = Link(0, 2, "all_gather", (LinkProtocol(0, 0.0, gb_per_s),))
+        named, source = tuning.by_calibration(problem, tuning.GatherTime(link, "2026-11-22"))
         assert (named, "2026-11-22" in source) == (expected, True)
         assert (link.us(2 << 20) >= edge) is (expected == "pipelined")
 
 
 def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    request = Request((2, 1, 2))
+    request = CalibrationRequest((2, 1, 2))
     assert {dim for dim, _, _ in request.cases} == {0, 2}
     assert mesh_of(CalibrateOptions()) == (2,)
     assert mesh_of(CalibrateOptions(mesh="2x3", world_size=6)) == (2, 3)
@@ -322,7 +322,7 @@ def test_the_compilers_model_takes_calibrated_links(
         LookupError, match=r"no calibration of 4 ranks for cpu in .*calibrate --mesh 4"
     ):
         calibrated(4)
-    line = (calibration.Protocol(0, 10.0, 1.0), calibration.Protocol(65536, 50.0, 4.0))
+    line = (calibration.LinkProtocol(0, 10.0, 1.0), calibration.LinkProtocol(65536, 50.0, 4.0))
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
     measured = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "shm", links

@@ -20,12 +20,12 @@ import interlace
 from interlace.benchmark.runs import tune as measuring
 from interlace.benchmark.runs import tune_candidates
 from interlace.benchmark.runs.tune import CandidateError, Timed, Tuned, TuneRequest, search
-from interlace.benchmark.runs.tune_candidates import Candidate, made, problem_of, untuned
+from interlace.benchmark.runs.tune_candidates import TuneCandidate, made, problem_of, untuned
 from interlace.cli import main
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache, configuration, tuning
-from interlace.runtime.tuning.cache import Row, TunedMachine
+from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 from interlace.runtime.tuning.tuning import Problem, decide
 from interlace.runtime.tuning.valid_configurations import why_not
@@ -34,11 +34,11 @@ HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
 
 
-def row(problem: Problem = GATHER, algorithm: str = "fused", **values: Any) -> Row:
+def row(problem: Problem = GATHER, algorithm: str = "fused", **values: Any) -> CacheRow:
     """A measurement of the bucket of ``problem``."""
     world, rows, columns, inner = tuning.bucket_of(problem)
     kind = (problem.op, tuning.dtype_name(problem), tuning.extents_of(problem))
-    return Row(*kind, world, rows, columns, inner, algorithm, {algorithm: values})
+    return CacheRow(*kind, world, rows, columns, inner, algorithm, {algorithm: values})
 
 
 @pytest.fixture(autouse=True)
@@ -364,7 +364,7 @@ def outcome_of(*timed: Timed) -> Tuned:
 
 
 def test_only_right_and_clearly_faster_candidates_win() -> None:
-    base, other = Candidate("fused", (("chunks", 1),), True), Candidate("unfused")
+    base, other = TuneCandidate("fused", (("chunks", 1),), True), TuneCandidate("unfused")
     default = Timed(base, [100.0, 101.0, 99.0], 0.5, True)
     assert outcome_of(default, Timed(other, [99.0], 0.5, True)).best is default
     assert outcome_of(default, Timed(other, [90.0], 2.0, True)).best is default

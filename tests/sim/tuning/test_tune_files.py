@@ -19,11 +19,13 @@ from interlace.cli.tune import command
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache, files
-from interlace.runtime.tuning.cache import FILE, Row, TunedMachine
+from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
 from interlace.runtime.tuning.files import NotOursError
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
-ROW = Row("all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}})
+ROW = CacheRow(
+    "all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}}
+)
 GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 FOREIGN = {
     "empty": "",

@@ -160,9 +160,9 @@ def test_the_interpreter_covers_the_extents() -> None:
     assert (made.block_m, made.block_n, made.block_k, made.programs) == (32, 128, 256, 3)
 
 
-def _calibrated(gb_per_s: float) -> tuning.Gather:
-    line = calibration.Protocol(0, 10.0, gb_per_s)
-    return tuning.Gather(calibration.Link(0, 4, "all_gather", (line,)), "2026-11-22")
+def _calibrated(gb_per_s: float) -> tuning.GatherTime:
+    line = calibration.LinkProtocol(0, 10.0, gb_per_s)
+    return tuning.GatherTime(calibration.Link(0, 4, "all_gather", (line,)), "2026-11-22")
 
 
 def test_the_model_has_the_links_that_were_calibrated() -> None:
@@ -184,7 +184,7 @@ def test_calibrations_of_gpus_count_for_processes(
 ) -> None:
     file = tmp_path / "calibration.json"
     monkeypatch.setenv(calibration.VARIABLE, str(file))
-    line = (calibration.Protocol(0, 10.0, 100.0),)
+    line = (calibration.LinkProtocol(0, 10.0, 100.0),)
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
     mesh = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links

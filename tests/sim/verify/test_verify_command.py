@@ -15,7 +15,7 @@ from interlace.cli import main
 from interlace.cli.commands.verify import VerifyOptions, _plan, render, verify
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import Plan, Result
+from interlace.verify.suite.jobs import CheckPlan, JobResult
 from mutations import mutated
 from protocol_mutants import CASES
 from tiers import thorough
@@ -86,7 +86,7 @@ def test_quick_checks_of_ones_own_function_take_no_other_numbers_of_ranks() -> N
 def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:
     case = next(case for case in CASES if case.mutant.name == "barrier dropped")
     with mutated(case.mutant, tmp_path):
-        jobs = suite.shipped_jobs(["all_gather"], Plan((2,), 1, 2, (90,)))
+        jobs = suite.shipped_jobs(["all_gather"], CheckPlan((2,), 1, 2, (90,)))
         results = suite.run_jobs([job for job in jobs if job.variant == "kernel 2 ranks"])
     found = {(result.check, result.variant): bool(result.findings) for result in results}
     assert found["races", "kernel 2 ranks"]
@@ -94,7 +94,9 @@ def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:
 
 
 def test_protocols() -> None:
-    job = next(job for job in suite.protocol_jobs(Plan()) if job.variant.startswith("flag barrier"))
+    job = next(
+        job for job in suite.protocol_jobs(CheckPlan()) if job.variant.startswith("flag barrier")
+    )
     result = job.result()
     assert not result.findings and int(result.count.split()[0]) > 10_000
     out = io.StringIO()
@@ -103,7 +105,7 @@ def test_protocols() -> None:
 
 
 def test_findings_are_told_once() -> None:
-    same = [Result("op", "races", variant, "5 accesses", ("the same",), 0.1) for variant in "ab"]
+    same = [JobResult("op", "races", variant, "5 accesses", ("the same",), 0.1) for variant in "ab"]
     out = io.StringIO()
     render(Console(file=out, width=160), same)
     assert out.getvalue().count("the same") == 1
@@ -193,9 +195,11 @@ def test_ops_between_nodes_are_among_those_checked() -> None:
     names = [name for name in suite.TARGETS if name.startswith("nodes.")]
     full, quick = (
         {(job.subject, job.variant) for job in suite.shipped_jobs(names, plan)}
-        for plan in (Plan((4,), 1, 1, (90,)), Plan((4,), 1, 1, (90,), True))
+        for plan in (CheckPlan((4,), 1, 1, (90,)), CheckPlan((4,), 1, 1, (90,), True))
     )
     assert quick < full and {variant for _, variant in quick} == {"late puts 4 ranks"}
     assert ("nodes.all_to_all", "stores puts 4 ranks") in full
-    linted = {entry.kernel for entry in suite.shipped_entries(names, Plan((4,), 1, 1, (90,), True))}
+    linted = {
+        entry.kernel for entry in suite.shipped_entries(names, CheckPlan((4,), 1, 1, (90,), True))
+    }
     assert {"node_sums_kernel", "move_kernel", "matmul_node_reduce_scatter_kernel"} <= linted

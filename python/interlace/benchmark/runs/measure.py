@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from interlace.benchmark.runs.results import Row, Sizes
+from interlace.benchmark.runs.results import BenchRow, MeasuredSize
 from interlace.benchmark.subjects.baselines import joined
-from interlace.benchmark.subjects.requests import Request, source
+from interlace.benchmark.subjects.requests import BenchRequest, source
 from interlace.benchmark.timing import kernel, protocol
 from interlace.benchmark.timing.caches import cache_bytes, sets_needed
 from interlace.benchmark.timing.figures import Spread
-from interlace.benchmark.timing.subject import Candidate, Facts, Subject
+from interlace.benchmark.timing.subject import BenchCandidate, Facts, Subject
 from interlace.groups import groups
 from interlace.runtime.core.place import Place
 
@@ -24,14 +24,14 @@ def rank_0(tick: Tick) -> Tick:
     return tick if groups.default_group().rank == 0 else lambda done, total: None
 
 
-def measure(request: Request, tick: Tick) -> Sizes:
+def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
     """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
     place = groups.default_group().place
     found = source(request, place)
     with joined(found.backend, request.store, place.rank, place.world_size):
         subject = found.make()
         rows = _measure(subject, request, place, rank_0(tick))
-    sizes = Sizes(
+    sizes = MeasuredSize(
         **{each.name: getattr(subject, each.name) for each in fields(Facts)},
         place=place.name,
         device=place.device.type,
@@ -45,7 +45,7 @@ def measure(request: Request, tick: Tick) -> Sizes:
     return sizes
 
 
-def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> list[Row]:
+def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) -> list[BenchRow]:
     candidates = subject.candidates
     total = len(candidates) * (request.repetitions + 2)
     done = 0
@@ -80,7 +80,7 @@ def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> li
     rotations.clear()
     check_all(1)
     return [
-        Row(
+        BenchRow(
             each.name,
             each.role,
             timings[each.name].calls,
@@ -94,7 +94,7 @@ def _measure(subject: Subject, request: Request, place: Place, tick: Tick) -> li
 
 
 def _rotation(
-    each: Candidate, make: Callable[[int], tuple[Any, ...]], place: Place
+    each: BenchCandidate, make: Callable[[int], tuple[Any, ...]], place: Place
 ) -> tuple[protocol.Rotation, int]:
     """Sets of inputs to use in turn, and the bytes of one. Collective."""
     first = make(0)
@@ -116,7 +116,7 @@ def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
     return count, set_bytes
 
 
-def _checked(each: Candidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
+def _checked(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
     """Run once, and compare on all ranks: (largest error, what a check said). Collective."""
     result = each.run(*each.inputs(number))
     protocol.finish(virtual=virtual)

@@ -13,7 +13,7 @@ from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART, Facts
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One candidate at one size. Figures are None where they mean nothing.
 
     ``microseconds``: per call, of ``calls`` in a block. ``error``: the largest of all ranks, as a multiple
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(kw_only=True)
-class Sizes(Facts):
+class MeasuredSize(Facts):
     """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
 
     place: str
@@ -57,7 +57,7 @@ class Sizes(Facts):
     dtype: str
     cache_bytes: int
     left_out: list[str]
-    rows: list[Row]
+    rows: list[BenchRow]
 
     def compare(self) -> None:
         medians = {row.name: row.microseconds.median for row in self.rows}
@@ -77,14 +77,14 @@ class Sizes(Facts):
 
 
 @dataclass
-class Result:
+class SizeResult:
     """One size: what was measured; or, with ``failed``, how a run of it ended wrong."""
 
-    sizes: Sizes | None
+    sizes: MeasuredSize | None
     failed: str = ""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         return [] if self.sizes is None else self.sizes.rows
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
-from interlace.benchmark.runs.tune_candidates import SENDING, Candidate, combined
+from interlace.benchmark.runs.tune_candidates import SENDING, TuneCandidate, combined
 from interlace.benchmark.subjects.requests import FUSED
 from interlace.benchmark.timing import protocol
 from interlace.benchmark.timing.subject import Setting
@@ -54,7 +54,7 @@ class TuneRequest:
     m: int
     n: int
     k: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TuneCandidate, ...]
     seconds: float
     virtual: bool = False
 
@@ -63,7 +63,7 @@ class TuneRequest:
 class Timed:
     """``microseconds`` of each block; [] if time was up. ``error``: as a multiple of what is allowed."""
 
-    candidate: Candidate
+    candidate: TuneCandidate
     microseconds: list[float] = field(default_factory=list)
     error: float = 0.0
     final: bool = False
@@ -99,7 +99,7 @@ class _Search:
         """Seconds of the budget; of the slowest rank. Collective."""
         return self._request.seconds - protocol.slowest(time.perf_counter() - self._start)
 
-    def _function(self, candidate: Candidate) -> Callable[..., Any]:
+    def _function(self, candidate: TuneCandidate) -> Callable[..., Any]:
         run, values = self._op.ours(candidate.algorithm), candidate.configuration
 
         def call(*inputs: Any) -> Any:
@@ -165,7 +165,7 @@ class _Search:
         if base.algorithm != "fused" or self._request.op != "all_gather_matmul":
             return []
 
-        def sends(candidate: Candidate) -> list[int | bool]:
+        def sends(candidate: TuneCandidate) -> list[int | bool]:
             return [candidate.configuration[name] for name in SENDING]
 
         fused = [each.candidate for each in best if each.candidate.algorithm == "fused"]
@@ -188,7 +188,7 @@ class Tuned:
 
     request: TuneRequest
     timed: list[Timed]
-    skipped: list[tuple[Candidate, str]]
+    skipped: list[tuple[TuneCandidate, str]]
 
     @property
     def default(self) -> Timed:
@@ -221,7 +221,7 @@ class Tuned:
 
 def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> Tuned:
     """``run`` it, again and again without a candidate that cannot be run. Raises if the default cannot."""
-    skipped: list[tuple[Candidate, str]] = []
+    skipped: list[tuple[TuneCandidate, str]] = []
     left = list(request.candidates)
     while True:
         tried = replace(request, candidates=tuple(left))

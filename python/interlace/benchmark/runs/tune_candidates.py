@@ -37,7 +37,7 @@ Values = tuple[tuple[str, int | bool], ...]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuneCandidate:
     """``algorithm`` with a configuration; no values where it has none. ``default`` is what runs untuned."""
 
     algorithm: str
@@ -60,8 +60,8 @@ class Candidate:
         return f"{text}, {v['chunks']} chunks, {v['copiers']} copiers, {v['programs']} programs"
 
 
-def made(algorithm: str, configuration: Configuration, *, default: bool = False) -> Candidate:
-    return Candidate(algorithm, tuple(sorted(asdict(configuration).items())), default)
+def made(algorithm: str, configuration: Configuration, *, default: bool = False) -> TuneCandidate:
+    return TuneCandidate(algorithm, tuple(sorted(asdict(configuration).items())), default)
 
 
 def problem_of(op: str, dtype: Any, m: int, n: int, k: int, world_size: int) -> Problem:
@@ -85,21 +85,21 @@ def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, 
 
 def candidates(
     place: str, capability: int | None, problem: Problem, *, one_shot: bool = True
-) -> list[Candidate]:
+) -> list[TuneCandidate]:
     """All to be tried. ``one_shot``: whether an all-reduce is small enough for its own kernel."""
     algorithm, choice = untuned(place, capability, problem)
     base = choice.configuration
     if place == "shm":
         names = ["unfused", "pipelined"] if problem.dtype in FUSED_DTYPES else ["unfused"]
-        found = [Candidate(name, (), name == algorithm) for name in names]
+        found = [TuneCandidate(name, (), name == algorithm) for name in names]
         return sorted(found, key=lambda each: not each.default)
     if capability is None:
         fused = [made("fused", each) for each in _interpreted(problem, base)]
         return list(dict.fromkeys([made("fused", base, default=True), *fused]))
-    first = Candidate("unfused", (), True)
+    first = TuneCandidate("unfused", (), True)
     if algorithm != "unfused":
         first = made(algorithm, base, default=True)
-    found = [first, Candidate("unfused")]
+    found = [first, TuneCandidate("unfused")]
     if problem.dtype not in FUSED_DTYPES:
         return list(dict.fromkeys(found))
     gathers = problem.op == "all_gather_matmul"
@@ -118,10 +118,10 @@ def candidates(
     return list(dict.fromkeys([*found, *(made("fused", each) for each in fitting)]))
 
 
-def combined(tile: Candidate, sending: Candidate) -> Candidate:
+def combined(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
     """The tiles of one with the sends of the other."""
     values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
-    return Candidate("fused", tuple(sorted(values.items())))
+    return TuneCandidate("fused", tuple(sorted(values.items())))
 
 
 def _ranked(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.timing.subject import BASELINE, Candidate
+from interlace.benchmark.timing.subject import BASELINE, BenchCandidate
 
 NAMES = ("torch", "nccl", "gloo", "symm_mem")
 ONE_SHOT_BYTES = 256 << 10  # beyond it torch's symmetric memory reduces in two shots here
@@ -96,7 +96,7 @@ def group_name() -> str:
     return str(world.group_name)
 
 
-def symmetric_collective(op: Plain) -> Candidate:
+def symmetric_collective(op: Plain) -> BenchCandidate:
     """A plain collective through torch's symmetric memory.
 
     Raises ValueError for those that it does not have. Inputs lie in symmetric memory, so making them is
@@ -130,7 +130,7 @@ def symmetric_collective(op: Plain) -> Candidate:
             "all_gather_matmul and matmul_reduce_scatter"
         )
     count = op.part if name == "all_gather" else op.whole
-    return Candidate(
+    return BenchCandidate(
         "symm_mem",
         BASELINE,
         runs[name],

@@ -17,7 +17,7 @@ from interlace.benchmark.timing.subject import (
     ALGORITHM,
     BASELINE,
     PART,
-    Candidate,
+    BenchCandidate,
     Setting,
     Subject,
 )
@@ -45,7 +45,7 @@ WIDE = ("auto", "unfused", "copy")
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """One size of one run.
 
     ``target``: an op or "file.py::function". ``algorithms``: names, ("all",), or () for a kernel of one's
@@ -89,7 +89,7 @@ class Source:
     make: Callable[[], Subject]
 
 
-def source(request: Request, place: Place) -> Source:
+def source(request: BenchRequest, place: Place) -> Source:
     """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own.
 
     Raises ValueError or TypeError for what cannot be in this place.
@@ -140,28 +140,32 @@ def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject
         subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
         communicate, inputs = op.collective.ours("auto"), op.collective.timed_inputs
         subject.candidates += [
-            Candidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
-            Candidate(subject.communication, PART, communicate, inputs),
+            BenchCandidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
+            BenchCandidate(subject.communication, PART, communicate, inputs),
         ]
     return subject
 
 
-def _candidates(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> list[Candidate]:
+def _candidates(
+    op: Plain | Fused, names: list[str], chosen: tuple[str, ...]
+) -> list[BenchCandidate]:
     """interlace's algorithms, then the baselines."""
     timed = op.timed_inputs if isinstance(op, Plain) else None
     check: Any = op.check if op.nbytes else None
     loose: Any = functools.partial(op.check, rounds_often=True) if op.nbytes else None
-    found = [Candidate(name, ALGORITHM, op.ours(name), op.inputs, check, timed) for name in names]
+    found = [
+        BenchCandidate(name, ALGORITHM, op.ours(name), op.inputs, check, timed) for name in names
+    ]
     for name in chosen:
         if name == "torch":
             if op.op == "barrier":
                 raise ValueError("--baseline torch: a rank alone has no barrier")
-            found.append(Candidate(name, BASELINE, op.alone, op.alone_inputs, loose))
+            found.append(BenchCandidate(name, BASELINE, op.alone, op.alone_inputs, loose))
         elif name != "symm_mem":
-            found.append(Candidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
+            found.append(BenchCandidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
         elif isinstance(op, Fused):
             run = op.symmetric(baselines.group_name())
-            found.append(Candidate(name, BASELINE, run, op.inputs, loose))
+            found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
         else:
             found.append(baselines.symmetric_collective(op))
     return found
@@ -178,7 +182,7 @@ def loaded(target: str) -> Callable[..., Any]:
     return load_function(target)
 
 
-def _own_kernel(request: Request, place: Place) -> Source:
+def _own_kernel(request: BenchRequest, place: Place) -> Source:
     target = request.target
     found = kernel.made(loaded(target), target, request.arguments)
     names = _own_baselines(request, found, place)
@@ -193,7 +197,9 @@ def _own_kernel(request: Request, place: Place) -> Source:
     subject = Subject(function, shape, found.nbytes, found.bus_factor, found.flops)
 
     def add(name: str, role: str, run: Callable[..., Any], check: Any) -> str:
-        subject.candidates.append(Candidate(name, role, run, found.inputs, check, copied=False))
+        subject.candidates.append(
+            BenchCandidate(name, role, run, found.inputs, check, copied=False)
+        )
         return name
 
     add(function, ALGORITHM, found.run, found.check)
@@ -205,7 +211,7 @@ def _own_kernel(request: Request, place: Place) -> Source:
     return Source(baselines.torch_backend(names), [], lambda: subject)
 
 
-def _own_baselines(request: Request, found: kernel.Kernel, place: Place) -> list[str]:
+def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
     """The baselines that were asked for, or all that this place has."""
     names = []
     for name in found.baselines if request.chosen is None else request.chosen:

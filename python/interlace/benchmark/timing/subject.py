@@ -10,7 +10,7 @@ ALGORITHM, BASELINE, PART = "algorithm", "baseline", "part"
 
 
 @dataclass
-class Candidate:
+class BenchCandidate:
     """One way to do it.
 
     ``run(*inputs(number))`` is a call, whose result ``check(result, number)`` judges as in
@@ -51,7 +51,7 @@ class Facts:
 class Subject(Facts):
     """A subject to measure, and the ways to do it."""
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[BenchCandidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 
 import interlace
 from interlace.benchmark.runs.measure import measure
-from interlace.benchmark.runs.results import Result
+from interlace.benchmark.runs.results import SizeResult
 from interlace.benchmark.subjects import baselines
-from interlace.benchmark.subjects.requests import Request
+from interlace.benchmark.subjects.requests import BenchRequest
 from interlace.benchmark.timing.sizes import format_size
 from interlace.cli.bench import report
 from interlace.cli.bench.options import (
@@ -72,7 +72,7 @@ def _prints() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result]:
+def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
     place, world_size = place_of(options), world_size_of(options)
     results = []
     with Progress("bench", len(requests)) as progress:
@@ -88,11 +88,11 @@ def _in_own_ranks(options: BenchOptions, requests: list[Request]) -> list[Result
                     place=place,
                     timeout=options.timeout,
                 )
-            results.append(Result(None, said[0]) if said else Result(found[0]))
+            results.append(SizeResult(None, said[0]) if said else SizeResult(found[0]))
     return results
 
 
-def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
+def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
     """This process is a rank of a job, on one host or on several."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = requests[0].chosen
@@ -113,16 +113,16 @@ def _as_rank(options: BenchOptions, requests: list[Request]) -> list[Result]:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
                     with _wrong(request) as said:
-                        results.append(Result(measure(request, progress.at)))
+                        results.append(SizeResult(measure(request, progress.at)))
                     if said:  # the other ranks may be anywhere in it
-                        return [*results, Result(None, f"rank {rank}: {said[0]}")]
+                        return [*results, SizeResult(None, f"rank {rank}: {said[0]}")]
         finally:
             interlace.shutdown()
     return results
 
 
 @contextmanager
-def _wrong(request: Request) -> Iterator[list[str]]:
+def _wrong(request: BenchRequest) -> Iterator[list[str]]:
     """The text of an AssertionError of the user's own function, by which it says that it was wrong."""
     said: list[str] = []
     try:
@@ -133,7 +133,7 @@ def _wrong(request: Request) -> Iterator[list[str]]:
         said.append(str(error).splitlines()[0] if str(error) else "AssertionError")
 
 
-def _text(request: Request) -> str:
+def _text(request: BenchRequest) -> str:
     shape = [str(value) for value in (request.m, request.n, request.k) if value is not None]
     size = [] if request.nbytes is None else [format_size(request.nbytes)]
     return " ".join([request.target.rpartition("::")[2], *size, " x ".join(shape)]).strip()

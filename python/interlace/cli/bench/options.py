@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from interlace.benchmark.subjects import baselines
-from interlace.benchmark.subjects.requests import DTYPES, OPS, Request, loaded
+from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
 from interlace.cli.output.options import option
@@ -117,7 +117,7 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def requests_of(options: BenchOptions) -> list[Request]:
+def requests_of(options: BenchOptions) -> list[BenchRequest]:
     """A request per size. Raises ValueError for what does not fit together."""
     target = options.target
     if "::" not in target and target not in OPS:
@@ -130,7 +130,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
             f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
         )
     on_gpu = place_of(options) in GPU_PLACES
-    request = Request(
+    request = BenchRequest(
         target,
         options.dtype or ("bfloat16" if on_gpu else "float32"),
         _algorithms(options),
@@ -149,7 +149,7 @@ def requests_of(options: BenchOptions) -> list[Request]:
     return requests
 
 
-def _check_place(options: BenchOptions, request: Request) -> None:
+def _check_place(options: BenchOptions, request: BenchRequest) -> None:
     """Check that the place is there and has the baselines, as far as is known before ranks have met."""
     place, has_gpu = place_of(options), torch.cuda.is_available()
     if place not in OWN_PLACES and not under_torchrun():

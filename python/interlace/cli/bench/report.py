@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from interlace.benchmark.runs.results import Result, Row
+from interlace.benchmark.runs.results import BenchRow, SizeResult
 from interlace.benchmark.timing import protocol
 from interlace.benchmark.timing.subject import BASELINE, PART
 from interlace.cli.bench.options import BenchOptions
@@ -20,7 +20,7 @@ from interlace.cli.output.files import require_matplotlib
 CACHED = "in cache"  # marks inputs that could not be rotated past the cache
 
 
-def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> None:
+def render(console: Any, options: BenchOptions, results: Sequence[SizeResult]) -> None:
     console.print(_title(results))
     headers, lines = table(results)
     _print_table(console, headers, lines)
@@ -40,7 +40,7 @@ def render(console: Any, options: BenchOptions, results: Sequence[Result]) -> No
         console.print("[green]All results are right.[/green]")
 
 
-def _title(results: Sequence[Result]) -> str:
+def _title(results: Sequence[SizeResult]) -> str:
     sizes = next((result.sizes for result in results if result.sizes is not None), None)
     if sizes is None:
         return "interlace bench"
@@ -48,7 +48,7 @@ def _title(results: Sequence[Result]) -> str:
     return f"[bold]{sizes.op}[/bold], {sizes.dtype}, {ranks}, place {sizes.place} ({sizes.device})"
 
 
-def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells; columns that no row has a figure for are left out."""
     names = list(dict.fromkeys(n for result in results for row in result.rows for n in row.speedup))
     columns: list[tuple[str, Any]] = [
@@ -92,7 +92,7 @@ def _number(value: float | None) -> str:
     return f"{value:.{min(digits, 6)}f}"
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: BenchRow) -> str:
     if row.right is None:
         return "" if row.role == PART else "not checked"
     if row.right:
@@ -115,7 +115,7 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
     console.print()
 
 
-def notes(results: Sequence[Result]) -> list[str]:
+def notes(results: Sequence[SizeResult]) -> list[str]:
     """Notes that a reader of the results needs, each once."""
     found = []
     for result in results:
@@ -135,7 +135,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Result]) -> None:
+def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
     """Everything: options, machine, protocol, all blocks of all rows."""
     from interlace import __version__
     from interlace.cli.output.machine import inspect_machine
@@ -162,7 +162,7 @@ def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Resu
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def write_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
+def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
     """A line per candidate over the sizes: bus bandwidth, or time where there is none; quartiles shaded."""
     figure = require_matplotlib()(figsize=(8, 5))
     axes = figure.subplots()

@@ -16,10 +16,10 @@ from interlace import __version__, aot
 from interlace.cli.output.consoles import new_console
 from interlace.cli.output.options import add_options, option
 from interlace.cli.output.progress import counted
-from interlace.runtime.compiler.build import STRICT_ARCHES, Report
+from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
 from interlace.runtime.compiler.build import build as build_entries
 from interlace.runtime.compiler.bundle.bundle import BundleTarget, build_bundles
-from interlace.runtime.compiler.bundle.ops import OPS, Options
+from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
 from interlace.runtime.compiler.catalogue import Entry, entries
 from interlace.runtime.compiler.catalogue_nodes import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -71,7 +71,7 @@ def _linked(arch: int, folder: str | None) -> list[Entry]:
         return []
 
 
-def show(console: Any, reports: list[Report], as_json: bool) -> int:
+def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
     """A line per report, or all of them as JSON; 1 if any is not as it should be, else 0."""
     failed = sum(bool(report.problems()) for report in reports)
     if as_json:
@@ -185,8 +185,10 @@ def bundle(console: Any, given: argparse.Namespace, as_json: bool) -> int:
 
 
 def write(
-    targets: Sequence[BundleTarget], *, on_report: Callable[[Report], None] = lambda report: None
-) -> list[Report]:
+    targets: Sequence[BundleTarget],
+    *,
+    on_report: Callable[[BuildReport], None] = lambda report: None,
+) -> list[BuildReport]:
     """Build ``targets``, with the loader in every bundle."""
     loader = pathlib.Path(aot.__file__).read_text()
     return build_bundles(
@@ -201,7 +203,7 @@ def refuse_without_op(given: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> KernelOptions:
     chosen: dict[str, Any] = {
         name: value
         for name in _OPTIONS
@@ -218,7 +220,7 @@ def _options(given: argparse.Namespace) -> Options:
         if chosen.get(name, 1) < 1:
             raise ValueError(f"--{name} must be positive, got {chosen[name]}")
     overrides = dict(_override(text) for text in chosen.pop("set", ()))
-    return Options(**chosen, overrides=overrides)
+    return KernelOptions(**chosen, overrides=overrides)
 
 
 def _override(text: str) -> tuple[str, int]:

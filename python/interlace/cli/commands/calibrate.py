@@ -96,10 +96,10 @@ def check(options: CalibrateOptions) -> None:
 
 def calibrate(console: Any, options: CalibrateOptions) -> int:
     """Measure, write, print. Raises ValueError or OSError."""
-    from interlace.tensor.mesh.calibration import Request
+    from interlace.tensor.mesh.calibration import CalibrationRequest
 
     check(options)
-    request = Request(mesh_of(options), repetitions=options.repetitions)
+    request = CalibrationRequest(mesh_of(options), repetitions=options.repetitions)
     if options.dry_run:
         _plan(console, options, request)
         return 0

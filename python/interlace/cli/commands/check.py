@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
-class Case:
+class CheckCase:
     """One call on every rank: which op, how, and on what."""
 
     op: str
@@ -52,7 +52,7 @@ class Case:
 class Verdict:
     """``ratio``: worst error over its bound; ``error`` says what was raised instead."""
 
-    case: Case
+    case: CheckCase
     ratio: float
     seconds: float
     error: str = ""
@@ -68,7 +68,7 @@ def _random(seed: int, rank: int, *shape: int, dtype: str) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(DTYPES[dtype])
 
 
-def _inputs(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(case: CheckCase, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
     if case.op == "all_gather_matmul":
         rows = case.m // case.world_size + (3 * rank) % 7
@@ -80,11 +80,11 @@ def _inputs(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tenso
     return activations, _random(seed, 50 + rank, case.k, case.n, dtype=case.dtype)
 
 
-def _bias(case: Case, seed: int) -> torch.Tensor | None:
+def _bias(case: CheckCase, seed: int) -> torch.Tensor | None:
     return _random(seed, 77, case.n, dtype=case.dtype) if case.arguments.get("bias") else None
 
 
-def _on_rank(case: Case, seed: int) -> torch.Tensor:
+def _on_rank(case: CheckCase, seed: int) -> torch.Tensor:
     device, rank = interlace.device(), interlace.get_rank()
     input, weight = (tensor.to(device) for tensor in _inputs(case, seed, rank))
     if case.op in COLLECTIVES:
@@ -95,7 +95,7 @@ def _on_rank(case: Case, seed: int) -> torch.Tensor:
     return result.cpu()
 
 
-def _collective(case: Case, x: torch.Tensor, rank: int) -> torch.Tensor:
+def _collective(case: CheckCase, x: torch.Tensor, rank: int) -> torch.Tensor:
     op = getattr(interlace, case.op)
     if case.op == "all_reduce":
         op(x, **case.arguments)
@@ -111,7 +111,7 @@ def _collective(case: Case, x: torch.Tensor, rank: int) -> torch.Tensor:
     return output
 
 
-def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _expected(case: CheckCase, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(reference, bound) by rank."""
     inputs, weights = zip(*(_inputs(case, seed, r) for r in range(case.world_size)), strict=True)
     dtype, bias = DTYPES[case.dtype], _bias(case, seed)
@@ -132,7 +132,7 @@ def _expected(case: Case, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(values, reference.split(bound, case.world_size), strict=True))
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[CheckCase]:
     """The cases to check. On a GPU the shapes are large enough for several waves of tiles."""
     shapes = [(96, 80, 64), (61, 45, 37)]
     worlds = (1, 2, 3, 4)
@@ -163,16 +163,16 @@ def cases(device: str) -> Iterator[Case]:
         for dtype in dtypes if main_tile else (dtypes[(number + world_size) % 3],):
             for op, variants in fused.items():
                 for variant, arguments, overrides in variants:
-                    yield Case(op, variant, world_size, m, n, k, dtype, arguments, overrides)
+                    yield CheckCase(op, variant, world_size, m, n, k, dtype, arguments, overrides)
             for op in COLLECTIVES:
                 for algorithm in ("kernel", "copy", "low_latency"):
                     fits = op != "reduce_scatter" and 28 * m <= MOST_BYTES
                     if fits or algorithm != "low_latency":
                         arguments = {"algorithm": algorithm}
-                        yield Case(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments)
+                        yield CheckCase(op, algorithm, world_size, m * 7, 0, 0, dtype, arguments)
 
 
-def run_case(case: Case, device: str, seed: int) -> Verdict:
+def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
     start, place = time.perf_counter(), "cuda" if device == "cuda" else "sim"
     try:
         with configuration.override(**case.overrides):

@@ -12,7 +12,7 @@ from typing import Any
 from interlace.cli.output.options import arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
 from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import PROTOCOLS, Plan, Result
+from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
 from interlace.verify.suite.targets import TARGETS
 
 Bars = Callable[[str, int | None], Callable[..., None]]
@@ -72,11 +72,11 @@ def verify(console: Any, options: VerifyOptions) -> int:
     return 1 if any(result.findings for result in results) else 0
 
 
-def _plan(options: VerifyOptions, own: bool) -> Plan:
-    default = Plan() if own else Plan(ranks=(2, 4), seeds=10, schedules=200)
+def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
+    default = CheckPlan() if own else CheckPlan(ranks=(2, 4), seeds=10, schedules=200)
     if options.quick:  # a function of one's own may need ranks in powers of two
         default = suite.QUICK if own else replace(suite.QUICK, ranks=default.ranks)
-    return Plan(
+    return CheckPlan(
         options.ranks or default.ranks,
         options.seeds or default.seeds,
         options.schedules or default.schedules,
@@ -86,7 +86,7 @@ def _plan(options: VerifyOptions, own: bool) -> Plan:
     )
 
 
-def _run_own(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
+def _run_own(options: VerifyOptions, plan: CheckPlan, begin: Bars) -> list[JobResult]:
     everything = options.target == "all"
     names = list(TARGETS) if everything else [options.target]
     names = [name for name in names if name != PROTOCOLS]
@@ -98,7 +98,7 @@ def _run_own(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
     return results + suite.lint_shipped(names, plan, on_done=step)
 
 
-def _run_file(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
+def _run_file(options: VerifyOptions, plan: CheckPlan, begin: Bars) -> list[JobResult]:
     fn = suite.load_function(options.target)
     jobs = suite.function_jobs(options.target, fn, plan)
     results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
@@ -106,7 +106,7 @@ def _run_file(options: VerifyOptions, plan: Plan, begin: Bars) -> list[Result]:
     return results + suite.lint_launches(options.target, fn, plan, on_done=step)
 
 
-def render(console: Any, results: list[Result]) -> None:
+def render(console: Any, results: list[JobResult]) -> None:
     """The table, then all findings, then one line."""
     from rich.markup import escape
 
@@ -133,7 +133,7 @@ def render(console: Any, results: list[Result]) -> None:
         )
 
 
-def _table(results: list[Result]) -> Any:
+def _table(results: list[JobResult]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text

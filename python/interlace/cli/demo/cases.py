@@ -26,7 +26,7 @@ GELU_ROUNDINGS = 8  # of fp32, relative to its argument, in torch's gelu
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """``on_rank`` gives a rank's part; ``expected`` the float64 result of all and its error bound.
 
     Parts lie side by side along ``part_dim``.
@@ -127,7 +127,7 @@ def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 CASES = (
-    Case(
+    DemoCase(
         "all_gather_matmul",
         "x @ weight1",
         "Every rank has some rows of x and some columns of weight1. It multiplies its own rows at "
@@ -136,7 +136,7 @@ CASES = (
         lambda work: _gather(work.activations, _own(work.weight1, 1)),
         _gather_expected,
     ),
-    Case(
+    DemoCase(
         "matmul_reduce_scatter",
         "x @ weight1",
         "Every rank has some of the k columns of x and rows of weight1, so its product is one part "
@@ -145,7 +145,7 @@ CASES = (
         lambda work: _scatter(_own(work.activations, 1), _own(work.weight1, 0)),
         _scatter_expected,
     ),
-    Case(
+    DemoCase(
         "MLP",
         "gelu(x @ weight1) @ weight2",
         "Both in a row, as a sequence-parallel layer of a transformer uses them. A bar in the tiles "

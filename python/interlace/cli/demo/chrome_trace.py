@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from interlace.cli.demo.timeline import extent
-from interlace.runtime.scheduler.recording import TICKS, Recording, Span
+from interlace.runtime.scheduler.recording import TICKS, RecordedSpan, Recording
 
 GAP = 20 * TICKS
 Event = dict[str, Any]
@@ -90,7 +90,7 @@ class _Trace:
         return events
 
 
-def _title(span: Span) -> str:
+def _title(span: RecordedSpan) -> str:
     if span.label:
         return span.label
     return {

@@ -16,7 +16,7 @@ from rich.table import Table
 import interlace
 from interlace import reference
 from interlace.cli.demo import chrome_trace, timeline, workload
-from interlace.cli.demo.cases import CASES, Case
+from interlace.cli.demo.cases import CASES, DemoCase
 from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_unwritable, require_matplotlib
@@ -31,7 +31,7 @@ TIMEOUT = 1800.0
 class CaseResult:
     """One case, run: per rank (largest error, its ratio to the bound); None where nothing is seen."""
 
-    case: Case
+    case: DemoCase
     errors: list[tuple[float, float]]
     recording: Recording | None
 
@@ -90,7 +90,7 @@ def _load(options: DemoOptions) -> Workload:
     return workload.from_text(options.text, dtype, options.seed, *sizes)
 
 
-def run_case(case: Case, work: Workload, options: DemoOptions) -> CaseResult:
+def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult:
     simulated = options.place == "sim"
     with trace.recording() if simulated else nullcontext() as recorder:
         answers = interlace.run(

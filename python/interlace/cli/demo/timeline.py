@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from interlace.cli.output.files import require_matplotlib
-from interlace.runtime.scheduler.recording import STEPS, TICKS, Recording, Span
+from interlace.runtime.scheduler.recording import STEPS, TICKS, RecordedSpan, Recording
 
 NAMES = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_cyan")
@@ -91,7 +91,7 @@ class Scale:
     def cell(self, time: int) -> int:
         return min(self.cells - 1, max(0, int((time - self.start) / self.per_cell)))
 
-    def shares(self, span: Span) -> Iterable[tuple[int, float]]:
+    def shares(self, span: RecordedSpan) -> Iterable[tuple[int, float]]:
         """(cell, how long in it) of every cell that ``span`` touches."""
         for cell in range(self.cell(span.start), self.cell(span.end) + 1):
             begin = self.start + cell * self.per_cell
@@ -223,12 +223,12 @@ def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _program(span: Span) -> str:
+def _program(span: RecordedSpan) -> str:
     """The lane without the kernel's name: programs of successive ops share a line."""
     return span.lane.split(" ", 1)[-1]
 
 
-def _bar(panel: Any, span: Span, start: int, y: float, height: float, color: str) -> None:
+def _bar(panel: Any, span: RecordedSpan, start: int, y: float, height: float, color: str) -> None:
     left, width = (span.start - start) / TICKS, (span.end - span.start) / TICKS
     panel.broken_barh([(left, width)], (y, height), facecolors=color, edgecolor="white", lw=0.3)
 

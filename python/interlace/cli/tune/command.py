@@ -15,7 +15,7 @@ import torch
 
 import interlace
 from interlace.benchmark.runs.tune import Timed, Tuned, TuneRequest, on_rank, search
-from interlace.benchmark.runs.tune_candidates import Candidate, candidates, problem_of, untuned
+from interlace.benchmark.runs.tune_candidates import TuneCandidate, candidates, problem_of, untuned
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.progress import Progress
@@ -45,7 +45,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         f"{_name(options)}, triton {machine.triton}"
     )
     outcomes: list[tuple[Job, Tuned]] = []
-    unwritten: list[cache.Row] = []
+    unwritten: list[cache.CacheRow] = []
     failed: Exception | None = None
     with Progress("tune", len(jobs)) as progress:
         for number, job in enumerate(jobs):
@@ -88,7 +88,7 @@ def _problem(options: TuneOptions, job: Job) -> Problem:
     return problem_of(op, dtype_of(options), m, n, k, world_size_of(options))
 
 
-def _tried(options: TuneOptions, job: Job) -> list[Candidate]:
+def _tried(options: TuneOptions, job: Job) -> list[TuneCandidate]:
     op, (m, n, _) = job
     dtype = dtype_of(options)
     one_shot = op != "matmul_all_reduce" or m * n * dtype.itemsize <= ONE_SHOT_BYTES
@@ -119,11 +119,11 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress) ->
     return search(request, run)
 
 
-def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.Row:
+def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.CacheRow:
     op, shape = job
     problem = _problem(options, job)
     found = outcome.by_algorithm
-    return cache.Row(
+    return cache.CacheRow(
         op,
         tuning.dtype_name(problem),
         tuning.extents_of(problem),
@@ -171,7 +171,7 @@ def _print(console: Any, job: Job, outcome: Tuned) -> None:
 def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
     """Print what is chosen now and why, and what would be tried."""
     place, capability = place_of(options), _capability(options)
-    rows: tuple[cache.Row, ...] = ()
+    rows: tuple[cache.CacheRow, ...] = ()
     if options.arch is None:
         file = pathlib.Path(options.cache) if options.cache else cache.path()
         rows = cache.rows_for(_machine(options), file)

@@ -101,7 +101,7 @@ def _pass(
     return there(tensor, dim, communicator)
 
 
-class _Copied(torch.autograd.Function):
+class _CopiedToGroup(torch.autograd.Function):
     """Views of several tensors, with one collective that sums all their gradients over the group."""
 
     @staticmethod
@@ -149,7 +149,7 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     wanted = [each for each in there if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors
-    copied = iter(_Copied.apply(communicator, *wanted))  # type: ignore[no-untyped-call]
+    copied = iter(_CopiedToGroup.apply(communicator, *wanted))  # type: ignore[no-untyped-call]
     return tuple(
         next(copied) if each is not None and each.requires_grad else each for each in tensors
     )

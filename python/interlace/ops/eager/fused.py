@@ -1,6 +1,6 @@
 """Kernels of the fused ops: the eager functions with outputs that are made first.
 
-What follows the tensors in an op's arguments are the fields of its ``Options``, in their order.
+What follows the tensors in an op's arguments are the fields of its options, in their order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tensor = torch.Tensor
 
 
 def gather_products(
-    input: Tensor, weights: Sequence[Tensor], options: gather.Options, size: int
-) -> list[shapes.Product]:
+    input: Tensor, weights: Sequence[Tensor], options: gather.GatherMatmulOptions, size: int
+) -> list[shapes.FusedOutput]:
     """The results of all_gather_matmul: a product per weight, then the gathered input if asked for."""
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
@@ -44,7 +44,7 @@ def all_gather_matmul(
     biases: Sequence[Tensor | None],
     *given: Any,
 ) -> Started:
-    options, weights = gather.Options(*given), list(weights)
+    options, weights = gather.GatherMatmulOptions(*given), list(weights)
     with communicator.accepting(gather.OP):
         products = gather_products(input, weights, options, communicator.world_size)
     outputs = [product.matrix for product in products]
@@ -61,8 +61,8 @@ def all_gather_matmul(
 
 
 def reduce_product(
-    input: Tensor, weight: Tensor, options: reduce.Options, size: int
-) -> shapes.Product:
+    input: Tensor, weight: Tensor, options: reduce.MatmulReduceOptions, size: int
+) -> shapes.FusedOutput:
     """The result of matmul_reduce_scatter or, with no ``scatter_dim``, of matmul_all_reduce."""
     if input.dim() < 2 or weight.dim() != 2:
         raise ValueError(
@@ -76,15 +76,15 @@ def reduce_product(
     return shapes.scattered_product(input, weight.shape[1], dim, size, dtype)
 
 
-def all_reduce_options(reduce_op: str, *given: Any) -> reduce.Options:
+def all_reduce_options(reduce_op: str, *given: Any) -> reduce.MatmulReduceOptions:
     """The options of matmul_all_reduce, which has no ``scatter_dim``."""
-    return reduce.Options(reduce_op, None, *given)
+    return reduce.MatmulReduceOptions(reduce_op, None, *given)
 
 
 def matmul_reduce_scatter(
     communicator: Communicator, input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
 ) -> Started:
-    run, options = reduce.matmul_reduce_scatter, reduce.Options(*given)
+    run, options = reduce.matmul_reduce_scatter, reduce.MatmulReduceOptions(*given)
     return _reduced(communicator, reduce.SCATTER, run, (input, weight, bias), options)
 
 
@@ -100,7 +100,7 @@ def _reduced(
     op: str,
     check: Callable[..., PreparedCall],
     tensors: tuple[Tensor, Tensor, Tensor | None],
-    options: reduce.Options,
+    options: reduce.MatmulReduceOptions,
 ) -> Started:
     with communicator.accepting(op):
         product = reduce_product(*tensors[:2], options, communicator.world_size)

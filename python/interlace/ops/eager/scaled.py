@@ -28,7 +28,7 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.eager import plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
-from interlace.ops.eager.scaled_kernels import Operands, ReduceOptions
+from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.runtime.algorithms import plain as collective_algorithms
 from interlace.runtime.algorithms.operands import rows_of
 from interlace.runtime.core.communicator import Communicator
@@ -53,7 +53,7 @@ class GatherOptions(NamedTuple):
     algorithm: str = "auto"
 
 
-def multiply(operands: Operands, options: GatherOptions | ReduceOptions) -> Tensor:
+def multiply(operands: ScaledOperands, options: GatherOptions | ReduceOptions) -> Tensor:
     """The product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
     input, weight, input_scale, weight_scale, bias = operands
     rows, columns = input.shape[0], weight.shape[1]
@@ -88,7 +88,7 @@ def is_by_row(input: torch.Tensor, scale: torch.Tensor) -> bool:
     return False
 
 
-def _check(operands: Operands) -> None:
+def _check(operands: ScaledOperands) -> None:
     """Check operands for faults on which ranks would disagree if torch found them."""
     input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
@@ -145,7 +145,7 @@ def operands(
     input_scale: Tensor,
     weight_scales: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-) -> list[Operands]:
+) -> list[ScaledOperands]:
     """The operands of each weight's product, checked."""
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
@@ -154,7 +154,7 @@ def operands(
         )
     vectors = biases or [None] * len(weights)
     found = [
-        Operands(input, weight, input_scale, scale, bias)
+        ScaledOperands(input, weight, input_scale, scale, bias)
         for weight, scale, bias in zip(weights, weight_scales, vectors, strict=True)
     ]
     for each in found:
@@ -163,8 +163,8 @@ def operands(
 
 
 def gathered_products(
-    found: Sequence[Operands], options: GatherOptions, size: int
-) -> list[shapes.Product]:
+    found: Sequence[ScaledOperands], options: GatherOptions, size: int
+) -> list[shapes.FusedOutput]:
     """A product per weight, then the gathered input, which is always made."""
     input = found[0].input
     dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
@@ -256,7 +256,7 @@ def _gather(communicator: Communicator, part: torch.Tensor, whole: torch.Tensor)
 OP = "scaled_matmul_reduce_scatter"
 
 
-def scattered(found: Operands, options: ReduceOptions, size: int) -> Tensor:
+def scattered(found: ScaledOperands, options: ReduceOptions, size: int) -> Tensor:
     """``[.., n / size, .., columns]``, dense."""
     input, dtype = found.input, options.out_dtype or torch.bfloat16
     lengths = (*input.shape[:-1], found.weight.shape[1])
@@ -264,7 +264,7 @@ def scattered(found: Operands, options: ReduceOptions, size: int) -> Tensor:
     return input.new_empty(shapes.scattered(whole, options.scatter_dim, size).shape, dtype=dtype)
 
 
-def product(found: Operands, options: ReduceOptions, rank: int) -> Tensor:
+def product(found: ScaledOperands, options: ReduceOptions, rank: int) -> Tensor:
     """``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
     _check(found)
     input, scale = found.input, found.input_scale
@@ -281,8 +281,8 @@ def _is_average(options: ReduceOptions, rank: int) -> bool:
 
 
 def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Started:
-    """``given``: the fields of :class:`Operands`, then those of :class:`ReduceOptions`."""
-    found, options = Operands(*given[:5]), ReduceOptions(*given[5:])
+    """``given``: the fields of :class:`ScaledOperands`, then those of :class:`ReduceOptions`."""
+    found, options = ScaledOperands(*given[:5]), ReduceOptions(*given[5:])
     input, weight = found.input, found.weight
     with communicator.accepting(OP):
         for each in found[:4]:

@@ -21,7 +21,7 @@ from interlace.runtime.tuning import tuning
 OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Operands(NamedTuple):
+class ScaledOperands(NamedTuple):
     """The operands of one product: fp8 matrices, their scales, and a bias."""
 
     input: torch.Tensor
@@ -67,7 +67,7 @@ def _by_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 def gather(
     communicator: Communicator,
-    operands: Sequence[Operands],
+    operands: Sequence[ScaledOperands],
     by_row: bool,
     outputs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -109,7 +109,7 @@ def gather(
 
 def reduce(
     communicator: Communicator,
-    operands: Operands,
+    operands: ScaledOperands,
     output: torch.Tensor,
     options: ReduceOptions,
     *,

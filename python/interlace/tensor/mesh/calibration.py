@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 from interlace.runtime.tuning import calibration
-from interlace.runtime.tuning.calibration import Link, MeasuredMesh, Protocol
+from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 
 ITEM = 4  # float32
 SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
@@ -37,7 +37,7 @@ Times = dict[Key, list[float]]
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """A request to measure. ``repetitions`` of small messages, a third of it of large ones."""
 
     mesh: tuple[int, ...]
@@ -56,7 +56,7 @@ class Request:
         return self.repetitions if size in self.small else max(3, self.repetitions // 3)
 
 
-def on_rank(request: Request, tick: Callable[[int, int], None]) -> Times:
+def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Times:
     """Microseconds of this rank's calls, inside ``interlace.run`` or a process group of torch."""
     if dist.is_initialized():
         on_gpus = "nccl" in str(dist.get_backend())
@@ -145,8 +145,8 @@ def link_of(
     low, high = max(small), min(large)
     crossing = (later - latency) / (slope - flatter) if slope > flatter else 0.0
     begins = crossing if low <= crossing <= high else math.sqrt(low * high)
-    for_small = Protocol(0, round(latency, 3), _rate(slope))
-    for_large = Protocol(round(begins), round(later, 3), _rate(flatter))
+    for_small = LinkProtocol(0, round(latency, 3), _rate(slope))
+    for_large = LinkProtocol(round(begins), round(later, 3), _rate(flatter))
     return Link(dim, ranks, op, (for_small, for_large))
 
 
@@ -156,7 +156,7 @@ def _rate(slope: float) -> float:
 
 
 def measured(
-    request: Request, by_rank: Sequence[Times], backend: str, processes: str
+    request: CalibrationRequest, by_rank: Sequence[Times], backend: str, processes: str
 ) -> MeasuredMesh:
     """The mesh as the ranks' times measure it. ``processes``: what the ranks were, in a word."""
     found = medians(by_rank)
@@ -164,7 +164,7 @@ def measured(
     for dim, ranks in enumerate(request.mesh):
         for op in calibration.OPS:
             if ranks == 1:  # nothing to send
-                links.append(Link(dim, ranks, op, (Protocol(0, 0.0, _rate(LEAST_SLOPE)),)))
+                links.append(Link(dim, ranks, op, (LinkProtocol(0, 0.0, _rate(LEAST_SLOPE)),)))
                 continue
             small = {size: found[dim, op, size] for size in request.small}
             large = {size: found[dim, op, size] for size in request.large}

@@ -158,7 +158,7 @@ class RowwiseLinear(FusedLinear):
         _even("in_features", self.weight.shape[1], 1, style.ranks)
         if wanted == REPLICATED:
             self._say("matmul_all_reduce")
-            made = _MatmulAllReduce.apply(*self._operands(local), style.group)  # type: ignore[no-untyped-call]
+            made = _ReplicatedMatmul.apply(*self._operands(local), style.group)  # type: ignore[no-untyped-call]
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
             text = f"the output is to be {_text(wanted)}"
@@ -187,7 +187,7 @@ class _Replicated(torch.autograd.Function):
         return functional.wait(functional.all_reduce(grad.contiguous(), group=ctx.group)), None
 
 
-class _MatmulAllReduce(torch.autograd.Function):
+class _ReplicatedMatmul(torch.autograd.Function):
     """``matmul_all_reduce`` to an output that is replicated, whose gradient all ranks have already."""
 
     @staticmethod

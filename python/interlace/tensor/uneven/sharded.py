@@ -22,8 +22,8 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
 from interlace.tensor.uneven.sharding import (
+    MeshSharding,
     Placements,
-    Sharding,
     checked_placements,
     chunked,
     for_dims,
@@ -77,7 +77,7 @@ class ShardedTensor:
     ([1.0, 2.0, 2.0], (3,))
     """
 
-    def __init__(self, local: torch.Tensor, ranks: _Ranks, sharding: Sharding) -> None:
+    def __init__(self, local: torch.Tensor, ranks: _Ranks, sharding: MeshSharding) -> None:
         self._local, self._ranks, self._sharding = local, ranks, sharding
         self.shape = torch.Size(sharding.shape)
         self.mesh, self.placements = ranks.given, sharding.placements
@@ -231,7 +231,7 @@ def _given_sharding(
     own: tuple[int, ...],
     sizes: Any,
     shape: Sequence[int] | None,
-) -> Sharding:
+) -> MeshSharding:
     """By ``sizes``, which this rank's ``own`` shape has to follow."""
     rank = ranks.communicator.rank
     if sizes == "chunk":
@@ -322,7 +322,9 @@ def scatter(
     return ShardedTensor(local, ranks, sharding)
 
 
-def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root: int) -> Sharding:
+def _cut(
+    ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root: int
+) -> MeshSharding:
     """The way in which the source's tensor is cut."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None

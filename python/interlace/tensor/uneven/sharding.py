@@ -22,7 +22,7 @@ Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
-class Sharding:
+class MeshSharding:
     """``shape`` of the whole, ``blocks`` by rank of the mesh, in row-major order of ``mesh_shape``."""
 
     mesh_shape: Shape
@@ -97,7 +97,7 @@ def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
     return tuple(found)
 
 
-def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shape]) -> Sharding:
+def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shape]) -> MeshSharding:
     """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
     first = shapes[0]
     places = coordinates(mesh_shape)
@@ -127,10 +127,10 @@ def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shap
         whole.append(total)
         for block, key, shape in zip(blocks, keys, shapes, strict=True):
             block.append((starts[key], shape[dim]))
-    return Sharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
+    return MeshSharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
 
 
-def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> Sharding:
+def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> MeshSharding:
     """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
     shapes = []
     for place in coordinates(mesh_shape):
@@ -148,7 +148,7 @@ def with_sizes(
     sizes: dict[int, Sequence[int]],
     shape: Sequence[int],
     rank: int,
-) -> Sharding:
+) -> MeshSharding:
     """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
     expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
     if set(sizes) != expected:
@@ -175,7 +175,7 @@ def with_sizes(
     return from_shapes(mesh_shape, placements, shapes)
 
 
-def unlike_chunks(sharding: Sharding) -> list[str]:
+def unlike_chunks(sharding: MeshSharding) -> list[str]:
     """A line for each rank that has another shape than ``torch.chunk`` would give it."""
     usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
     both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)

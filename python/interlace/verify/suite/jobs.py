@@ -1,7 +1,7 @@
 """The checks of one ``interlace verify``: which jobs there are, and what came of them.
 
 A *subject* is a shipped op, a function in a file, or the protocols. A *job* is one check of one subject;
-jobs run in parallel processes. What they found is a :class:`Result` each.
+jobs run in parallel processes. What they found is a :class:`JobResult` each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """A plan: what to check and how much. ``ranks`` for races; schedules run on the smallest of them.
 
     ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``: lint one variant of each
@@ -46,11 +46,11 @@ class Plan:
     ignore: tuple[str, ...] = ()
 
 
-QUICK = Plan((2, 3), 1, 3, (90,), True)
+QUICK = CheckPlan((2, 3), 1, 3, (90,), True)
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean."""
 
     subject: str
@@ -73,14 +73,14 @@ class Job(NamedTuple):
     variant: str
     run: Callable[[], tuple[str, Sequence[str]]]
 
-    def result(self) -> Result:
+    def result(self) -> JobResult:
         begin = time.monotonic()
         count, findings = self.run()
         seconds = time.monotonic() - begin
-        return Result(self.subject, self.check, self.variant, count, tuple(findings), seconds)
+        return JobResult(self.subject, self.check, self.variant, count, tuple(findings), seconds)
 
 
-def shipped_jobs(names: Sequence[str], plan: Plan) -> list[Job]:
+def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
     """Races and schedules of shipped ops, the largest world size first: it takes longest.
 
     A quick plan leaves variants out where it is for several ops, not where somebody asks for one.
@@ -90,11 +90,11 @@ def shipped_jobs(names: Sequence[str], plan: Plan) -> list[Job]:
     return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)
 
 
-def function_jobs(subject: str, fn: Callable[[], Any], plan: Plan) -> list[Job]:
+def function_jobs(subject: str, fn: Callable[[], Any], plan: CheckPlan) -> list[Job]:
     return _jobs({subject: {"": fn}}, plan)
 
 
-def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: Plan) -> list[Job]:
+def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan) -> list[Job]:
     every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
     jobs = []
 
@@ -110,7 +110,7 @@ def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: Plan) -> list
     return jobs
 
 
-def protocol_jobs(plan: Plan) -> list[Job]:
+def protocol_jobs(plan: CheckPlan) -> list[Job]:
     """All interleavings of the patterns of ``kernels/signal.py``."""
     ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
     text = f"{ranks} ranks, {rounds} rounds"
@@ -142,7 +142,7 @@ def _protocol(name: str, ranks: int, rounds: int) -> tuple[str, Sequence[str]]:
     ]
 
 
-def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[Result]:
+def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[JobResult]:
     """All results, in the order of the jobs. Runs in parallel processes."""
     # torch imports this, for seconds, when it first dispatches to a mode: here, and not in every worker
     importlib.import_module("torch._dynamo")
@@ -156,8 +156,8 @@ def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None)
 
 
 def lint_shipped(
-    names: Sequence[str], plan: Plan, *, on_done: Callable[[], None] = lambda: None
-) -> list[Result]:
+    names: Sequence[str], plan: CheckPlan, *, on_done: Callable[[], None] = lambda: None
+) -> list[JobResult]:
     """Every variant of the catalogue of these ops, compiled and linted."""
     wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
     chosen = shipped_entries(names, plan)
@@ -170,7 +170,7 @@ def lint_shipped(
     return results
 
 
-def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
+def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
     """The entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
@@ -180,8 +180,12 @@ def shipped_entries(names: Sequence[str], plan: Plan) -> list[Entry]:
 
 
 def lint_launches(
-    subject: str, fn: Callable[[], Any], plan: Plan, *, on_done: Callable[[], None] = lambda: None
-) -> list[Result]:
+    subject: str,
+    fn: Callable[[], Any],
+    plan: CheckPlan,
+    *,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[JobResult]:
     """Lint every kernel that ``fn`` launches, other than interlace's own, in every form it is seen in."""
     seen = {
         specialisation(launch): launch
@@ -202,8 +206,8 @@ def lint_launches(
     return results
 
 
-def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float = 0.0) -> Result:
-    return Result(subject, "lint", variant, "1 variant", texts, seconds)
+def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float = 0.0) -> JobResult:
+    return JobResult(subject, "lint", variant, "1 variant", texts, seconds)
 
 
 def load_function(text: str) -> Callable[[], Any]:
