@@ -75,7 +75,7 @@ class CacheRow:
         return self.op, self.dtype, self.extents, self.world, self.rows, self.columns, self.inner
 
 
-Rows = dict[TunedMachine, list[CacheRow]]
+CacheRows = dict[TunedMachine, list[CacheRow]]
 
 
 def machine(place: str, device: torch.device) -> TunedMachine:
@@ -97,9 +97,9 @@ def _cpu_name() -> str:
     return f"{name or sys.platform}, {os.cpu_count()} cores"
 
 
-def _parsed(whole: dict[str, Any]) -> Rows:
+def _parsed(whole: dict[str, Any]) -> CacheRows:
     """All rows, by machine."""
-    found: Rows = {}
+    found: CacheRows = {}
     for each in whole["machines"]:
         rows = [_row(row) for row in each["rows"]]
         about = TunedMachine(**{one.name: each[one.name] for one in fields(TunedMachine)})
@@ -168,7 +168,7 @@ def digest(rows: Sequence[CacheRow]) -> str:
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
     """Merge ``rows`` into ``file``, over those of the same key and machine. Raises as ``change``."""
 
-    def merged(content: Rows | None) -> dict[str, Any]:
+    def merged(content: CacheRows | None) -> dict[str, Any]:
         found = content or {}
         found[about] = list({row.key: row for row in [*found.get(about, ()), *rows]}.values())
         machines = [

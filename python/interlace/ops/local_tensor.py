@@ -41,7 +41,7 @@ _Library: Any = torch.library.Library
 _library = _Library(NAMESPACE, "FRAGMENT")
 _defined: dict[str, list[list[int]]] = {}
 
-Rows = list[list[int]]
+RankLists = list[list[int]]
 
 
 def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[str]) -> None:
@@ -178,7 +178,7 @@ def _on_rank(value: Any, rank: int) -> Any:
     return _on_rank(value, rank) if isinstance(value, _LocalTensor) else value
 
 
-def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> Rows:
+def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> RankLists:
     """The groups, of all that ``name`` stands for, whose ranks are simulated."""
     rows = _known(mode, name, size)
     if any(len(row) != size for row in rows):
@@ -201,7 +201,7 @@ def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> Rows:
     return chosen
 
 
-def _known(mode: Any, name: str, size: int | None) -> Rows:
+def _known(mode: Any, name: str, size: int | None) -> RankLists:
     """All groups that ``name`` stands for; ``size`` may be given as unknown."""
     everyone = sorted(mode.ranks)
     if name in _defined:
@@ -239,7 +239,7 @@ def _alive(name: str) -> Sequence[int] | None:
     return dist.get_process_group_ranks(group)
 
 
-def _shifted(name: str, members: Sequence[int], world: int) -> Rows:
+def _shifted(name: str, members: Sequence[int], world: int) -> RankLists:
     """``members`` and the same pattern from every first rank that is left, as along a mesh."""
     pattern = [rank - members[0] for rank in members]
     if pattern != sorted(pattern):

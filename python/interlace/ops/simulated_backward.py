@@ -34,15 +34,15 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
 Result = TypeVar("Result")
-_Outcome = Future[Any]
+_Answer = Future[Any]
 
 
 class _EngineRequests:
     """Requests of an engine's thread to its rank: calls, one at a time, and the thread's own end."""
 
     def __init__(self) -> None:
-        self.asked: SimpleQueue[Callable[[], Any] | _Outcome] = SimpleQueue()
-        self.answers: SimpleQueue[_Outcome] = SimpleQueue()
+        self.asked: SimpleQueue[Callable[[], Any] | _Answer] = SimpleQueue()
+        self.answers: SimpleQueue[_Answer] = SimpleQueue()
 
 
 _thread = threading.local()  # its ``channel``, in the thread of an engine
@@ -93,8 +93,8 @@ def install() -> None:
         _C._current_graph_task_id = _current_graph
 
 
-def _outcome(call: Callable[[], Any]) -> _Outcome:
-    outcome: _Outcome = Future()
+def _outcome(call: Callable[[], Any]) -> _Answer:
+    outcome: _Answer = Future()
     try:
         outcome.set_result(call())
     except BaseException as error:  # a coroutine's end too: it goes on where the call came from

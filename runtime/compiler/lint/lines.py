@@ -24,10 +24,10 @@ class Frame:
     column: int = 0
 
 
-Chain = tuple[Frame, ...]
+FrameChain = tuple[Frame, ...]
 
 
-def later(chain: Chain, other: Chain) -> bool:
+def later(chain: FrameChain, other: FrameChain) -> bool:
     """Whether ``chain`` stands after ``other`` in the source; False where the order is unknown."""
     for frame, against in zip(reversed(chain), reversed(other), strict=False):
         if frame != against:
@@ -36,7 +36,7 @@ def later(chain: Chain, other: Chain) -> bool:
     return False
 
 
-def describe(chain: Chain) -> str:
+def describe(chain: FrameChain) -> str:
     """The innermost line and the kernel's own: "signal.py:69 in publish, called at transfer.py:124".
 
     Reads the files that the chain names; where one is gone, its lines go without a function.

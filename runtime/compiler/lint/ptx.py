@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from interlace.runtime.compiler.lint.control_flow import Flow
-from interlace.runtime.compiler.lint.lines import Chain, Frame
+from interlace.runtime.compiler.lint.lines import Frame, FrameChain
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^/]*(?://(.*))?")
@@ -35,7 +35,7 @@ class PtxInstruction:
     operation: str
     operands: str
     predicate: str
-    chain: Chain
+    chain: FrameChain
     line: int
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class PtxModule:
         return frozenset(name for one in self.instructions for name in one.inputs)
 
     def _read(self, ptx: str) -> None:
-        chain: Chain = ()
+        chain: FrameChain = ()
         label = pending = ""
         for number, raw in enumerate(ptx.splitlines(), 1):
             text = raw.strip()
@@ -144,7 +144,7 @@ class PtxModule:
                 elif re.match(r"[a-z@]", statement):
                     self.instructions.append(_instruction(statement[:-1].strip(), chain, number))
 
-    def _chain(self, directive: str) -> Chain:
+    def _chain(self, directive: str) -> FrameChain:
         found = _LOC.match(directive)
         if not found:
             return ()
@@ -193,7 +193,7 @@ def _open(statement: str) -> str:
     return statement.strip().lstrip("{} \t").strip()
 
 
-def _instruction(statement: str, chain: Chain, line: int) -> PtxInstruction:
+def _instruction(statement: str, chain: FrameChain, line: int) -> PtxInstruction:
     predicate = ""
     if found := _PREDICATE.match(statement):
         predicate, statement = found.group(1), statement[found.end() :]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from interlace.runtime.compiler.lint.faults import Fault
-from interlace.runtime.compiler.lint.lines import Chain, describe, later
+from interlace.runtime.compiler.lint.lines import FrameChain, describe, later
 from interlace.runtime.compiler.lint.ptx import PtxInstruction, PtxModule
 
 Rule = Callable[[PtxModule], list[Fault]]
@@ -145,7 +145,7 @@ def early_load(program: PtxModule) -> list[Fault]:
     The first: in an unrolled or pipelined loop the load of one round may well come before the wait of
     the next.
     """
-    waits: dict[Chain, list[int]] = {}
+    waits: dict[FrameChain, list[int]] = {}
     for i in _waits(program):
         waits.setdefault(program.instructions[i].chain, []).append(i)
     before = program.flow.before

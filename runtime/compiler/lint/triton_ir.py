@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from interlace.runtime.compiler.lint.faults import Fault
-from interlace.runtime.compiler.lint.lines import Chain, Frame, describe
+from interlace.runtime.compiler.lint.lines import Frame, FrameChain, describe
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import is_acquire
 
@@ -37,7 +37,7 @@ class Dot:
     shape: tuple[int, ...]
     dtype: str
     exact: bool
-    chain: Chain
+    chain: FrameChain
 
     def __str__(self) -> str:
         return f"{self.dtype} dot of {' x '.join(str(extent) for extent in self.shape)}"
@@ -48,7 +48,7 @@ class TritonIR:
         self._lines = text.splitlines()
         self._aliases = dict(_ALIAS.findall(text))
 
-    def chain(self, name: str) -> Chain:
+    def chain(self, name: str) -> FrameChain:
         """The source lines of a location such as "#loc12", innermost first."""
         text = self._aliases.get(name, "")
         if found := _CALL.match(text):
@@ -59,7 +59,7 @@ class TritonIR:
             return (Frame(found.group(1), int(found.group(2)), int(found.group(3))),)
         return ()
 
-    def _located(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], Chain]]:
+    def _located(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], FrameChain]]:
         for line in self._lines:
             found = pattern.search(line)
             if found and (at := _AT.search(line)):

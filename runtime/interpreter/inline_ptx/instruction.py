@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.interpreter.inline_ptx.special import SPECIAL, Read, Thread, constant
+from interlace.runtime.interpreter.inline_ptx.special import SPECIAL, Reader, Thread, constant
 from interlace.runtime.interpreter.inline_ptx.types import PREDICATE, TYPES, ScalarType
 
 Action = Callable[[Thread], "int | None"]
@@ -153,7 +153,7 @@ class Instruction:
             raise self.error(f"{value} is no number of type .{kind.name}")
         return kind.encode(value)
 
-    def reader(self, text: str, kind: ScalarType, *, wider: bool = False) -> Read:
+    def reader(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
         """A function that gives the bits of an operand. ``wider``: its register may be wider."""
         mask, literal = kind.mask, self.literal(text, kind)
         if literal is not None:
@@ -170,7 +170,7 @@ class Instruction:
             return lambda thread: thread.registers[slot]
         return lambda thread: thread.registers[slot] & mask
 
-    def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Read:
+    def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
         """A function that gives the number in an operand."""
         read, decode = self.reader(text, kind, wider=wider), kind.decode
         return read if kind.letter in "ubp" else lambda thread: decode(read(thread))

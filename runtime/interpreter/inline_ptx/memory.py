@@ -20,7 +20,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.special import Read, Thread
+from interlace.runtime.interpreter.inline_ptx.special import Reader, Thread
 from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
 
 MEMORY, builds = builders()
@@ -63,7 +63,7 @@ _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.valu
 # -- what accesses have in common ------------------------------------------------------------------
 
 
-def address_of(instruction: Instruction, text: str, kind: ScalarType, count: int = 1) -> Read:
+def address_of(instruction: Instruction, text: str, kind: ScalarType, count: int = 1) -> Reader:
     """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one."""
     match = _ADDRESS.fullmatch(text)
     if match is None:

@@ -39,18 +39,18 @@ class Thread:
     idle_steps: int = 0
 
 
-Read = Callable[[Thread], Any]
+Reader = Callable[[Thread], Any]
 
 
-def constant(value: int) -> Read:
+def constant(value: int) -> Reader:
     return lambda thread: value
 
 
-def _grid(name: str, axis: int) -> Read:
+def _grid(name: str, axis: int) -> Reader:
     return lambda thread: int(getattr(thread.session.builder, name)[axis])
 
 
-def _clock(shift: int) -> Read:
+def _clock(shift: int) -> Reader:
     def read(thread: Thread) -> int:
         thread.idle_steps = 0
         thread.session.clock += CLOCK_STEP
@@ -66,7 +66,7 @@ def _program_number(thread: Thread) -> int:
     return int((z * height + y) * width + x)
 
 
-SPECIAL: dict[str, Read] = {
+SPECIAL: dict[str, Reader] = {
     "%tid.x": lambda thread: thread.number,
     "%ntid.x": constant(THREADS),
     "%laneid": lambda thread: thread.number % WARP,

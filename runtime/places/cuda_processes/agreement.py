@@ -74,7 +74,7 @@ def board_bytes(world_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _AgreedCall:
     """Peers' answers to a call. ``row``: digests, as noted. ``settled``: else it would be a misuse."""
 
     digest: int
@@ -98,12 +98,12 @@ class Agreement:
             self._boards = list(map(Words, buffer.addresses, self._bytes))
             self._shared, self._row_bytes = self._boards[0], self._bytes[0]
         self.number = self._texts = 0
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _AgreedCall] = {}
         self._said = {_digest(b""): b""}  # what has been equal on all ranks, by digest
         self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
         self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
         # by number modulo NOTES: what is to be compared with the peers' notes, if anything is
-        self._open: list[tuple[_Known, Call] | None] = [None] * NOTES
+        self._open: list[tuple[_AgreedCall, Call] | None] = [None] * NOTES
         self._waited = 0  # number of the call whose answers are being waited for
         self._compared = 0
         self._room = STEP  # up to this number no note is overwritten that is not compared
@@ -129,7 +129,7 @@ class Agreement:
         self._note(number, known.digest, 0)
         return known.answers
 
-    def _next(self, doing: str, compared: tuple[_Known, Call] | None) -> int:
+    def _next(self, doing: str, compared: tuple[_AgreedCall, Call] | None) -> int:
         """The number of the next call, and what it is to be compared with."""
         number = self.number + 1
         if number > self._room:
@@ -137,7 +137,7 @@ class Agreement:
         self._open[number % NOTES] = compared
         return number
 
-    def _asked_again(self, call: Call, known: _Known) -> list[bytes]:
+    def _asked_again(self, call: Call, known: _AgreedCall) -> list[bytes]:
         """The answers to ``call``, most likely those of last time, for which this waits."""
         self._waited = number = self._next(call.op, None)
         self._note(number, known.digest, 0)
@@ -165,7 +165,7 @@ class Agreement:
         settled = same and call.part is None
         if settled:
             self._said[digest] = call.message
-        self._known[call.message] = _Known(digest, row, answers, settled)
+        self._known[call.message] = _AgreedCall(digest, row, answers, settled)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
@@ -229,7 +229,7 @@ class Agreement:
         at = self._at(number) * WORD
         return self._row_bytes[at : at + 2 * WORD * self._world_size]
 
-    def _expected(self, number: int, known: _Known) -> bytes:
+    def _expected(self, number: int, known: _AgreedCall) -> bytes:
         return _word(number) * self._world_size + known.row
 
     def _written(self, text: bytes) -> int:
@@ -299,7 +299,7 @@ class Agreement:
                 self._boards[self._rank].release(_CHECKED, number)
         return self._problem
 
-    def _equal(self, number: int, known: _Known, call: Call) -> bool:
+    def _equal(self, number: int, known: _AgreedCall, call: Call) -> bool:
         """Whether all peers have noted ``call`` under ``number``; if one has noted another, says so."""
         ready = True
         for peer in self._peers:

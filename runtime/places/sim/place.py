@@ -39,7 +39,7 @@ COPY_PIECES = 3
 
 
 @dataclass
-class _Group:
+class _SimGroup:
     """The state that the ranks of one group share: messages and buffers, by sequence number."""
 
     exchanges: dict[int, dict[int, bytes]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class SimWorld:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.observer = scheduler.observer
-        self.groups: defaultdict[Any, _Group] = defaultdict(_Group)
+        self.groups: defaultdict[Any, _SimGroup] = defaultdict(_SimGroup)
 
 
 class SimEvent(Event):

@@ -6,23 +6,23 @@ import json
 from typing import Any
 
 from interlace.cli.output.consoles import write
-from interlace.cli.output.machine import DEVICE_LIBRARY, Facts, inspect_machine
+from interlace.cli.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
 
 OLDEST_CAPABILITY = (8, 0)
 
 
-def collect() -> Facts:
+def collect() -> MachineFacts:
     """Facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
     facts["places"] = judge_places(facts)
     return facts
 
 
-def judge_places(facts: Facts) -> Facts:
+def judge_places(facts: MachineFacts) -> MachineFacts:
     """Per place whether it works with these facts: {"works": bool, "why": str}."""
     host, gpus, interpreted = facts["host"], facts["gpus"], facts["triton"]["interpreted"]
     compiler = "kernels are loaded for the compiler: set TRITON_INTERPRET=1 before Python starts"
-    places: Facts = {}
+    places: MachineFacts = {}
 
     def place(name: str, missing: list[str], note: str) -> None:
         places[name] = {"works": not missing, "why": "; ".join(missing) or note}
@@ -92,7 +92,7 @@ def doctor(console: Any, as_json: bool = False) -> int:
     return code
 
 
-def _rows(facts: Facts) -> list[tuple[str, str]]:
+def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     """Facts about the machine as (name, text)."""
     torch, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]

@@ -16,7 +16,7 @@ from interlace.cli.demo.timeline import extent
 from interlace.runtime.scheduler.recording import TICKS, RecordedSpan, Recording
 
 GAP = 20 * TICKS
-Event = dict[str, Any]
+ChromeEvent = dict[str, Any]
 
 
 def write_trace(path: pathlib.Path, parts: Sequence[tuple[str, Recording]]) -> None:
@@ -41,11 +41,11 @@ class _Trace:
     """``threads`` are numbered as they are met, by rank and lane."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[ChromeEvent] = []
         self.threads: dict[tuple[int, str], int] = {}
 
     def add(self, title: str, recording: Recording, shift: int) -> None:
-        def where(rank: int, lane: str, time: float) -> Event:
+        def where(rank: int, lane: str, time: float) -> ChromeEvent:
             thread = self.threads.setdefault((rank, lane), len(self.threads))
             return {"pid": rank, "tid": thread, "ts": (time + shift) / TICKS}
 
@@ -74,9 +74,9 @@ class _Trace:
                 {"ph": "f", "bp": "e", **arrow, **ended},
             ]
 
-    def names(self) -> list[Event]:
+    def names(self) -> list[ChromeEvent]:
         """Events that name processes and threads, and say their order."""
-        events: list[Event] = []
+        events: list[ChromeEvent] = []
 
         def name(kind: str, rank: int, thread: int, text: str, index: int) -> None:
             where = {"ph": "M", "pid": rank, "tid": thread}

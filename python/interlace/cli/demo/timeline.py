@@ -106,7 +106,7 @@ def _duration(ticks: int, unit: str) -> str:
     return f"{ticks / TICKS / 1000:,.1f} ms in the interpreter"
 
 
-Cells = list[tuple[str, str]]
+ColouredCells = list[tuple[str, str]]
 
 
 def name_of(rank: int | None) -> str:
@@ -126,9 +126,9 @@ def extent(recording: Recording) -> tuple[int, int]:
     return min(span.start for span in spans), max(span.end for span in spans)
 
 
-def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
+def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
     """The cells of a line that shows the chunks that arrive at ``rank``."""
-    cells: Cells = [(" ", "")] * scale.cells
+    cells: ColouredCells = [(" ", "")] * scale.cells
     for span in recording.spans:
         if span.kind == "copy" and span.peer == rank and span.rank != rank:
             for cell, _ in scale.shares(span):
@@ -143,7 +143,7 @@ def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) 
     return cells
 
 
-def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> Cells:
+def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
     """The cells of a line that shows the tiles that ``rank`` computes."""
     work: list[dict[tuple[str, int | None], float]] = [
         defaultdict(float) for _ in range(scale.cells)
@@ -159,7 +159,7 @@ def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -
                 waiting.add(cell)
             else:
                 work[cell][span.kind, span.peer] += share + 1e-9
-    cells: Cells = []
+    cells: ColouredCells = []
     for cell, candidates in enumerate(work):
         if not candidates:
             cells.append((glyphs.waiting, "dim") if cell in waiting else (" ", ""))

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Facts = dict[str, Any]
+MachineFacts = dict[str, Any]
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 DEVICE_LIBRARY = "libnvshmem_device.bc"
 
 
-def inspect_machine() -> Facts:
+def inspect_machine() -> MachineFacts:
     """All facts, as values that JSON can hold."""
     return {
         "python": platform.python_version(),
@@ -93,11 +93,11 @@ def _interpreted() -> bool:
     return any(isinstance(value, InterpretedFunction) for value in vars(signal).values())
 
 
-def _torch() -> Facts:
+def _torch() -> MachineFacts:
     return {"version": torch.__version__, "cuda_build": torch.version.cuda}
 
 
-def _gpus() -> list[Facts]:
+def _gpus() -> list[MachineFacts]:
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)

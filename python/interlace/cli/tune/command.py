@@ -27,7 +27,7 @@ from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.tuning import Problem
 
 GRACE = 300.0  # seconds over the budget after which a run is given up: compiling is slow
-Job = tuple[str, tune_options.Shape]
+TuneJob = tuple[str, tune_options.MatmulShape]
 
 
 def tune(console: Any, options: TuneOptions) -> int:
@@ -44,7 +44,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
         f"{_name(options)}, triton {machine.triton}"
     )
-    outcomes: list[tuple[Job, Tuned]] = []
+    outcomes: list[tuple[TuneJob, Tuned]] = []
     unwritten: list[cache.CacheRow] = []
     failed: Exception | None = None
     with Progress("tune", len(jobs)) as progress:
@@ -83,12 +83,12 @@ def _capability(options: TuneOptions) -> int | None:
     return 10 * major + minor
 
 
-def _problem(options: TuneOptions, job: Job) -> Problem:
+def _problem(options: TuneOptions, job: TuneJob) -> Problem:
     op, (m, n, k) = job
     return problem_of(op, dtype_of(options), m, n, k, world_size_of(options))
 
 
-def _tried(options: TuneOptions, job: Job) -> list[TuneCandidate]:
+def _tried(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
     op, (m, n, _) = job
     dtype = dtype_of(options)
     one_shot = op != "matmul_all_reduce" or m * n * dtype.itemsize <= ONE_SHOT_BYTES
@@ -96,7 +96,7 @@ def _tried(options: TuneOptions, job: Job) -> list[TuneCandidate]:
     return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
 
 
-def _measured(options: TuneOptions, job: Job, count: int, progress: Progress) -> Tuned:
+def _measured(options: TuneOptions, job: TuneJob, count: int, progress: Progress) -> Tuned:
     """One ``interlace.run``, or as many as candidates cannot be run."""
     op, (m, n, k) = job
     place, size = place_of(options), world_size_of(options)
@@ -119,7 +119,7 @@ def _measured(options: TuneOptions, job: Job, count: int, progress: Progress) ->
     return search(request, run)
 
 
-def _row(options: TuneOptions, job: Job, outcome: Tuned) -> cache.CacheRow:
+def _row(options: TuneOptions, job: TuneJob, outcome: Tuned) -> cache.CacheRow:
     op, shape = job
     problem = _problem(options, job)
     found = outcome.by_algorithm
@@ -146,7 +146,7 @@ MEANING = {
 }
 
 
-def _print(console: Any, job: Job, outcome: Tuned) -> None:
+def _print(console: Any, job: TuneJob, outcome: Tuned) -> None:
     line = functools.partial(write, console)
     default, best = outcome.default, outcome.best
     console.print(f"[bold]{_text(job)}[/bold]")
@@ -168,7 +168,7 @@ def _print(console: Any, job: Job, outcome: Tuned) -> None:
     line(f"  {tried} candidates tried{more}", "dim")
 
 
-def _list(console: Any, options: TuneOptions, jobs: list[Job]) -> None:
+def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
     """Print what is chosen now and why, and what would be tried."""
     place, capability = place_of(options), _capability(options)
     rows: tuple[cache.CacheRow, ...] = ()
@@ -195,6 +195,6 @@ def _name(options: TuneOptions) -> str:
     return str(dtype_of(options)).removeprefix("torch.")
 
 
-def _text(job: Job) -> str:
+def _text(job: TuneJob) -> str:
     op, shape = job
     return f"{op} {' x '.join(map(str, shape))}"

@@ -19,7 +19,7 @@ PLACES = ("sim", "shm", "cuda")
 ARCHES = (80, 86, 89, 90, 100, 120)
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 MOST_BUDGET = 1e5
-Shape = tuple[int, int, int]
+MatmulShape = tuple[int, int, int]
 
 DESCRIPTION = """\
 Measure which configuration of a fused op is fastest here, and remember it.
@@ -124,7 +124,7 @@ def check(options: TuneOptions) -> None:
             _refuse_size(options, shape)
 
 
-def _refuse_size(options: TuneOptions, shape: Shape) -> None:
+def _refuse_size(options: TuneOptions, shape: MatmulShape) -> None:
     """Raise ValueError if the operands and the product of all ranks are more than there is memory."""
     m, n, k = shape
     size, place = world_size_of(options), place_of(options)
@@ -145,7 +145,7 @@ def _refuse_size(options: TuneOptions, shape: Shape) -> None:
         )
 
 
-def shapes_of(options: TuneOptions) -> list[Shape]:
+def shapes_of(options: TuneOptions) -> list[MatmulShape]:
     """(m, n, k) of each. Raises ValueError or OSError."""
     sizes = (options.m, options.n, options.k)
     if options.shapes is not None:
@@ -166,7 +166,7 @@ def shapes_of(options: TuneOptions) -> list[Shape]:
     return shapes
 
 
-def read_shapes(path: pathlib.Path) -> list[Shape]:
+def read_shapes(path: pathlib.Path) -> list[MatmulShape]:
     """The shapes in a file, one per line; errors name the line."""
     shapes = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -24,7 +24,7 @@ from interlace.arguments.checks import FLOAT_DTYPES
 from interlace.groups.specs import GroupSpec
 
 Placements = tuple[Placement, ...]
-Layout = int | str  # see layout_of()
+DimLayout = int | str  # see layout_of()
 REPLICATED = "replicated"
 
 
@@ -39,8 +39,8 @@ class Style:
     output_layouts: Placements
     use_local_output: bool
     group: GroupSpec  # this and what follows are constants where the forward is compiled
-    input_layout: Layout
-    output_layout: Layout
+    input_layout: DimLayout
+    output_layout: DimLayout
 
     @property
     def ranks(self) -> int:
@@ -96,10 +96,10 @@ class FusedLinear(nn.Linear):
         return made
 
     @abc.abstractmethod
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         """The local output and its layout. Raises _Unfused before anything has run."""
 
-    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         """The local input, and its layout."""
         style = self._style
         if input.dim() < 2:
@@ -133,7 +133,7 @@ class FusedLinear(nn.Linear):
 class ColwiseLinear(FusedLinear):
     """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
         local, layout = self._local(input)
         if not isinstance(layout, int) or layout == last:
@@ -149,7 +149,7 @@ class ColwiseLinear(FusedLinear):
 class RowwiseLinear(FusedLinear):
     """Weight Shard(1), bias replicated: the sums over ranks are scattered, or added up, by the matmul."""
 
-    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
         local, layout = self._local(input)
         wanted = from_start(style.output_layout, input.dim())
@@ -208,7 +208,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def layout_of(placement: Placement) -> Layout:
+def layout_of(placement: Placement) -> DimLayout:
     """The dimension of a Shard, REPLICATED, or what else it is.
 
     >>> layout_of(Shard(1)), layout_of(Replicate())
@@ -221,12 +221,12 @@ def layout_of(placement: Placement) -> Layout:
     return str(placement)
 
 
-def from_start(layout: Layout, ndim: int) -> Layout:
+def from_start(layout: DimLayout, ndim: int) -> DimLayout:
     """``layout`` with a dimension counted from 0."""
     return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
-def _text(layout: Layout) -> str:
+def _text(layout: DimLayout) -> str:
     return f"Shard({layout})" if isinstance(layout, int) else layout
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.tensor.uneven.blocks import Block, chunk_lengths, shape_of
 
-Shape = tuple[int, ...]
+AnyShape = tuple[int, ...]
 Placements = tuple[Placement, ...]
 
 
@@ -25,9 +25,9 @@ Placements = tuple[Placement, ...]
 class MeshSharding:
     """``shape`` of the whole, ``blocks`` by rank of the mesh, in row-major order of ``mesh_shape``."""
 
-    mesh_shape: Shape
+    mesh_shape: AnyShape
     placements: Placements
-    shape: Shape
+    shape: AnyShape
     blocks: tuple[Block, ...]
 
     def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
@@ -57,7 +57,7 @@ class MeshSharding:
         )
 
 
-def coordinates(mesh_shape: Sequence[int]) -> list[Shape]:
+def coordinates(mesh_shape: Sequence[int]) -> list[AnyShape]:
     return list(itertools.product(*map(range, mesh_shape)))
 
 
@@ -97,7 +97,9 @@ def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
     return tuple(found)
 
 
-def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shape]) -> MeshSharding:
+def from_shapes(
+    mesh_shape: AnyShape, placements: Placements, shapes: Sequence[AnyShape]
+) -> MeshSharding:
     """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
     first = shapes[0]
     places = coordinates(mesh_shape)
@@ -111,7 +113,7 @@ def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shap
     for dim in range(len(first)):
         along = _sharding(placements, dim)
         keys = [tuple(place[m] for m in along) for place in places]
-        lengths: dict[Shape, tuple[int, int]] = {}
+        lengths: dict[AnyShape, tuple[int, int]] = {}
         for rank, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
             length, other = lengths.setdefault(key, (shape[dim], rank))
             if length != shape[dim]:
@@ -130,7 +132,7 @@ def from_shapes(mesh_shape: Shape, placements: Placements, shapes: Sequence[Shap
     return MeshSharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
 
 
-def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> MeshSharding:
+def chunked(mesh_shape: AnyShape, placements: Placements, shape: Sequence[int]) -> MeshSharding:
     """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
     shapes = []
     for place in coordinates(mesh_shape):
@@ -143,7 +145,7 @@ def chunked(mesh_shape: Shape, placements: Placements, shape: Sequence[int]) -> 
 
 
 def with_sizes(
-    mesh_shape: Shape,
+    mesh_shape: AnyShape,
     placements: Placements,
     sizes: dict[int, Sequence[int]],
     shape: Sequence[int],

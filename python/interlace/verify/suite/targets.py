@@ -63,8 +63,8 @@ def _all(world_size: int, call: int, *shape: int) -> list[torch.Tensor]:
     return [_numbers(rank, call, *shape) for rank in range(world_size)]
 
 
-Started = tuple[Any, Callable[[Any], torch.Tensor], torch.Tensor]
-Start = Callable[..., Started]
+StartedOp = tuple[Any, Callable[[Any], torch.Tensor], torch.Tensor]
+Start = Callable[..., StartedOp]
 
 
 def _in_flight(group: Communicator, start: Start, calls: int, algorithm: str) -> None:
@@ -123,7 +123,7 @@ def _itself(result: Any) -> torch.Tensor:
     return result
 
 
-def _all_gather_matmul(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _all_gather_matmul(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     """The algorithm "switch" is the kernel with copiers that send to all ranks at once."""
     shards = _all(world_size, call, 20, INNER)
     by_switch = how["algorithm"] == "switch"
@@ -138,7 +138,7 @@ def _grouped(op: str) -> Start:
     """Two experts on every rank, one of which some rank has no row for."""
     exchange = op == "all_to_all_grouped_matmul"
 
-    def start(rank: int, world_size: int, call: int, **how: Any) -> Started:
+    def start(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
         experts = 2 * world_size if exchange else 2
         counts = [[(7 * e + 9 * r + call) % 20 for e in range(experts)] for r in range(world_size)]
         inputs = [_numbers(r, call, sum(each), INNER) for r, each in enumerate(counts)]
@@ -152,44 +152,44 @@ def _grouped(op: str) -> Start:
     return start
 
 
-def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, 17 * world_size, INNER)
     work = interlace.matmul_reduce_scatter(inputs[rank], torch.eye(INNER), **how)
     return work, _itself, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
 
 
-def _matmul_all_reduce(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _matmul_all_reduce(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, 18, INNER)
     work = interlace.matmul_all_reduce(inputs[rank], torch.eye(INNER), **how)
     return work, _itself, sum(inputs[1:], inputs[0])
 
 
-def _all_gather(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _all_gather(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     count = {"low_latency": MANY, "auto": 40}.get(how["algorithm"], 20)
     shards, output = _all(world_size, call, count), torch.empty(world_size * count)
     return interlace.all_gather(output, shards[rank], **how), lambda _: output, torch.cat(shards)
 
 
-def _reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs, output = _all(world_size, call, world_size, 20), torch.empty(20)
     work = interlace.reduce_scatter(output, inputs[rank], **how)
     return work, lambda _: output, sum(inputs[1:], inputs[0])[rank]
 
 
-def _all_reduce(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _all_reduce(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, MANY if how["algorithm"] == "low_latency" else 20)
     result = inputs[rank].clone()
     return interlace.all_reduce(result, **how), lambda _: result, sum(inputs[1:], inputs[0])
 
 
-def _broadcast(rank: int, world_size: int, call: int, **how: Any) -> Started:
+def _broadcast(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     """One root, which is ahead of everybody."""
     inputs = _all(world_size, call, MANY)
     result = inputs[rank].clone()
     return interlace.broadcast(result, world_size - 1, **how), lambda _: result, inputs[-1]
 
 
-def _all_to_all(rank: int, world_size: int, call: int, *, algorithm: str, **how: Any) -> Started:
+def _all_to_all(rank: int, world_size: int, call: int, *, algorithm: str, **how: Any) -> StartedOp:
     inputs, output = _all(world_size, call, world_size, 20), torch.empty(world_size, 20)
     work = interlace.all_to_all_single(output, inputs[rank], **how)
     return work, lambda _: output, torch.stack([each[rank] for each in inputs])
