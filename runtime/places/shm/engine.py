@@ -110,6 +110,11 @@ class HostEngine(Engine):
         rank; or one for all, which is at ``where`` in shared memory, and whose length on any rank is at
         ``most`` that, if there is a key.
         """
+        if self.world_size == 1:  # nobody to meet
+            (part,), (target,) = (_spans(each, addresses) for each in laid_out())
+            if target is not None:
+                _memmove(target[0], part[0], target[1])
+            return
         rank, steps, rounds, apart = self.rank, self._steps, self._rounds, where is None
         with self._group.collective_lock:
             if where is None:
@@ -177,9 +182,6 @@ class HostEngine(Engine):
 
     def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
-        if self.world_size == 1:
-            _memmove(target, source, nbytes)
-            return
         in_place = source == target + self.rank * nbytes
 
         def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
@@ -200,19 +202,12 @@ class HostEngine(Engine):
         for rank, output in enumerate(outputs):
             if (address := output.data_ptr()) != source or rank != self.rank:
                 targets[rank] = address, output.nbytes
-        if self.world_size == 1:
-            if targets[0] is not None:
-                _memmove(targets[0][0], source, nbytes)
-            return
         parts = [(source, nbytes)]
         where = self._direct.find(input)
         self._move(call, None, (source, 0), nbytes, lambda: (parts, targets), where)
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
-        if self.world_size == 1:
-            return
         nbytes = tensor.nbytes
-
         own = nbytes * (root == self.rank)
 
         def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
@@ -243,9 +238,6 @@ class HostEngine(Engine):
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
-        if self.world_size == 1:
-            _memmove(addresses[1], addresses[0], nbytes)
-            return
 
         def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
