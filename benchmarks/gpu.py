@@ -37,18 +37,16 @@ Record = dict[str, Any]
 
 
 def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
-    import gpu_host
-    import gpu_overlap
-    import gpu_shapes
+    from gpu_parts import host, overlap, shapes
 
     return {
-        "matmul": gpu_shapes.matmul,
-        "variants": gpu_shapes.variants,
-        "small": gpu_shapes.small,
-        "virtual": gpu_overlap.virtual,
-        "slow-link": gpu_overlap.slow_link,
-        "host": gpu_host.host,
-        "sanitizer": gpu_host.sanitizer,
+        "matmul": shapes.matmul,
+        "variants": shapes.variants,
+        "small": shapes.small,
+        "virtual": overlap.virtual,
+        "slow-link": overlap.slow_link,
+        "host": host.host,
+        "sanitizer": host.sanitizer,
     }[name]
 
 

@@ -2,7 +2,8 @@
 
 Which streams share a hardware queue, and what waits for the whole context: first uses of kernels and
 libraries, allocations, pageable copies. And how long a poll takes, for waits are bounded in polls. One line
-per question, JSON at the end. The stand-in for CUDA (tests/fake_queues.py) assumes the worst of each.
+per question, JSON at the end. The stand-in for CUDA (tests/stand_ins/fake_queues.py) assumes the worst of
+each.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Probe:
 
 def poll_microseconds() -> float:
     """Microseconds per poll of a wait that is given up; ``POLLS_PER_SECOND`` of places/cuda assumes 1."""
-    from gpu_timing import launch_now
+    from gpu_parts.timing import launch_now
 
     from interlace.kernels import signal
     from interlace.kernels.arguments import Peers

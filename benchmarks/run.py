@@ -25,14 +25,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from circumstances import circumstances, new_result
-from fused import SHAPES
-from measure import Measurement, gloo, measure
+from cpu.fused import SHAPES
+from cpu.measure import Measurement, gloo, measure
 from rich.console import Console
 from rich.table import Table
 
 import interlace
 
-MODULES = {op: "fused" for op in SHAPES} | {"collectives": "collectives"}
+MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
 OPS = tuple(MODULES)
 OWN_RANKS = (
     "torch_backend",
@@ -57,7 +57,9 @@ def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
 def run(op: str, world_size: int, repetitions: int) -> list[Measurement]:
     """All cases of one op or module."""
     if op in OWN_RANKS:
-        own: list[Measurement] = importlib.import_module(op).measurements(world_size, repetitions)
+        own: list[Measurement] = importlib.import_module(f"cpu.{op}").measurements(
+            world_size, repetitions
+        )
         return own
     ranks = interlace.run(
         on_rank, world_size, op, free_port(), repetitions, place="shm", timeout=600.0

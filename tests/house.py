@@ -3,10 +3,10 @@
     python tests/house.py            the figures
     python tests/house.py --graph    the graphs of README.md
     python tests/house.py --draw     docs/images/house.svg
-    python tests/house.py --trips    how many files a call enters; with --files, which (trips.py)
+    python tests/house.py --trips    how many files a call enters; with --files, which
 
 ``FOLDERS`` is the plan: a line per folder, lowest first, with the folders that its files may import.
-``tests/test_layout.py`` holds the code against it.
+``tests/repository/test_layout.py`` holds the code against it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("kernels", "runtime", "python")
+BESIDE = ("tests", "benchmarks")
 MOST_FILES = 13
 MOST_PARAMETERS = 14
 
@@ -264,6 +265,11 @@ def folder_edges(
     return found
 
 
+def beside() -> list[pathlib.PurePath]:
+    """The files of tests and benchmarks."""
+    return [file.relative_to(ROOT) for top in BESIDE for file in (ROOT / top).rglob("*.py")]
+
+
 def files_in(files: Iterable[pathlib.PurePath]) -> dict[str, int]:
     """How many files a folder has, beside its ``__init__.py``."""
     counts: dict[str, int] = {}
@@ -392,7 +398,7 @@ def main(arguments: list[str]) -> None:
     elif arguments == ["--draw"]:
         (ROOT / "docs/images/house.svg").write_text(drawing())
     elif arguments[:1] == ["--trips"]:
-        import trips
+        from repository import trips
 
         trips.report(files="--files" in arguments)
     else:

@@ -22,8 +22,8 @@ import torch
 
 from interlace.verify import KINDS, RULES
 from interlace.verify.schedule_check.parallel import map_seeds
-from mutant_checks import CHECKS, caught
-from protocol_mutants import CASES
+from mutants.mutant_checks import CHECKS, caught
+from mutants.protocol_mutants import CASES
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "verify.md"
 BEGIN = "<!-- mutants: python tests/mutant_table.py --write -->"

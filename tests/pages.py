@@ -46,9 +46,8 @@ from dataclasses import dataclass, field
 
 from markdown_it import MarkdownIt
 
-import page_child
-import page_lines
-from page_lines import NEEDS, ROOT, Line, Mark
+from documents import page_child, page_lines
+from documents.page_lines import NEEDS, ROOT, Line, Mark
 
 LINKED = ("examples", "benchmarks", "tests", "kernels", "runtime", "python")
 COPIED = "docs"  # which a command of a page writes to

@@ -24,7 +24,11 @@ Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)
 GATHER_ROWS, SCATTER_ROWS = 512, 256  # of a rank, for several nodes
 LATE_SUMS_UP_TO = 16  # nodes: beyond, slower still and slow to simulate
-VIRTUAL_SHAPES = ((4096, 3584, 8192), (8192, 3584, 8192), (8192, 6656, 16384))  # as gpu_overlap.py
+VIRTUAL_SHAPES = (
+    (4096, 3584, 8192),
+    (8192, 3584, 8192),
+    (8192, 6656, 16384),
+)  # as gpu_parts/overlap.py
 SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
 
 

@@ -25,7 +25,7 @@ Ordering
                        what it does after that, which loads alone do not on every machine.
 ``quiet``              earlier puts of this thread have arrived.
 
-Calls stand behind a constexpr: the interpreter has no library (``tests/test_laws.py`` checks it).
+Calls stand behind a constexpr: the interpreter has no library (``tests/repository/test_laws.py`` checks).
 """
 
 from triton.language import core

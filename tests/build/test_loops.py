@@ -16,7 +16,7 @@ from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.lint.loops import Loop, loops
 from interlace.verify.lint_check.check import LintRequest, lint_many
-from mutations import Edit, Mutant, importable
+from mutants.mutations import Edit, Mutant, importable
 
 HEAD = "MOV R1, c[0x0][0x28]"
 BACK = "@P0 BRA `(.L_x_1)"

@@ -16,7 +16,7 @@ import pytest
 from interlace.runtime.compiler import catalogue
 from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
-from mutations import Edit, Mutant, importable
+from mutants.mutations import Edit, Mutant, importable
 from tiers import thorough
 
 KERNELS = {

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import megatron_stand_in
+from cases.linear_cases import close
 from interlace.integrations import megatron
-from linear_cases import close
 from multi.process_group.backend_ranks import world
+from stand_ins import megatron_stand_in
 from support import noise
 
 SEQUENCE, BATCH, HIDDEN, WIDE = 4, 2, 6, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import interlace
-import linear_cases
+from cases import linear_cases
 
 
 def test_values_and_gradients() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import api_cases
 import interlace
-import support_table
+from cases import api_cases, support_table
 
 FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
 

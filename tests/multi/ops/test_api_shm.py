@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import interlace
-import refused_calls
+from cases import refused_calls
 from multi.ops import api_ranks
 from tiers import few
 

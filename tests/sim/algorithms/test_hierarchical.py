@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from first_fault import first_fault
 from interlace.kernels.nodes import order
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.engines.nodes import HierarchicalEngine
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
-from mutant_checks import filled
-from mutations import Edit, Mutant, mutated
+from mutants.first_fault import first_fault
+from mutants.mutant_checks import filled
+from mutants.mutations import Edit, Mutant, mutated
 from sim.algorithms.node_support import SMALL, TILES, TWO, on_nodes
 from support import noise, payload, poison, poisoned
 from tiers import few, thorough

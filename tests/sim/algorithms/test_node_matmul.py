@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import interlace
-from first_fault import first_fault
 from interlace.kernels.nodes import order
 from interlace.ops.eager import scaled_kernels
 from interlace.runtime.algorithms.node_matmul_reduce import tables_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
-from mutant_checks import filled
-from mutations import Edit, Mutant, mutated
+from mutants.first_fault import first_fault
+from mutants.mutant_checks import filled
+from mutants.mutations import Edit, Mutant, mutated
 from sim.algorithms.node_support import TILES, TWO, on_nodes
 from support import noise, payload, poisoned
 from tiers import few, thorough

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-import refused_calls
+from cases import refused_calls
 from interlace.arguments import reduce_ops
 from support import failure
 

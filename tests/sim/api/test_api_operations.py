@@ -7,10 +7,9 @@ import pathlib
 import pytest
 import torch
 
-import api_cases
 import interlace
-import support_table
-from support_table import ANY, REDUCED
+from cases import api_cases, support_table
+from cases.support_table import ANY, REDUCED
 from tiers import few
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
@@ -58,5 +57,5 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("table", [support_table.operation_table, support_table.reduce_table])
 def test_the_document_has_the_tables(table: object) -> None:
-    """After a change: python tests/support_table.py, and paste."""
+    """After a change: python tests/cases/support_table.py, and paste."""
     assert callable(table) and table() in DOCUMENT.read_text()

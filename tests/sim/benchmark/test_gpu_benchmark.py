@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import interlace
-from fake_cuda import FakeEvent, FakeGpu, FakeStream
-from fake_driver import install
+from stand_ins.fake_cuda import FakeEvent, FakeGpu, FakeStream
+from stand_ins.fake_driver import install
 from tiers import thorough
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_result_has_no_times_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lone = module("lone_rank")
+    lone = module("gpu_parts.lone_rank")
     send = lone.LoneRank.copy_engine
 
     def shifted(self: Any, host: torch.Tensor) -> Any:  # every row is its neighbour's
@@ -70,7 +70,7 @@ def test_a_wrong_result_has_no_times_and_fails(
 def test_a_case_that_fails_is_told_and_the_next_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lone = module("lone_rank")
+    lone = module("gpu_parts.lone_rank")
     consumer = lone.LoneRank.consumer
 
     def too_large(self: Any, *given: Any, **named: Any) -> Any:
@@ -88,11 +88,12 @@ def test_a_case_that_fails_is_told_and_the_next_begins(
 KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:2]
-import gpu, gpu_shapes
+import gpu
+from gpu_parts import shapes
 from types import SimpleNamespace
 
 def part(dry_run, repetitions):
-    for count, record in enumerate(gpu_shapes.variants(True, 1)):
+    for count, record in enumerate(shapes.variants(True, 1)):
         if count == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         yield record
@@ -118,7 +119,7 @@ def test_what_was_measured_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
 
 
 def test_the_lone_rank_really_waits() -> None:
-    lone_rank, timing = module("lone_rank"), module("gpu_timing")
+    lone_rank, timing = module("gpu_parts.lone_rank"), module("gpu_parts.timing")
 
     def unset() -> None:
         lone = lone_rank.LoneRank(2, 32, 16, 16, torch.float32)
@@ -132,12 +133,12 @@ def test_the_lone_rank_really_waits() -> None:
 
 
 def test_spread() -> None:
-    timing = module("gpu_timing")
+    timing = module("gpu_parts.timing")
     assert timing.Time.of([5.0, 1.0, 2.0, 4.0, 3.0]) == timing.Time(3.0, 2.0, 4.0)
 
 
 def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    lone_rank = module("lone_rank")
+    lone_rank = module("gpu_parts.lone_rank")
     monkeypatch.setattr(lone_rank.configuration, "capability_of", lambda place: 90)
 
     def chunks() -> int:
@@ -166,7 +167,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
         monkeypatch.delenv(name, raising=False)
     gpu = install(monkeypatch, FakeGpu(connections=connections))
-    probe, timing = module("gpu_probe"), module("gpu_timing")
+    probe, timing = module("gpu_probe"), module("gpu_parts.timing")
     clock = [0.0]  # of its own: a busy machine changes nothing
 
     def tick() -> float:
@@ -206,7 +207,7 @@ def test_torchs_algorithms_do_not_stop_the_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         gpu, "synchronize", lambda *handle: (stops.append(1), synchronize(*handle))[1]
     )
-    pipelined = module("torch_pipelined")
+    pipelined = module("gpu_parts.torch_pipelined")
 
     def on_rank() -> tuple[int, int]:
         ops, before = pipelined.TorchPipelined(), len(stops)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 HIDING = """
 import sys
 sys.path[:0] = [f"{sys.argv[1]}/{folder}" for folder in ("tests", "benchmarks", "python")]
-import bare
+from stand_ins import bare
 bare.refuse()
 """
 
@@ -32,7 +32,8 @@ def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
         "import interlace.cli.main, interlace.cli.commands.check, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
-        "import gpu_host, gpu_overlap, gpu_probe, gpu_shapes, host_cost, lone_rank, torch_pipelined\n"
+        "import gpu_probe, host_cost\n"
+        "from gpu_parts import host, lone_rank, overlap, shapes, timing, torch_pipelined\n"
         "import circumstances; print(circumstances.circumstances()['torch'])\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]

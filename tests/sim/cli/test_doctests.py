@@ -20,7 +20,7 @@ KNOWN = {
     "functional": interlace.functional,
     "nn": interlace.nn,
 }
-# It compiles kernels: tests/build/test_lint.py runs its example.
+# It compiles kernels: tests/build/lint/test_lint.py runs its example.
 ELSEWHERE = {"interlace.verify.lint_check.check"}
 
 

@@ -31,7 +31,7 @@ from interlace.runtime.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimPlace, SimStream
 from interlace.runtime.scheduler.scheduler import Program, Scheduler
 from interlace.runtime.tuning.configuration import override
-from mutations import Edit, Mutant, mutated
+from mutants.mutations import Edit, Mutant, mutated
 from support import POISON_BYTE, noise
 
 TILES = {f"block_{axis}": 16 for axis in "mnk"} | {"block_elements": 16, "programs": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import fake_queues
+from stand_ins import fake_queues
 from tiers import few
 
 

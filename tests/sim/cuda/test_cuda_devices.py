@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fake_host
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import install
 from interlace.groups.groups import default_group
 from interlace.process_group import group as process_group
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import auto
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
 
 
 class Asked(Exception):

@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import fake_host
-import fake_kernels
-import fake_queues
 import interlace
-from fake_cuda import DeviceHang, FakeGpu, FakeStream
-from fake_driver import install
-from fake_host import look, own_place
 from interlace.groups.groups import default_group
 from interlace.kernels.signal import (
     ABORT_WORD,
@@ -36,6 +30,10 @@ from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, 
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda.stream import DeviceStream
 from interlace.runtime.places.cuda.watchdog import Watchdog
+from stand_ins import fake_host, fake_kernels, fake_queues
+from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
+from stand_ins.fake_driver import install
+from stand_ins.fake_host import look, own_place
 
 pytestmark = pytest.mark.usefixtures("connections")
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/gpu.md"

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import fake_host
 import interlace
-from fake_cuda import CudaError, DeviceHang, FakeGpu
-from fake_driver import install
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import MOST_PASSING_TABLES
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.stream import DeviceStream
+from stand_ins import fake_host
+from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu
+from stand_ins.fake_driver import install
 
 REPLAYS = 100
 ROWS, INNER = 24, 8
@@ -128,7 +128,7 @@ def gather_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fake_gpu() -> FakeGpu:
-    import fake_cuda
+    from stand_ins import fake_cuda
 
     return fake_cuda.gpu()
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import MULTIPROCESSORS, install
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.cuda import watchdog
 from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import MULTIPROCESSORS, install
 
 Log = list[tuple[str, int, str]]
 

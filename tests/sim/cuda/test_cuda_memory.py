@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 
-from fake_host import ThreadHost
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda_processes import ipc
@@ -28,6 +27,7 @@ from interlace.runtime.places.cuda_processes.memory import (
     together,
 )
 from interlace.runtime.places.cuda_processes.place import CudaPlace
+from stand_ins.fake_host import ThreadHost
 from tiers import thorough
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import fake_host
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import install
-from fake_host import look, own_place
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.tuning import auto
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
+from stand_ins.fake_host import look, own_place
 
 pytestmark = pytest.mark.usefixtures("connections")
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-import fake_host
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import install
 from interlace.groups.groups import default_group
 from interlace.runtime.places.cuda import plans as cuda_plans
 from interlace.runtime.places.cuda.plan_recorder import Signalled
 from interlace.runtime.places.cuda.plans import Plans
 from interlace.runtime.places.cuda.stream import DeviceStream
 from interlace.runtime.tuning import auto
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
 
 LENGTH = 12
 CALLS = 9

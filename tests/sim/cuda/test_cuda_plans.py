@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import fake_host
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import install
 from interlace.groups.groups import default_group
 from interlace.runtime.places.cuda.plan_recorder import _Where
 from interlace.runtime.places.cuda.plans import MOST_PLANS, Plans
 from interlace.runtime.tuning import configuration
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 

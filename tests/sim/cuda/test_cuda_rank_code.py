@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import fake_host
 import interlace
-from fake_cuda import FakeGpu
-from fake_driver import install
 from gpu import device_ranks as ranks
 from interlace.runtime.places.cuda import driver
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
 
 
 class Synchronized:

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import fake_host
 import interlace
-from fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
-from fake_cuda import gpu as fake_gpu
-from fake_driver import install
 from interlace.groups.groups import default_group
 from interlace.runtime.places.cuda import stream
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point
 from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from stand_ins import fake_host
+from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
+from stand_ins.fake_cuda import gpu as fake_gpu
+from stand_ins.fake_driver import install
 from tiers import few
 
 SEEDS = range(12)

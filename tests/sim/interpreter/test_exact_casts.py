@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from exact_numbers import (
+from cases.exact_numbers import (
     BF16,
     E4M3,
     F32,

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import interlace
+from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
 from interlace.groups.groups import resolve
 from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
 from interlace.nn.functions import weight_gradients
 from interlace.runtime.core.work import Work
-from linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
 from support import noise
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fake_host import ThreadHost
 from interlace.runtime.algorithms import node_moves
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
@@ -26,6 +25,7 @@ from interlace.runtime.places.nvshmem import place as place_nvshmem
 from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory, nodes_of
 from interlace.runtime.places.nvshmem.place import NvshmemPlace
 from interlace.runtime.tuning.configuration import Configuration
+from stand_ins.fake_host import ThreadHost
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import fake_host
 import interlace
-from fake_cuda import DeviceHang, FakeGpu
-from fake_driver import install
 from interlace.groups.new import new_group
 from interlace.runtime.places.cuda.residency import Residency
+from stand_ins import fake_host
+from stand_ins.fake_cuda import DeviceHang, FakeGpu
+from stand_ins.fake_driver import install
 
 A, B, C = 1, 2, 3
 

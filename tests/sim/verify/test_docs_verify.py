@@ -16,7 +16,7 @@ from interlace import verify
 from interlace.cli.main import parser
 from interlace.verify.suite.jobs import PROTOCOLS, load_function
 from interlace.verify.suite.targets import TARGETS
-from protocol_mutants import CASES
+from mutants.protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "verify.md"

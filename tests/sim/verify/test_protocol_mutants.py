@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from first_fault import first_fault
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
-from mutant_checks import caught
-from mutations import Case, Mutant
-from protocol_mutants import CASES
+from mutants.first_fault import first_fault
+from mutants.mutant_checks import caught
+from mutants.mutations import Case, Mutant
+from mutants.protocol_mutants import CASES
 from tiers import few, thorough
 
 BY_NAME = {case.mutant.name: case for case in CASES}

@@ -16,8 +16,8 @@ from interlace.cli.commands.verify import VerifyOptions, _plan, render, verify
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import CheckPlan, JobResult
-from mutations import mutated
-from protocol_mutants import CASES
+from mutants.mutations import mutated
+from mutants.protocol_mutants import CASES
 from tiers import thorough
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"

@@ -1,0 +1,41 @@
+"""The fused ops against gloo's collective and torch.mm: subjects of ``interlace bench`` at fixed shapes.
+
+M are all rows, gathered or not yet scattered; (N, K) are per-rank layers of models from 0.1 to 8 billion
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from cpu.measure import Case
+
+import interlace
+from interlace.benchmark.subjects.requests import FUSED
+from interlace.benchmark.timing.subject import Setting
+
+SMALL = [(256, 512, 512), (1024, 1024, 1024)]
+SHAPES = {
+    "all_gather_matmul": [*SMALL, (2048, 1024, 2048), (4096, 2048, 1024)],
+    "matmul_reduce_scatter": [*SMALL, (2048, 1024, 2048), (4096, 1024, 512)],
+    "matmul_all_reduce": [(16, 1024, 1024), *SMALL, (4096, 1024, 512)],
+}
+
+
+def cases(op: str) -> Iterator[Case]:
+    """One case per shape; run on every rank."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    setting = Setting(rank, world_size, torch.device("cpu"), torch.float32)
+    baseline = "gloo + torch.mm" if op == "all_gather_matmul" else "torch.mm + gloo"
+    for m, n, k in SHAPES[op]:
+        subject = FUSED[op](setting, m, n, k)
+        inputs = subject.inputs(0)
+        candidates: dict[str, Callable[[], object]] = {
+            baseline: partial(subject.theirs, *inputs),
+            "pipelined": partial(subject.ours("pipelined"), *inputs),
+            "unfused": partial(subject.ours("unfused"), *inputs),
+            "torch.mm alone": partial(torch.mm, *subject.matmul_inputs(0)),
+        }
+        yield Case(op, {"m": m, "n": n, "k": k, "dtype": "float32"}, baseline, candidates)

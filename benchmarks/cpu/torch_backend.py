@@ -1,0 +1,164 @@
+"""interlace as a torch.distributed backend, against gloo and OpenMPI: the same calls, two groups.
+
+Every op is called as a user calls it, ``dist.all_reduce(tensor, group=...)``. ``bytes`` is the size of the
+input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes, with all ranks copying at
+once, and ``streamed copy`` the same past the caches, the fastest copy that we know: no op that writes every
+byte once can take less. OpenMPI runs the same ops through mpi4py, before the others on the same machine,
+where ``mpirun`` and a Python with mpi4py are found (``MPI_PYTHON`` names it).
+
+Protocol: blocks of back-to-back calls, as many as take about 20 ms, so that the ranks' different
+starts do not count; candidates alternate block by block; a block's time per call is that of its slowest
+rank; medians over blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cpu.measure import Case, Measurement, measure
+
+import interlace
+from interlace.runtime.places.shm.machine_code.steps import Copier, available
+
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+DISPATCH_BYTES = 4
+DISPATCH_CALLS = 2000
+DISPATCH = "dispatch (world size 1)"
+
+Candidates = dict[str, Callable[[], object]]
+
+
+def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
+    """The ops on tensors of ``nbytes``, as functions of a group.
+
+    All memory is written first: what never was is one page of zeros, which stays in the cache.
+    """
+    n = nbytes // 4
+    tensor, whole, part, other = (
+        torch.full((size,), 0.0) for size in (n, n * world_size, n // world_size, n)
+    )
+    return {
+        "all_reduce": lambda group: dist.all_reduce(tensor, group=group),
+        "all_gather": lambda group: dist.all_gather_single(whole, tensor, group=group),
+        "reduce_scatter": lambda group: dist.reduce_scatter_single(part, tensor, group=group),
+        "all_to_all": lambda group: dist.all_to_all_single(other, tensor, group=group),
+        "broadcast": lambda group: dist.broadcast(tensor, 0, group=group),
+    }
+
+
+def _more_ops() -> dict[str, Callable[[dist.ProcessGroup], object]]:
+    """The other ops, of one element in a world of one."""
+    tensor, other = torch.full((1,), 0.0), torch.full((1,), 0.0)
+    return {
+        "reduce": lambda group: dist.reduce(tensor, 0, group=group),
+        "all_gather, list": lambda group: dist.all_gather([other], tensor, group=group),
+        "reduce_scatter, list": lambda group: dist.reduce_scatter(other, [tensor], group=group),
+        "all_to_all, list": lambda group: dist.all_to_all([other], [tensor], group=group),
+        "gather": lambda group: dist.gather(tensor, [other], 0, group=group),
+        "scatter": lambda group: dist.scatter(other, [tensor], 0, group=group),
+        "barrier": lambda group: dist.barrier(group=group),
+    }
+
+
+def _copies(nbytes: int) -> Candidates:
+    """Copies of as many bytes by each rank; the streamed one only where there is machine code."""
+    source, target = torch.full((nbytes // 4,), 0.0), torch.full((nbytes // 4,), 0.0)
+    copies: Candidates = {"copy_": lambda: target.copy_(source)}
+    if available():
+        stream, to, start = Copier(past=True), target.data_ptr(), source.data_ptr()
+        copies["streamed copy"] = lambda: stream(to, start, nbytes)
+    return copies
+
+
+def on_rank(path: str, repetitions: int) -> list[Measurement]:
+    """All measurements of one world size, on one rank."""
+    torch.set_num_threads(1)
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        return _measure(world_size, repetitions)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _measure(world_size: int, repetitions: int) -> list[Measurement]:
+    gloo = dist.group.WORLD
+    ours = dist.new_group(backend="interlace")
+    assert gloo is not None
+
+    def case(
+        name: str, nbytes: int, op: Callable[[Any], object], copies: Candidates, calls: int | None
+    ) -> Measurement:
+        shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
+        both: Candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours)}
+        one = Case(name, shape, "gloo", {**both, **copies})
+        return measure(one, repetitions, calls=calls, warm_up=0 if calls is None else 1)
+
+    if world_size == 1:
+        return [
+            case(f"{DISPATCH}: {name}", DISPATCH_BYTES, op, {}, DISPATCH_CALLS)
+            for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items()
+        ]
+    found = [case("barrier", 0, lambda group: dist.barrier(group=group), {}, None)]
+    for nbytes in SIZES:
+        copies = _copies(nbytes)
+        found += [
+            case(name, nbytes, op, copies, None) for name, op in ops(nbytes, world_size).items()
+        ]
+    return found
+
+
+def measurements(world_size: int, repetitions: int) -> list[Measurement]:
+    """All of one world size, with OpenMPI's times where it is installed."""
+    anchor = openmpi(world_size, repetitions) if world_size > 1 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = interlace.run(
+            on_rank, world_size, f"{folder}/store", repetitions, place="shm", timeout=1200.0
+        )
+    found: list[Measurement] = ranks[0]
+    for each in found:
+        time_of = anchor.get(f"{each.op} {each.shape['bytes']}")
+        if time_of is not None:
+            each.microseconds["OpenMPI"] = time_of
+    return found
+
+
+def openmpi(world_size: int, repetitions: int) -> dict[str, float]:
+    """OpenMPI's medians by "op bytes"; empty where it is not installed."""
+    python = os.environ.get("MPI_PYTHON", sys.executable)
+    if shutil.which("mpirun") is None:
+        return {}
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(world_size)]
+    script = Path(__file__).with_name("openmpi_ranks.py")
+    try:
+        answer = subprocess.run(
+            [*command, python, str(script), str(repetitions), *map(str, SIZES)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"no figures of OpenMPI: {error}", file=sys.stderr)
+        return {}
+    found: dict[str, float] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found

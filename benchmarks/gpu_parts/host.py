@@ -1,0 +1,115 @@
+"""Two parts of ``gpu.py``: the host's time per call and graph replay; compute-sanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpu_parts.timing import Record, Time, alternating, close, dtype_here, on_ranks, record
+
+import interlace
+
+CALLS = 200
+REPLAYS = 100
+SHAPE, DRY_SHAPE = (256, 256, 256), (32, 32, 32)
+
+
+CASE = """
+import torch, interlace
+def product():
+    torch.manual_seed(interlace.get_rank())
+    x = torch.randn(128, 64, device=interlace.device(), dtype=torch.bfloat16)
+    w = torch.randn(64, 128, device=interlace.device(), dtype=torch.bfloat16)
+    y = interlace.all_gather_matmul(x, w, algorithm="fused")
+    return interlace.matmul_reduce_scatter(y, w.t().contiguous(), algorithm="fused").sum().item()
+print(interlace.run(product, 2, place="cuda", timeout=240))
+"""
+
+
+def host(dry_run: bool, repetitions: int) -> Iterator[Record]:
+    """Times of both fused ops in a world of one: on the host, eager, replayed; replays are checked."""
+    where: dict[str, Any] = {"place": "sim"}
+    if not dry_run:
+        where = {"place": "cuda", "processes": True}  # with plans
+    m, n, k = DRY_SHAPE if dry_run else SHAPE
+    for op in OPS:
+        case, given = f"{op} W=1, {m} x {n} x {k}", (op, m, n, k, repetitions)
+        yield on_ranks("host", case, _host, *given, **where)
+
+
+def _gathering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.all_gather_matmul(x, w, algorithm="fused")
+
+
+def _scattering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
+
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all_gather_matmul": _gathering,
+    "matmul_reduce_scatter": _scattering,
+}
+
+
+def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
+    device = interlace.device()
+    cuda = device.type == "cuda"
+    dtype = dtype_here()
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    w = torch.randn(n, k, device=device, dtype=dtype).t()
+    call = OPS[op]
+    correct = close(call(x, w), torch.mm(x, w))
+    seconds = []
+    for _ in range(repetitions + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS if cuda else 1):
+            call(x, w)
+        seconds.append((time.perf_counter() - start) / (CALLS if cuda else 1) * 1e6)
+    times = {
+        "host": Time.of(seconds[1:]),
+        **alternating({"eager": [lambda: call(x, w)]}, repetitions, graph=False),
+    }
+    derived: dict[str, float] = {}
+    if cuda:
+        graph, output = torch.cuda.CUDAGraph(), torch.empty(0)
+        with torch.cuda.graph(graph):
+            output = call(x, w)
+        right = 0
+        for _ in range(REPLAYS):
+            x.normal_()
+            graph.replay()
+            right += close(output, torch.mm(x, w))
+        correct &= right == REPLAYS
+        times |= alternating({"replay": [graph.replay]}, repetitions, graph=False)
+        derived["replays_right"] = float(right)
+    return record(times, correct, **derived)
+
+
+def sanitizer(dry_run: bool, repetitions: int) -> Iterator[Record]:
+    """memcheck and racecheck of one small run of both fused ops on two virtual ranks."""
+    if dry_run:
+        return
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise RuntimeError("compute-sanitizer is not installed here: nothing was checked")
+    for tool in ("memcheck", "racecheck"):
+        start = time.perf_counter()
+        answer = subprocess.run(
+            [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CASE],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        spent = (time.perf_counter() - start) * 1e6
+        clean = answer.returncode == 0
+        if not clean:
+            print(answer.stdout[-2000:], answer.stderr[-2000:])
+        found = record({"run": Time.of([spent])}, clean)
+        yield {"part": "sanitizer", "case": tool, **found}

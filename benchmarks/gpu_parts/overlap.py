@@ -1,0 +1,261 @@
+"""Two parts of ``gpu.py``: W virtual ranks on one GPU, and a link that is really slow, PCIe.
+
+Virtual ranks share the GPU, so a copy between them costs memory bandwidth only and all matmuls share the
+SMs: times are of all ranks' work together, from the first rank's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_parts.lone_rank import LoneRank
+from gpu_parts.timing import (
+    WARM_UP,
+    Record,
+    Time,
+    alternating,
+    close,
+    dtype_here,
+    launch_now,
+    on_ranks,
+    record,
+)
+from gpu_parts.torch_pipelined import TorchPipelined
+
+import interlace
+from interlace.benchmark.timing.figures import overlap
+from interlace.groups.groups import default_group
+
+CALLS = 3
+# (M, N, K) of a rank: Llama-70B and 405B layers on 8 ranks
+VIRTUAL_SHAPES = ((4096, 3584, 8192), (8192, 3584, 8192), (8192, 6656, 16384))
+# on PCIe at 50 GB/s and 700 TFLOP/s, N sets transfer over matmul to about 1.5, 1 and 0.5
+SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
+COPIERS = 8
+
+_shared: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def timed_together(
+    candidates: dict[str, Callable[[], object]], repetitions: int
+) -> dict[str, Time]:
+    """Time candidates on all ranks; per call, from the first start to the last end.
+
+    Processes have no common clock on a GPU: the longest time of any rank, which all begin together.
+    """
+    group = default_group()
+    cuda = group.place.device.type == "cuda"
+    virtual_ranks = group.place.virtual
+    if virtual_ranks:
+        with _lock:
+            if "zero" not in _shared:
+                _shared["zero"] = torch.cuda.Event(enable_timing=True)
+                _shared["zero"].record()
+    measured: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in range(-WARM_UP if cuda else 0, repetitions):
+        for name, candidate in candidates.items():
+            interlace.barrier()
+            if cuda:
+                torch.cuda.synchronize()
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                interlace.barrier()
+                events[0].record()
+                for _ in range(CALLS):
+                    candidate()
+                events[1].record()
+                torch.cuda.synchronize()
+                zero = _shared["zero"] if virtual_ranks else events[0]
+                span = [zero.elapsed_time(event) * 1e3 for event in events]
+            else:
+                span = [time.perf_counter() * 1e6]
+                for _ in range(CALLS):
+                    candidate()
+                span.append(time.perf_counter() * 1e6)
+            spans = group.agree("the times of a benchmark", tuple(span))
+            if repetition >= 0:
+                begin, end = min(s for s, _ in spans), max(e for _, e in spans)
+                measured[name].append((end - begin) / CALLS)
+    return {name: Time.of(values) for name, values in measured.items()}
+
+
+def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
+    """Both fused ops against their unfused and pipelined forms."""
+    shapes = ((32, 16, 32),) if dry_run else VIRTUAL_SHAPES
+    where: dict[str, Any] = {"place": "sim" if dry_run else "cuda"}
+    for world_size in (2,) if dry_run else (2, 4, 8):
+        for m, n, k in shapes:
+            given = m, n, k, repetitions
+            for measure, op, shape in (
+                (_gather, "all_gather_matmul", f"{m} x {n} x {k}"),
+                (_scatter, "matmul_reduce_scatter", f"{m} x {k} x {n}"),
+            ):
+                case = f"{op} W={world_size}, {shape}"
+                yield on_ranks("virtual", case, measure, *given, world_size=world_size, **where)
+
+
+def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
+    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
+    torch.manual_seed(interlace.get_rank())
+    shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
+    weight = torch.randn(n, k, device=device, dtype=dtype).t()
+    gathered = torch.empty(m, k, device=device, dtype=dtype)
+    interlace.all_gather(gathered, shard)
+    output = torch.empty(m, n, device=device, dtype=dtype)
+    parts = {
+        "matmul": partial(torch.mm, gathered, weight, out=output),
+        "transfer": partial(interlace.all_gather, gathered, shard),
+    }
+    wanted = torch.mm(gathered, weight)
+    return _compared("all_gather_matmul", (shard, weight), wanted, parts, repetitions)
+
+
+def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
+    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
+    torch.manual_seed(interlace.get_rank())
+    input = torch.randn(m, n, device=device, dtype=dtype)  # the second layer: [m, n] @ [n, k]
+    weight = torch.randn(k, n, device=device, dtype=dtype).t()
+    output = torch.empty(m, k, device=device, dtype=dtype)
+    part = torch.empty(m // world_size, k, device=device, dtype=dtype)
+    parts = {
+        "matmul": partial(torch.mm, input, weight, out=output),
+        "transfer": partial(interlace.reduce_scatter, part, output),
+    }
+    wanted = torch.empty(m // world_size, k, device=device)
+    interlace.reduce_scatter(wanted, torch.mm(input.float(), weight.float()))
+    return _compared("matmul_reduce_scatter", (input, weight), wanted, parts, repetitions)
+
+
+def _compared(
+    op: str,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    wanted: torch.Tensor,
+    parts: dict[str, Callable[[], object]],
+    repetitions: int,
+) -> Record:
+    """interlace's algorithms and torch's beside the two parts of the op alone."""
+    candidates: dict[str, Callable[[], Any]] = {
+        name: partial(getattr(interlace, op), *operands, algorithm=name)
+        for name in ("fused", "pipelined", "unfused")
+    }
+    if interlace.device().type == "cuda":
+        candidates["torch pipelined"] = partial(getattr(TorchPipelined(), op), *operands)
+    correct = all([close(call(), wanted) for call in candidates.values()])
+    everywhere = all(default_group().agree("the results of a benchmark", correct))
+    times = timed_together({**candidates, **parts}, repetitions)
+    fused = times["fused"].median
+    derived = {
+        "speedup_over_unfused": times["unfused"].median / fused,
+        "overlap": overlap(times["matmul"].median, times["transfer"].median, fused) or 0.0,
+    }
+    if "torch pipelined" in times:
+        derived["speedup_over_torch_pipelined"] = times["torch pipelined"].median / fused
+    return record(times, everywhere, **derived)
+
+
+# -- PCIe ----------------------------------------------------------------------------------------
+
+
+def slow_link(dry_run: bool, repetitions: int) -> Iterator[Record]:
+    """Peers' shards in pinned host memory: what is hidden, by copy engine and by programs."""
+    shapes = ((64, 32, 48),) if dry_run else SLOW_SHAPES
+    place = "sim" if dry_run else "cuda"
+    for world_size in (2, 4):
+        for m, n, k in shapes:
+            for how in ("copy engine", "programs"):
+                case, given = f"{how}, W={world_size}, {m} x {n} x {k}", (how, world_size, m, n, k)
+                yield on_ranks("slow-link", case, _over_pcie, *given, repetitions, place=place)
+
+
+class _Streams:
+    """The caller's stream and one beside it; without a GPU one stream of the place for both."""
+
+    def __init__(self, lone: LoneRank) -> None:
+        self._lone = lone
+        self._side = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
+
+    def beside(self, work: Callable[[], None]) -> None:
+        if self._side is None:
+            work()
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            work()
+
+    def join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def launch(self, launch: Any) -> None:
+        launch_now(launch, self._lone.group.compute)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self._side is None:
+            self._lone.group.compute.copy(to, source, "a peer's chunk")
+        else:
+            to.copy_(source, non_blocking=True)
+
+
+def _over_pcie(how: str, world_size: int, m: int, n: int, k: int, repetitions: int) -> Record:
+    device, dtype = interlace.device(), dtype_here()
+    cuda = device.type == "cuda"
+    lone = LoneRank(world_size, m, n, k, dtype)
+    host = torch.randn(m, k, dtype=dtype)
+    host = host.pin_memory() if cuda else host
+    lone.shard.copy_(host[: lone.rows[0]])
+    weight = torch.randn(n, k, device=device, dtype=dtype).t()
+    output = torch.empty(m, n, device=device, dtype=dtype)
+    wanted = torch.mm(host.to(device), weight)
+    streams, finish = _Streams(lone), lone.finish()
+    by_programs = how == "programs"
+    steps = [] if by_programs else lone.copy_engine(host)
+    push = lone.copiers(host, COPIERS)
+    consumer = lone.consumer(weight, output, copiers=COPIERS if by_programs else 0)
+    bare = lone.consumer(weight, output, waits=False)
+
+    def produce() -> None:
+        if by_programs:
+            streams.launch(push)
+        for source, to, flag in steps:
+            streams.copy(to, source)
+            streams.launch(flag)
+
+    def fused() -> None:
+        streams.beside(produce)
+        streams.launch(consumer)
+        streams.join()
+        streams.launch(finish)
+
+    def alone() -> None:
+        streams.beside(produce)
+        streams.join()
+        streams.launch(finish)
+
+    lone.gathered.fill_(float("nan"))
+    output.fill_(float("nan"))
+    fused()
+    lone.settle()
+    correct = close(output, wanted)
+    times = alternating(
+        {
+            "fused": [fused],
+            "matmul": [lambda: streams.launch(bare)],
+            "torch.mm": [lambda: torch.mm(lone.gathered, weight, out=output)],
+            "transfer": [alone],
+        },
+        repetitions,
+        graph=False,
+    )
+    lone.settle()  # before its memory goes
+    matmul, transfer = times["matmul"].median, times["transfer"].median
+    return record(
+        times,
+        correct,
+        overlap=overlap(matmul, transfer, times["fused"].median) or 0.0,
+        transfer_over_matmul=transfer / matmul,
+    )

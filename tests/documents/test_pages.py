@@ -1,0 +1,265 @@
+"""Every block of every page runs as written and prints what the page says: see tests/pages.py."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import pages
+from tiers import few
+
+ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
+LINES = [
+    (f"{name}:{block.line} {' '.join(line.command.split())[:40]}", name, line)
+    for name, document in ALL.items()
+    for block in pages.blocks(document)
+    for line in block.lines
+]
+LONG = {
+    f"docs/{name}.md"
+    for name in (
+        "aot", "kernels", "layers", "megatron", "model", "places", "tensor", "torchtitan", "tune", "verify",
+    )
+}  # fmt: skip
+NOT_RUN = [
+    pytest.param(line, id=f"{said} needs {line.needs}")
+    for said, _, line in LINES
+    if not line.run_by and not line.runs
+]
+RUN_ELSEWHERE = [pytest.param(name, line, id=said) for said, name, line in LINES if line.run_by]
+
+
+def faults_of(document: str, folder: pathlib.Path) -> list[str]:
+    """What is wrong with blocks, without running them."""
+    pages.prepared(folder, document)
+    found = []
+    for block in pages.blocks(document):
+        pages.save(block, folder)
+        found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
+    for block in pages.inline_commands(document):
+        found += [f"line {block.line}: {fault}" for fault in pages.faults(block, folder)]
+    return found
+
+
+def differences(document: str, folder: pathlib.Path) -> list[str]:
+    """Run a page; the blocks that print something else than it says."""
+    found = []
+    for block, printed in pages.worked_through(document, folder):
+        said = block.text if block.language == "console" else block.output
+        if printed is None or said is None or block.varies:
+            continue
+        if (now := pages.steady(printed)) != pages.steady(said):
+            found.append(f"line {block.line} prints\n{now}\ninstead of\n{pages.steady(said)}")
+    return found
+
+
+@pytest.mark.parametrize("name", few(ALL, *(name for name in ALL if name not in LONG)))
+def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
+    found = differences(ALL[name], tmp_path)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_form(name: str, tmp_path: pathlib.Path) -> None:
+    assert faults_of(ALL[name], tmp_path) == []
+    prose = re.sub(r"^```.*?^```$", "", ALL[name], flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert not [line for line in prose if len(line) > 120 and line[:1] != "|"]
+
+
+@pytest.mark.parametrize("line", NOT_RUN)
+def test_what_is_not_run_needs_more_than_time(line: pages.Line) -> None:
+    """One test for each line that is not run, so that a run lists them; their form: above."""
+    assert line.needs in pages.NEEDS
+
+
+@pytest.mark.parametrize(("name", "line"), RUN_ELSEWHERE)
+def test_what_is_run_elsewhere_is(name: str, line: pages.Line) -> None:
+    assert pages.not_there(line, name) == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "command", "fault"),
+    [
+        (".ci/run", "make clean", ".ci/run has no 'make clean'"),
+        (
+            "tests/repository/test_makefile.py",
+            "make",
+            "tests/repository/test_makefile.py has no 'make'",
+        ),
+        (
+            "tests/repository/test_makefile.py",
+            "x = 1\ny = 2",
+            "tests/repository/test_makefile.py has no 'README.md'",
+        ),
+        ("docs/start.md", "pip install .", "docs/start.md does not run 'pip install .'"),
+        ("docs/layers.md", "ls", "docs/layers.md does not run 'ls'"),
+        ("docs/none.md", "ls", "there is no docs/none.md"),
+    ],
+)
+def test_what_is_not_run_elsewhere_is_seen(place: str, command: str, fault: str) -> None:
+    assert pages.not_there(pages.Line(command, run_by=place), "README.md") == fault
+
+
+def test_lines_and_their_marks() -> None:
+    page = """
+<!-- tests add: --a -->
+<!-- tests add: --b; in: two -->
+<!-- needs: hosts; in: three -->
+<!-- run by: .ci/run; in: four -->
+
+```bash
+one   # "two" stands here
+print three
+four \\
+  --long
+five '#'
+```
+"""
+    (block,) = pages.blocks(page)
+    said = [(line.tested, line.needs, line.run_by) for line in block.lines]
+    assert said == [
+        ("one --b", "", ""),
+        ("print three --a", "hosts", ""),
+        ("four    --long --a", "", ".ci/run"),
+        ("five '#' --a", "", ""),
+    ]
+    assert [line.runs for line in block.lines] == [True, False, False, True]
+
+
+def test_options_are_added_and_lines_left_out(tmp_path: pathlib.Path) -> None:
+    page = """
+<!-- tests add: more; in: one -->
+<!-- needs: hosts; in: three -->
+
+```bash
+echo one
+echo two
+false three
+```
+
+```text
+one more
+two
+```
+"""
+    assert differences(page, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python -m interlace doctor", ["-m", "interlace", "doctor"]),
+        ("python benchmarks/predict.py --fit", ["benchmarks/predict.py", "--fit"]),
+        ("python -m interlace doctor | cat", None),
+        ("python job.py", None),
+        ("python -m interlacer", None),
+        ("torchrun -m interlace doctor", None),
+    ],
+)
+def test_what_runs_in_a_fork(line: str, words: list[str] | None) -> None:
+    assert pages.page_lines.own_command(line) == words
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        ("```python\nx = = 1\n```", "invalid syntax"),
+        ("<!-- needs: luck -->\n\n```bash\nls\n```", "unknown need 'luck'"),
+        (
+            "<!-- needs: gpu -->\n```bash\npython -m interlace bench --sizzes 4\n```",
+            "do not parse",
+        ),
+        (
+            "<!-- tests add: --quack -->\n```bash\npython -m interlace verify\n```",
+            "do not parse",
+        ),
+        ("<!-- tests add: -l; in: rm -->\n```bash\nls\n```", "no line has 'rm'"),
+        ("<!-- tests add: -l -->\n```bash\nls | cat\n```", "cannot be added behind"),
+        ("<!-- tests add: -l -->\n```python\nx = 1\n```", "for lines of bash"),
+        ("```bash\ncd docs\nls\n```", "lasts for this line only"),
+        ("```bash\npython -m interlace verify docs/none.py::f\n```", "there is no docs/none.py"),
+        ("```bash\ntorchrun --nproc-per-node 2 none.py\n```", "there is no none.py"),
+        ("```bash\nmake everything\n```", "no ['everything']"),
+        ("```bash\npython benchmarks/predict.py --nodez 4\n```", "no ['--nodez']"),
+        ("```bash\nls && frobnicate\n```", "what is frobnicate?"),
+        ("As `python -m interlace doctor --now` says.", "do not parse"),
+        ("As `make\ntoast` says.", "no ['toast']"),
+        ("```json\n{1}\n```", "Expecting"),
+        ("```cpp\nint i;\n```", "language 'cpp'"),
+    ],
+)
+def test_bad_form_is_seen(block: str, fault: str, tmp_path: pathlib.Path) -> None:
+    (found,) = faults_of(block, tmp_path)
+    assert fault in found
+
+
+def test_what_a_page_does_is_seen(tmp_path: pathlib.Path) -> None:
+    """Files that are saved, patched and continued; outputs that are right, wrong and of the moment."""
+    (tmp_path / "right").mkdir()
+    (tmp_path / "wrong").mkdir()
+    page = """
+Save as `one.py`:
+
+```python
+print("one")
+X = 1
+```
+
+```text
+one
+```
+
+<!-- continues -->
+
+```python
+print(X + 1)
+```
+
+```text
+2
+```
+
+Save the same with another number as `two.py`:
+
+```diff
+--- one.py
++++ two.py
+@@ -1,2 +1,2 @@
+ print("one")
+-X = 1
++X = 2
+```
+
+```console
+$ python two.py
+one
+3
+$ echo done
+done
+```
+
+```bash
+date
+```
+
+<!-- varies -->
+
+```text
+yesterday
+```
+"""
+    assert differences(page, tmp_path / "right") == []
+    (found,) = differences(page.replace("3\n$", "4\n$"), tmp_path / "wrong")
+    assert found.startswith("line 34 prints") and "4" in found
+
+
+def test_a_block_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        differences("```python\n1 / 0\n```\n", tmp_path)
+
+
+def test_a_command_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match="exit status 3"):
+        differences("```bash\nexit 3\n```\n", tmp_path)

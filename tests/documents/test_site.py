@@ -1,0 +1,222 @@
+"""The documentation site: it builds strictly, without a network, and has every page and public name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import pages
+from tiers import thorough
+
+ROOT = pages.ROOT
+# Whose names have to be on pages below docs/reference.
+PUBLIC = (
+    "interlace",
+    "interlace.functional",
+    "interlace.verify",
+    "interlace.compile",
+    "interlace.symmetric_memory",
+    "interlace.tensor",
+    "interlace.nn",
+    "interlace.integrations.megatron",
+    "interlace.benchmark",
+)
+# Other names of functions that are there, which the page of collectives lists; and modules.
+ALIASES = {
+    "interlace.all_gather_into_tensor",
+    "interlace.all_gather_single",
+    "interlace.reduce_scatter_tensor",
+    "interlace.reduce_scatter_single",
+    "interlace.symmetric_memory",
+    "interlace.functional.GroupSpec",
+}
+
+# What a browser would fetch from elsewhere.
+FOREIGN = r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\srel=\"?stylesheet[^>]*\shref=\"?https?://"
+
+
+def offline(*command: str) -> subprocess.CompletedProcess[str]:
+    nowhere = "http://127.0.0.1:9"
+    variables = {"http_proxy": nowhere, "https_proxy": nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def missing(text: str) -> list[str]:
+    """Files of tests and benchmarks that a page names and that are not there, or lack the function."""
+    found = []
+    for file, function in re.findall(r"`((?:tests|benchmarks)/[\w./]+\.\w+)(?:::(\w+))?", text):
+        path = ROOT / file
+        if not path.exists() or (function and f"def {function}(" not in path.read_text()):
+            found.append(f"{file}::{function}")
+    return found
+
+
+def test_what_pages_say_proves_something_is_there() -> None:
+    assert not {
+        page.name: gone
+        for page in (ROOT / "docs").rglob("*.md")
+        if (gone := missing(page.read_text()))
+    }
+    assert missing(
+        "`tests/documents/test_site.py::test_none`, `tests/gone.py`, `tests/documents/test_site.py`"
+    ) == [
+        "tests/documents/test_site.py::test_none",
+        "tests/gone.py::",
+    ]
+
+
+@thorough
+def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
+    here = ("-o", ".venv/docs", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
+    done = offline(*shlex.split("make docs"), *here)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.html")}
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        assert (f"{name}/index.html" if name != "index" else "index.html") in built, name
+    foreign = re.compile(FOREIGN)
+    for name in built:
+        assert not foreign.search((tmp_path / name).read_text()), (
+            f"{name} asks for something elsewhere"
+        )
+    samples = {"fused": "interlace.all_gather_matmul", "nn": "interlace.nn.RMSNorm"}
+    for page, name in samples.items():
+        page_text = (tmp_path / f"reference/{page}/index.html").read_text()
+        assert f'id="{name}"' in page_text, name
+    assert "Any strides." in (tmp_path / "reference/fused/index.html").read_text()
+
+
+@thorough
+def test_a_link_to_nowhere_is_seen(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("# One\n\n[two](#two)\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nnav: [index.md]\nplugins: []\n"
+    )
+    mkdocs = (sys.executable, "-m", "mkdocs", "build", "--strict")
+    files = ("--site-dir", str(tmp_path / "site"), "--config-file", str(tmp_path / "mkdocs.yml"))
+    done = offline(*mkdocs, *files)
+    assert done.returncode != 0 and "'#two'" in done.stderr
+
+
+def test_every_public_name_is_on_a_page_of_the_reference() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    there = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    wanted = {
+        f"{module}.{name}"
+        for module in PUBLIC
+        for name in importlib.import_module(module).__all__
+        if not name.startswith("_")
+    }
+    whole = tuple(f"{name}." for name in there if inspect.ismodule(sys.modules.get(name)))
+    assert {name for name in wanted - set(there) if not name.startswith(whole)} == ALIASES
+    assert len(there) == len(set(there))
+
+
+def test_tests_that_pages_name_exist() -> None:
+    found = 0
+    for page in pages.pages():
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{page.name}: {test}"
+            found += bool(test)
+    assert found > 20
+
+
+def test_links_of_the_pages_at_the_root_lead_somewhere() -> None:
+    """Those of docs/ are looked at by the build."""
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()):
+            assert target.startswith("https://") or (ROOT / target).exists(), f"{name}: {target}"
+
+
+def converter() -> Any:
+    path = ROOT / "docs/reference/docstrings.py"
+    spec = importlib.util.spec_from_file_location("docstrings", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SOURCE = """What it does, as :func:`other`.
+
+Parameters
+----------
+a, b : two things, ``(n, k)``,
+    of one shape.
+
+Raises
+------
+ValueError : always.
+
+Returns
+-------
+Nothing. Like this::
+
+    a | b
+
+>>> f(1)
+2
+
+More.
+"""
+RESULT = """What it does, as `other`.
+
+
+Args:
+    a: two things, ``(n, k)``, of one shape.
+    b: two things, ``(n, k)``, of one shape.
+
+
+
+Raises:
+    ValueError: always.
+
+
+
+**Returns.**
+Nothing. Like this:
+
+```text
+a | b
+```
+
+
+```pycon
+>>> f(1)
+2
+```
+
+
+More.
+"""
+
+
+@thorough
+def test_docstrings_are_put_into_a_form_that_renders() -> None:
+    assert converter().markdown(SOURCE) == RESULT
+
+
+@thorough
+@pytest.mark.parametrize("name", ["interlace.all_gather_matmul", "interlace.verify.races"])
+def test_no_docstring_section_is_left_over(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    text = getattr(importlib.import_module(module), function).__doc__
+    assert "---\n" in text and "---\n" not in converter().markdown(text)

@@ -1,0 +1,85 @@
+"""Run one check of ``interlace.verify`` on one mutant; used by the tests and by mutant_table.py."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from interlace.runtime.compiler.build import build
+from interlace.runtime.compiler.catalogue import entries
+from interlace.verify import Fault, lint_many, races, schedules
+from interlace.verify.lint_check.check import lint_request
+from interlace.verify.schedule_check.sampling import poisoned_memory as filled
+from interlace.verify.suite.targets import TARGETS
+from mutants.first_fault import first_fault
+from mutants.mutations import Case, Mutant, importable, mutated, mutated_function
+
+CHECKS = ("races", "schedules", "late stores", "lint")
+WORLD = 3
+USER_WORLD = 2
+ARCH = 90
+BATCH = 4  # schedules, before it is looked whether one has failed
+
+
+def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> list[str]:
+    """What ``check`` finds in the mutant: texts, none if it finds nothing. "first race" stops at one."""
+    if check == "lint":
+        return _lint(case, folder) if case.mutant.of_kernels else _lint_launched(case, folder)
+    if not case.mutant.of_kernels:
+        fn = mutated_function(case.mutant, case.target, folder)
+        with filled():
+            return _run(fn, check, USER_WORLD, effort)
+    op, _, variant = case.target.partition(" ")
+    with mutated(case.mutant, folder), filled():
+        return _run(TARGETS[op].variants[variant], check, WORLD, effort)
+
+
+def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> list[str]:
+    if check == "first race":
+        found = first_fault(fn, world_size, range(10 * effort))
+        return [found] if found else []
+    if check == "races":
+        for seed in range(10 * effort):
+            report = races(fn, world_size, seeds=[seed])
+            if not report.clean:
+                errors = [text for _, text in report.errors]
+                return [str(finding) for finding in report.findings] + errors
+        return []
+    late = check == "late stores"
+    for first in range(0, 20 * effort, BATCH):
+        seeds = range(first, first + BATCH)
+        report = schedules(fn, world_size, seeds=seeds, store_buffers=late, workers=1, shrink=False)
+        if not report.clean:
+            return [str(report)]
+    return []
+
+
+def _lint(case: Case, folder: pathlib.Path) -> list[str]:
+    """Problems of ``case.kernel``, or of the kernels of the op, as the catalogue has them first."""
+    case.mutant.write(folder)
+    op = case.target.partition(" ")[0]
+    kernels = (case.kernel,) if case.kernel else TARGETS[op].kernels
+    chosen = []
+    for kernel in kernels:
+        entry = next(entry for entry in entries(ARCH) if entry.kernel == kernel)
+        module = entry.module.replace("interlace.kernels", case.mutant.package)
+        chosen.append(replace(entry, module=module))
+    with importable(folder):
+        reports = build(chosen, workers=1)
+    return [text for report in reports for text in report.problems()]
+
+
+def _lint_launched(case: Case, folder: pathlib.Path) -> list[str]:
+    """What is wrong with the kernels that a function launches and was not before the mutation."""
+    original = replace(case.mutant, name=f"{case.mutant.name} undone", edits=())
+    known = {fault.short() for fault in _faults(original, case.target, folder)}
+    faults = _faults(case.mutant, case.target, folder)
+    return [str(fault) for fault in faults if fault.short() not in known]
+
+
+def _faults(mutant: Mutant, function: str, folder: pathlib.Path) -> list[Fault]:
+    launches = races(mutated_function(mutant, function, folder), USER_WORLD, seeds=1).launches
+    requests = [lint_request(launch, ARCH) for launch in launches]
+    return [fault for report in lint_many(requests, workers=1) for fault in report.findings]

@@ -1,0 +1,113 @@
+"""The sdist makes a whole wheel, and installs and works in a new environment, away from the repository."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+
+import pytest
+
+from tiers import thorough
+
+ROOT = pathlib.Path(__file__).parents[2]
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results")
+HOMES = {"interlace/kernels": "kernels", "interlace/runtime": "runtime", "": "python"}
+
+SMOKE = """
+import torch.distributed as dist
+known = "interlace" in dist.Backend.backend_list  # by the entry point: nobody has imported interlace
+import interlace, sys, torch
+layer = lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum().item()
+print(known, interlace.__file__.startswith(sys.prefix), interlace.run(layer, 2))
+"""
+
+
+def call(*command: object, cwd: pathlib.Path) -> str:
+    """What a command prints; it finds interlace only where it is installed."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def backend(step: str, *, source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
+    """Build with the backend that pyproject.toml names, as pip and build do, without an index."""
+    code = f"from setuptools import build_meta; print(build_meta.{step}({str(out)!r}))"
+    return out / call(sys.executable, "-c", code, cwd=source).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """From the repository to an sdist, which is unpacked."""
+    folder = tmp_path_factory.mktemp("distributions")
+    shutil.copytree(ROOT, folder / "repository", symlinks=True, ignore=LEFT_OUT)
+    shutil.copytree(ROOT / ".ci", folder / "repository/.ci")
+    sdist = backend("build_sdist", source=folder / "repository", out=folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    for file in (
+        "Makefile",
+        ".ci/run",
+        "docs/layers.md",
+        "examples/tiny_gpt.py",
+        "tests/support.py",
+    ):
+        assert (source / file).is_file(), f"the sdist has no {file}"
+    return source
+
+
+def test_the_wheel_has_every_file_and_no_other(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    wheel = backend("build_wheel", source=source, out=tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    sources = set()
+    for inside, home in HOMES.items():
+        for file in (ROOT / home).rglob("*.py"):
+            parts = file.relative_to(ROOT / home).parts
+            if "__pycache__" not in parts and parts[:2] not in (
+                ("interlace", "kernels"),
+                ("interlace", "runtime"),
+            ):
+                sources.add("/".join(filter(None, (inside, *parts))))
+    assert {name for name in names if name.endswith(".py")} == sources
+    assert {"interlace/py.typed", "interlace/data/overlap.txt"} <= names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "Requires-Python: <3.14,>=3.10" in metadata and "Requires-Dist: torch" in metadata
+
+
+@thorough
+def test_it_installs_and_works_in_a_new_environment(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """torch and the other requirements are lent by this environment; interlace is not."""
+    venv.create(tmp_path / "new", symlinks=True)
+    python = tmp_path / "new/bin/python"
+    inside = call(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    )
+    lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    # A line of a .pth file adds a folder, but not what that folder's own .pth files add.
+    pathlib.Path(inside.strip(), "lent.pth").write_text("\n".join(lent) + "\n")
+    pip, *install = shlex.split("pip install .")
+    offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    call(sys.executable, "-m", pip, "--python", python, *install, *offline, cwd=source)
+    assert call(python, "-c", SMOKE, cwd=tmp_path).split() == ["True", "True", "[128.0,", "128.0]"]
+    assert "place" in call(python, "-m", "interlace", "doctor", cwd=tmp_path).lower()
+    assert "doctor" in call(tmp_path / "new/bin/interlace", "--help", cwd=tmp_path)

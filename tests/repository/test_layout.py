@@ -1,0 +1,167 @@
+"""The layout that ``house.py`` plans is what is there: who imports whom, no circles, no crowded folder.
+
+Each check is a function over a graph or over text, and has a negative control.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+import house
+
+FILES = house.sources()
+TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items()}
+GRAPH = house.edges(TEXTS)
+REGISTERS = ("interlace.ops", "interlace.compile")  # faces that tell torch of what they hand on
+
+# both public, of a bundle and to measure; a lease, and the same as an argument of kernels
+NAMED_TWICE = ["Kernel", "Workspace"]
+# each would do for many classes: in the model of ``benchmarks`` too it names one type at most
+WORDS = "Host Machine Node Nodes Outcome Part Prepared Segment Step Steps Target Ways"
+
+
+def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
+    """Imports between folders that are not on the list of the importing folder."""
+    found = []
+    for folder, targets in graph.items():
+        allowed = plan.get(folder, "").split()
+        free = not folder.startswith("kernels")
+        for target in targets:
+            if target not in allowed and not (free and target.startswith("kernels")):
+                found.append(f"{folder} -> {target}")
+    return sorted(found)
+
+
+def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
+    """What a folder of the plan may import and does not."""
+    return [
+        f"{folder} -> {name}"
+        for folder, allowed in plan.items()
+        for name in allowed.split()
+        if name not in graph.get(folder, ())
+    ]
+
+
+def upward(plan: dict[str, str]) -> list[str]:
+    """What a folder of the plan may import although it comes further down, or nowhere."""
+    above: set[str] = set()
+    found = []
+    for folder, allowed in plan.items():
+        found += [f"{folder} -> {name}" for name in allowed.split() if name not in above]
+        above.add(folder)
+    return found
+
+
+def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
+    """What names several classes, or a class and another type, in all files; or such of ``words``."""
+    classes, names = set[str](), Counter[str]()
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name.lstrip("_"))
+                names[node.name.lstrip("_")] += 1
+            elif isinstance(node, ast.Assign):
+                names.update(to.id.lstrip("_") for to in node.targets if isinstance(to, ast.Name))
+    return sorted(name for name in words or classes if names[name] > 1)
+
+
+def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
+    """Statements of an ``__init__.py`` beside its docstring, and its imports and ``__all__``."""
+    first, *rest = ast.parse(text).body
+    assert isinstance(first, ast.Expr), "no docstring"
+    if may_hand_on:
+        handing = (ast.Import, ast.ImportFrom, ast.Assign)
+        rest = [node for node in rest if not isinstance(node, handing)]
+    return [ast.unparse(node) for node in rest]
+
+
+def test_imports_are_on_the_list() -> None:
+    graph = house.folder_edges(FILES, GRAPH)
+    assert forbidden(graph, house.FOLDERS) == []
+    assert sorted(graph) == sorted(house.FOLDERS), "a folder without a line, or a line too many"
+    assert unused(graph, house.FOLDERS) == []
+    assert forbidden({"a": {"b"}}, {"a": "", "b": ""}) == ["a -> b"]
+    assert unused({"a": {"b"}}, {"a": "b c"}) == ["a -> c"]
+    assert not forbidden({"a": {"b", "kernels/fused"}}, {"a": "b", "b": ""})
+    assert forbidden({"kernels": {"kernels/fused"}}, {"kernels": ""})
+
+
+def test_the_list_goes_down_only() -> None:
+    assert upward(house.FOLDERS) == []
+    assert upward({"a": "", "b": "a", "c": "d", "d": ""}) == ["c -> d"]
+
+
+def test_no_circle_of_files() -> None:
+    assert house.circles(GRAPH) == []
+
+
+def test_no_circle_of_benchmarks() -> None:
+    folder = house.ROOT / "benchmarks"
+    paths = {file.relative_to(folder).with_suffix(""): file for file in folder.rglob("*.py")}
+    texts = {".".join(name.parts): file.read_text() for name, file in paths.items()}
+    graph = house.edges(texts)
+    assert graph["predict"] >= {"model.tables", "model.simulation.machines"}
+    assert house.circles(graph) == []
+
+
+def test_no_circle_of_folders() -> None:
+    assert house.circles(house.folder_edges(FILES, GRAPH)) == []
+
+
+def test_circles_are_seen() -> None:
+    chain = {"p.a": "import p.b", "p.b": "from p import c", "p.c": "from p.a import f", "p.d": ""}
+    assert house.circles(house.edges(chain)) == [["p.a", "p.b", "p.c"]]
+    inside = {"p.a": "import p.b", "p.b": "def f():\n    import p.a"}
+    assert house.circles(house.edges(inside)) == [["p.a", "p.b"]]
+    typing = {"p.a": "import p.b", "p.b": "if TYPE_CHECKING:\n    from p.a import T"}
+    assert house.circles(house.edges(typing)) == [["p.a", "p.b"]]
+    by_name = {"p.a": "import p.b", "p.b": "def f():\n    importlib.import_module('p.a')"}
+    assert house.circles(house.edges(by_name)) == [["p.a", "p.b"]]
+    through_package = {"p": "from p.a import f", "p.a": "from p import g"}
+    assert house.circles(house.edges(through_package)) == [["p", "p.a"]]
+    files = {"p.a": "x/a", "p.b": "y/b", "p.c": "x/c", "p.d": "y/d"}
+    paths = {module: pathlib.PurePath(file + ".py") for module, file in files.items()}
+    between = house.edges({"p.a": "import p.b", "p.b": "", "p.c": "", "p.d": "import p.c"})
+    assert house.circles(between) == []
+    assert house.circles(house.folder_edges(paths, between)) == [["x", "y"]]
+
+
+def test_faces_only_hand_on() -> None:
+    for module, file in FILES.items():
+        if file.name == "__init__.py" and module not in ("interlace", *REGISTERS):
+            low = file.parts[0] in ("kernels", "runtime")
+            assert more_than_words(TEXTS[module], may_hand_on=not low) == [], file
+    assert more_than_words('"""Words."""\nimport torch', may_hand_on=False)
+    assert more_than_words('"""Words."""\nprint()', may_hand_on=True)
+    assert not more_than_words('"""Words."""\nfrom a import b\n__all__ = ["b"]', may_hand_on=True)
+
+
+def test_a_name_is_of_one_class() -> None:
+    assert named_twice(TEXTS.values()) == NAMED_TWICE
+    assert named_twice(["class Part: ...", "def f():\n    class _Part: ..."]) == ["Part"]
+    assert named_twice(["class Segment: ...\nSegment = tuple[int, int]"]) == ["Segment"]
+    assert not named_twice(["class Part: ...", "class RingPart: ...\npart = Part()"])
+
+
+def test_a_word_names_one_type() -> None:
+    model = [file.read_text() for file in (house.ROOT / "benchmarks/model").rglob("*.py")]
+    assert model
+    assert named_twice([*TEXTS.values(), *model], WORDS.split()) == []
+    assert named_twice(["Part = int", "Part = str"], ["Part"]) == ["Part"]
+
+
+def test_folders_are_not_crowded() -> None:
+    counts = house.files_in([*FILES.values(), *house.beside()])
+    assert counts["tests/sim/cuda"] and counts["benchmarks/cpu"]
+    assert not {folder: n for folder, n in counts.items() if n > house.MOST_FILES}
+    many = [pathlib.PurePath(f"x/{n}.py") for n in range(house.MOST_FILES + 1)]
+    assert house.files_in([*many, pathlib.PurePath("x/__init__.py")]) == {"x": len(many)}
+
+
+def test_graph_and_picture_are_of_this_list() -> None:
+    assert f"```\n{house.graph_text()}```" in (house.ROOT / "README.md").read_text()
+    picture = (house.ROOT / "docs/images/house.svg").read_text()
+    assert picture == house.drawing(), "python tests/house.py --draw"

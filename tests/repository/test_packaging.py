@@ -1,0 +1,185 @@
+"""The package table matches the folders, imports go down the floors, and files keep their form.
+
+Each check of source text is a function over text, and has a negative control: text it must flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import order
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOP = {
+    "interlace": "python/interlace",
+    "interlace.kernels": "kernels",
+    "interlace.runtime": "runtime",
+}
+FOLDERS = ("python", "kernels", "runtime", "tests", "benchmarks")
+MAX_LINES = 500
+
+
+def sources(*folders: str) -> list[pathlib.Path]:
+    """Every Python file below ``folders``, once: the links inside python/ are not followed."""
+    files = {f.resolve() for folder in folders for f in (ROOT / folder).rglob("*.py")}
+    return sorted(f for f in files if "__pycache__" not in f.parts)
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def imports(node: ast.AST, *, in_functions: bool) -> Iterator[tuple[ast.stmt, str]]:
+    """(statement, dotted name) of the imports below ``node``; ``from a import b`` gives ``a.b``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((child, alias.name) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = "." * child.level + (child.module or "")
+            yield from ((child, f"{base}.{alias.name}") for alias in child.names)
+        elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from imports(child, in_functions=in_functions)
+
+
+def upward_imports(source: str, floor: str) -> list[str]:
+    """Imports that a file of ``floor`` (kernels, runtime, python) may not have."""
+    found = []
+    for stmt, name in imports(ast.parse(source), in_functions=True):
+        if name.startswith("."):
+            bad = True  # relative imports hide which floor they reach
+        elif floor == "kernels":
+            down = ("__future__", "collections.abc", "typing", "triton", "interlace.kernels")
+            bad = not any(inside(name, package) for package in down)
+        elif floor == "runtime":
+            down = ("interlace.runtime", "interlace.kernels")
+            bad = inside(name, "interlace") and not any(inside(name, package) for package in down)
+        else:
+            bad = False
+        # The second module object of python -m pytest at the root: see test_one_module_object.
+        bad = bad or inside(name, "kernels") or inside(name, "runtime")
+        if bad:
+            found.append(f"line {stmt.lineno}: {name}")
+    return found
+
+
+def eager_greenlet(source: str) -> list[str]:
+    """Module-level imports of greenlet, which only the scheduler needs."""
+    found = imports(ast.parse(source), in_functions=False)
+    return [f"line {s.lineno}: {name}" for s, name in found if inside(name, "greenlet")]
+
+
+def form_faults(source: str) -> list[str]:
+    """What is wrong with the outer form of one file."""
+    faults = []
+    if (lines := source.count("\n")) > MAX_LINES:
+        faults.append(f"{lines} lines, more than {MAX_LINES}")
+    said = ast.get_docstring(ast.parse(source))
+    if source.strip() and not said:
+        faults.append("no module docstring")
+    if (said or "").startswith(("What ", "How ", "Whether ", "Which ")):
+        faults.append("the first line is a question: it must say what the file is")
+    if not source.isascii():
+        faults.append("not ASCII")
+    return faults
+
+
+def folder_packages() -> dict[str, str]:
+    """Package name -> folder, for every folder with an __init__.py, links not followed."""
+    found = {}
+    for package, folder in TOP.items():
+        base = ROOT / folder
+        for init in base.rglob("__init__.py"):
+            below = init.parent.relative_to(base)
+            if not any((base / p).is_symlink() for p in (below, *below.parents) if p.name):
+                found[".".join((package, *below.parts))] = init.parent.relative_to(ROOT).as_posix()
+    return found
+
+
+def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
+    """pytest skips folders named build, dist and others unless it is told not to."""
+    if request.config.args != ["tests"]:
+        pytest.skip("only a part of the tests was asked for")
+    collected = request.config.stash[order.FILES]
+    files = set((ROOT / "tests").rglob("test_*.py"))
+    assert files <= collected, sorted(map(str, files - collected))
+
+
+def test_every_folder_is_packaged() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(table["packages"]) == sorted(folder_packages())
+    assert table["package-dir"] == {"": "python", **folder_packages()}
+    assert table["py-modules"] == [file.stem for file in (ROOT / "python").glob("*.py")]
+
+
+def test_links_point_home() -> None:
+    for name in ("kernels", "runtime"):
+        link = ROOT / "python/interlace" / name
+        assert link.is_symlink() and not link.readlink().is_absolute()
+        assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("floor", ["kernels", "runtime", "python"])
+def test_floors_import_downwards(floor: str) -> None:
+    found = {str(f.relative_to(ROOT)): upward_imports(f.read_text(), floor) for f in sources(floor)}
+    assert not {f: bad for f, bad in found.items() if bad}
+
+
+@pytest.mark.parametrize(
+    ("floor", "bad"),
+    [
+        ("kernels", "import torch"),
+        ("kernels", "def f():\n    from interlace.runtime import launch"),
+        ("runtime", "from interlace import groups"),
+        ("runtime", "import interlace"),
+        ("runtime", "from . import memory"),
+        ("python", "from kernels import signal"),
+    ],
+)
+def test_upward_imports_are_seen(floor: str, bad: str) -> None:
+    assert upward_imports(bad, floor)
+
+
+def test_greenlet_is_lazy() -> None:
+    files = [
+        f
+        for f in sources("kernels", "runtime", "python")
+        if f != ROOT / "runtime/scheduler/scheduler.py"
+    ]
+    found = {str(f.relative_to(ROOT)): eager_greenlet(f.read_text()) for f in files}
+    assert not {f: bad for f, bad in found.items() if bad}
+    assert eager_greenlet("try:\n    import greenlet\nexcept ImportError:\n    pass")
+    assert not eager_greenlet("def f():\n    import greenlet")
+
+
+def test_one_module_object() -> None:
+    """With the repository root on sys.path, `kernels` is importable as a second module object.
+
+    A jitted function that exists twice is compiled and cached twice, and `is` comparisons fail.
+    """
+    code = (
+        "import sys, interlace, interlace.kernels, interlace.runtime\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('kernels', 'runtime')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_form_of_every_file() -> None:
+    found = {str(f.relative_to(ROOT)): form_faults(f.read_text()) for f in sources(*FOLDERS)}
+    assert not {f: bad for f, bad in found.items() if bad}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["x = 1\n", '"""Long."""\n' + "\n" * MAX_LINES, '"""\u00e9"""\n', '"""What it does."""\n'],
+)
+def test_bad_form_is_seen(bad: str) -> None:
+    assert form_faults(bad)

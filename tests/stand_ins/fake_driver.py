@@ -1,0 +1,140 @@
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from interlace.runtime.core.kernel_arguments import leaves, outside
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.cuda import device_place, driver, virtual_place
+from interlace.runtime.places.cuda import stream as cuda_stream
+from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
+from interlace.runtime.places.cuda.plans import Plans
+from stand_ins import fake_cuda
+from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
+
+MULTIPROCESSORS = 132
+ORIGINALS = LaunchCache.prepare, PreparedLaunch.again, PreparedLaunch.run
+REPEAT = Plans._repeat
+
+
+class FakeKernel:
+    """Triton's ``CompiledKernel``, as far as used."""
+
+    metadata = SimpleNamespace(global_scratch_size=0, num_ctas=1)
+    function = packed_metadata = None
+
+    def __init__(self, launch: KernelLaunch) -> None:
+        self._name, self._warps = launch.name, launch.num_warps
+        parameters = inspect.signature(launch.kernel.fn).parameters
+        given = {name: launch.arguments[name] for name in parameters}
+        self._count, self._names = len(given), list(outside(given))
+        fake_cuda.gpu().loads.append(launch.name)
+        fake_cuda.gpu().first_use()
+
+    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        values = rest[5:]
+        assert len(values) == self._count, (self._name, values)
+        programs = x * y * z if self._warps > 1 else 0
+        # a tuple comes without names, a constant as it was given
+        single = leaves({str(index): value for index, value in enumerate(values)})
+        arguments = dict(zip(self._names, single.values(), strict=True))
+        fake_cuda.gpu().launch(self._name, stream, arguments, programs)
+
+
+class FakeWords:
+    """``driver.Driver``."""
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        fake_cuda.gpu().write_word(stream, address, value)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
+    """Pretend that ``gpu`` is there."""
+    fake_cuda.installed = gpu
+
+    def capture_number(handle: int) -> int:
+        capture = gpu.capture_of(handle)
+        return 0 if capture is None else capture.number
+
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: gpu.synchronize(),
+        "current_stream": lambda device=None: FakeStream(handle=gpu.current),
+        "default_stream": lambda device=None: FakeStream(handle=0),
+        "stream": gpu.on,
+        "Stream": FakeStream,
+        "ExternalStream": lambda handle: FakeStream(handle=handle),
+        "Event": FakeEvent,
+        "CUDAGraph": FakeGraph,
+        "is_current_stream_capturing": lambda: gpu.capture_of(gpu.current) is not None,
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=gpu.multiprocessors or MULTIPROCESSORS, uuid="fake"
+        ),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    words = FakeWords() if gpu._has_words else None
+    monkeypatch.setattr(driver, "stream_words", lambda device: words)
+    monkeypatch.setattr(driver, "alarm_stream", lambda device: gpu.alarm_stream())
+    monkeypatch.setattr(driver, "current_stream", lambda device: gpu.current)
+    monkeypatch.setattr(driver, "capture_of", capture_number)
+    monkeypatch.setattr(driver, "leave_captures_alone", lambda: None)
+    monkeypatch.setattr(driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
+    for module in (cuda_stream, device_place):
+        monkeypatch.setattr(module, "run_on", gpu.torch_code)
+    cuda_stream._external.cache_clear()
+    monkeypatch.setattr(virtual_place, "current_device", lambda: CPU)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: FakeKernel(launch))
+    _note_launches(monkeypatch, gpu)
+    return gpu
+
+
+def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
+    """Let ``gpu`` know what the addresses of a launch stand for."""
+    prepare, again, run = ORIGINALS
+
+    def preparing(
+        self: LaunchCache, launch: KernelLaunch, stream: int, capture: int
+    ) -> PreparedLaunch:
+        given = launch.values()
+        for value in given:
+            if isinstance(value, torch.Tensor):
+                gpu.know(value)
+        prepared = prepare(self, launch, stream, capture)
+        gpu.forms[prepared] = [
+            (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else None
+            for value in prepared.in_order(given)
+            for each in (value if isinstance(value, tuple) else (value,))
+        ]
+        return prepared
+
+    def running_again(self: PreparedLaunch, stream: int, capture: int, values: list[Any]) -> None:
+        gpu.running = self
+        again(self, stream, capture, values)
+        gpu.running = None
+
+    def running(self: PreparedLaunch, stream: int) -> None:
+        gpu.running = self
+        run(self, stream)
+        gpu.running = None
+
+    def repeating(self: Plans, step: Any, bases: Any, arguments: Any, results: Any) -> None:
+        for tensor in (*arguments, *results, *self.lasting_tensors()):
+            gpu.know(tensor)
+        repeat(self, step, bases, arguments, results)
+
+    repeat = REPEAT
+    monkeypatch.setattr(LaunchCache, "prepare", preparing)
+    monkeypatch.setattr(PreparedLaunch, "again", running_again)
+    monkeypatch.setattr(PreparedLaunch, "run", running)
+    monkeypatch.setattr(Plans, "_repeat", repeating)

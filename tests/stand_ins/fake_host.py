@@ -1,0 +1,138 @@
+"""Ranks that are processes with a GPU each, played by threads that take turns on the fake GPU.
+
+``run(function, world_size)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place, on a
+host that is threads, with memory that is the CPU's, and a watchdog that looks when it is told to.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.groups import groups
+from interlace.groups.groups import default_group
+from interlace.runtime.core.errors import AbortedError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.places.cuda.residency import Residency, residency
+from interlace.runtime.places.cuda.turns import Turns, run_threads
+from interlace.runtime.places.cuda.watchdog import Watchdog
+from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
+from stand_ins import fake_cuda
+
+CPU = torch.device("cpu")
+
+
+def let_others_run(turns: Turns) -> None:
+    with turns._condition:
+        turns._running = False
+        turns._condition.notify_all()
+        turns._condition.wait(0.001)
+        turns._take()
+
+
+class ThreadHost:
+    """What ``DeviceProcessPlace`` asks of its ``processes``."""
+
+    name = "shm"
+    direct_access = True
+    linger = 0.0
+
+    def __init__(self, turns: Turns, rank: int, world_size: int, key: Any = "world") -> None:
+        self.rank, self.world_size = rank, world_size
+        self.group = self
+        self.turns, self._key = turns, key
+        self._meetings = 0
+        self.dead: Exception | None = None
+        self.closed = False
+
+    def meet(self, bring: Any, doing: str) -> list[Any]:
+        self._meetings += 1
+        key = (self._key, self._meetings)
+        return self.turns.meet(key, self.rank, self.world_size, bring, doing)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        return self.meet(payload, doing)
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        parts = self.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")
+        table = torch.tensor([part.data_ptr() for part in parts])
+        return SymmetricBuffer(self.rank, nbytes, table, parts)
+
+    def wait_until(
+        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
+    ) -> None:
+        while not predicate():
+            let_others_run(self.turns)
+            self.check()
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> ThreadHost:
+        return ThreadHost(self.turns, ranks.index(self.rank), len(ranks), (ranks, generation))
+
+    def set_timeout(self, seconds: float) -> None: ...
+
+    def check(self) -> None:
+        if self.turns.failed is not None:
+            raise AbortedError(self.turns.failed)
+
+    def trouble(self, doing: str) -> Exception | None:
+        return self.dead
+
+    def abort(self, reason: str) -> None:
+        self.turns.fail(reason)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ThreadPlace(DeviceProcessPlace):
+    name = "cuda"
+    processes: Any
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        known = self.processes.turns.residencies  # a rank, which is a thread, has a GPU of its own
+        return residency(threading.current_thread(), self.program_limit + 1, known)
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        parts = self.processes.meet(torch.zeros(nbytes, dtype=torch.uint8), "an allocation")
+        table = torch.tensor([part.data_ptr() for part in parts])
+        return SymmetricBuffer(self.rank, nbytes, table, parts)
+
+    def _watched(self) -> Watchdog:
+        watchdog = super()._watched()
+        watchdog.look_after = lambda: None  # type: ignore[method-assign]
+        return watchdog
+
+
+def own_place() -> DeviceProcessPlace:
+    """The place of the rank that asks."""
+    place = default_group().place
+    assert isinstance(place, DeviceProcessPlace)
+    return place
+
+
+def look() -> None:
+    """Let the watchdog of this rank look."""
+    place = own_place()
+    place._watched().look(place)
+
+
+def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0) -> list[Any]:
+    """Run ``function`` on every rank; what it returned, by rank."""
+    turns = Turns(world_size, timeout)
+    fake_cuda.gpu().let_hosts_run = lambda: let_others_run(turns)
+
+    def main(rank: int) -> Any:
+        place = ThreadPlace(ThreadHost(turns, rank, world_size), CPU, timeout=timeout)  # type: ignore[arg-type]
+        groups.install(place)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            result = function()
+            place.processes.exchange(b"", "the end")
+            place.settle()
+        return result
+
+    return run_threads(main, world_size, turns)
