@@ -66,6 +66,7 @@ class Place(ABC):
     name : "sim", "shm", "hosts", "cuda" or "nvshmem".
     rank, world_size : this rank within the group.
     device : where tensors of this rank live.
+    simulated : True where all ranks are tasks of one scheduler, in one process and in its own time.
     interpreted : True where Triton kernels run in the interpreter.
     linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     virtual : True where ranks share one process and its GPU.
@@ -82,6 +83,7 @@ class Place(ABC):
     device: torch.device
     interpreted: bool
     direct_access: bool
+    simulated = False
     linger = 0.0
     virtual = False
     program_limit: int = 1 << 30

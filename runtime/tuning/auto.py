@@ -34,7 +34,7 @@ def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
     """For fp8, "fused" or "unfused": chips from 8.9 on have it, no kernel moves scales between nodes."""
     if empty or place.nodes is not None:
         return "unfused"
-    if place.name == "sim":
+    if place.simulated:
         return "fused"
     on_chip = not place.direct_access and torch.cuda.get_device_capability(place.device) >= (8, 9)
     return "fused" if on_chip and rows >= SMALLEST_FUSED_ROWS else "unfused"
@@ -56,7 +56,7 @@ def choose_algorithm(
     """
     if empty or dtype not in FUSED_DTYPES:
         return "unfused"
-    if place.name == "sim":
+    if place.simulated:
         return "fused"
     if tuned:
         return tuned

@@ -53,7 +53,6 @@ from interlace.runtime.tuning.valid_configurations import (
 NEAR = 2
 MOST_CHOICES = 1024
 MIXED = 0  # no chip's capability: what fits any
-SIM = "sim"
 SMALLEST_PIPELINED_SHARD_US = tuning_table.threshold("smallest_pipelined_shard_us")
 
 
@@ -254,7 +253,7 @@ class GatherTime:
 
 def own_gather(place: Place) -> GatherTime | None:
     """The gather in this rank's calibration, where it counts: among processes of one node."""
-    if place.name == SIM or place.nodes is not None or place.virtual:
+    if place.simulated or place.nodes is not None or place.virtual:
         return None
     meshes = calibration.read(place.device.type)
     found = calibration.find(meshes, calibration.OWN, (place.world_size,))
@@ -283,7 +282,7 @@ _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
 
 def own_rows(place: Place) -> tuple[cache.CacheRow, ...]:
     """The rows of this rank's cache for its machine; read once per process and file."""
-    if place.nodes is not None or (place.name == SIM and cache.VARIABLE not in os.environ):
+    if place.nodes is not None or (place.simulated and cache.VARIABLE not in os.environ):
         return ()
     return _read(place.name, place.device, cache.path())
 
@@ -335,7 +334,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     place = communicator.place
     capability = configuration.capability_of(place)
     rows = own_rows(place)
-    if place.name == SIM or place.world_size == 1:  # one process, so one cache
+    if place.simulated or place.world_size == 1:  # one process, so one cache
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
     mine = (capability, cache.digest(rows), len(rows), str(cache.path()), gather)

@@ -221,7 +221,7 @@ def _bound(name: str, size: int) -> Communicator:
     gave way in here would leave its own below the others', and end the process.
     """
     communicator = specs.bind(name, size)
-    if communicator.place.name == "sim" and communicator.world_size > 1:
+    if communicator.place.simulated and communicator.world_size > 1:
         raise InterlaceError(
             f"rank {communicator.rank}: ops of torch.ops.interlace and compiled graphs need ranks of their "
             'own: interlace.run(..., place="shm"). In "sim", call interlace.functional'

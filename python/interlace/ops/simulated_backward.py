@@ -67,7 +67,7 @@ def prepare(communicator: Communicator, *tensors: Any) -> None:
     place = communicator.place
     if communicator.world_size == 1:
         return
-    if place.name == "sim":
+    if place.simulated:
         install()
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     if recorded and place.virtual:
@@ -109,7 +109,7 @@ def _channel() -> _EngineRequests | None:
 def _run(*args: Any, **kwargs: Any) -> Any:
     """In place of torch's ``_engine_run_backward``."""
     rank = groups.joined()
-    if rank is None or rank.place.name != "sim" or rank.world_size == 1 or _channel() is not None:
+    if rank is None or not rank.place.simulated or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)
     channel, recording = _EngineRequests(), torch.is_grad_enabled()
 

@@ -91,7 +91,7 @@ def _simulated(own: Sequence[Any]) -> bool:
     if torch.compiler.is_compiling() or modes_active():
         return False
     rank = groups.joined()
-    if rank is None or rank.place.name != "sim" or rank.world_size == 1:
+    if rank is None or not rank.place.simulated or rank.world_size == 1:
         return False
     if transforms_active():  # torch's own way would leave its frames among those of other ranks
         raise NotImplementedError(

@@ -105,15 +105,15 @@ class Turns:
             self._meetings.pop(key, None)
 
 
-def run_threads(host: Callable[[int], Any], world_size: int, turns: Turns) -> list[Any]:
-    """Run ``host(rank)`` on a thread per rank; results by rank, or the first rank's exception."""
+def run_threads(on_rank: Callable[[int], Any], world_size: int, turns: Turns) -> list[Any]:
+    """Run ``on_rank(rank)`` on a thread per rank; results by rank, or the first rank's exception."""
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
     def main(rank: int) -> None:
         turns.take()
         try:
-            results[rank] = host(rank)
+            results[rank] = on_rank(rank)
         except BaseException as error:
             errors.append((rank, error))
             turns.fail(f"rank {rank} raised {type(error).__name__}: {error}")

@@ -100,9 +100,9 @@ class VirtualRankPlace(DevicePlace):
 
 
 def run_virtual_ranks(
-    host: Callable[[Place], Any], world_size: int, *, timeout: float
+    on_rank: Callable[[Place], Any], world_size: int, *, timeout: float
 ) -> list[Any]:
-    """Run ``host(place)`` on ``world_size`` virtual ranks of the current GPU; results by rank."""
+    """Run ``on_rank(place)`` on ``world_size`` virtual ranks of the current GPU; results by rank."""
     problem = gpu_problem()
     if problem:
         raise PlaceUnavailableError(
@@ -118,7 +118,7 @@ def run_virtual_ranks(
         place = VirtualRankPlace(turns, members, rank, "world")
         places.append(place)
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            result = host(place)
+            result = on_rank(place)
             place.exchange(b"", "the end of the run")
             place.settle()
         return result

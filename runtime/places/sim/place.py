@@ -224,6 +224,7 @@ class SimPlace(Place):
     name = "sim"
     device = torch.device("cpu")
     program_limit = 8
+    simulated = True
     interpreted = True
     direct_access = False
 
@@ -375,14 +376,14 @@ class SimPlace(Place):
 
 
 def run_sim(
-    host: Callable[[SimPlace], Any],
+    on_rank: Callable[[SimPlace], Any],
     world_size: int,
     *,
     seed: int = 0,
     timeout: float | None = None,
     scheduler: Scheduler | None = None,
 ) -> list[Any]:
-    """Run ``host(place)`` per rank, by ``scheduler`` or one for ``seed``; what each returned, by rank."""
+    """Run ``on_rank(place)`` per rank, by ``scheduler`` or one for ``seed``; results by rank."""
     if scheduler is None:
         scheduler = Scheduler(seed, timeout=timeout, observer=trace.current())
     world = SimWorld(scheduler)
@@ -391,7 +392,7 @@ def run_sim(
     scheduler.observer.attach(lambda: scheduler.steps)
 
     def main(rank: int) -> None:
-        results[rank] = host(SimPlace(world, members, rank, "world"))
+        results[rank] = on_rank(SimPlace(world, members, rank, "world"))
         scheduler.finished.append(f"rank {rank} has returned")
 
     for rank in members:

@@ -190,8 +190,14 @@ def test_calibrations_of_gpus_count_for_processes(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links
     )
     calibration.add(mesh, file)
-    facts = {"world_size": 4, "device": torch.device("cpu"), "nodes": None, "virtual": False}
-    assert tuning.own_gather(SimpleNamespace(name="cuda", **facts)) == _calibrated(100.0)  # type: ignore[arg-type]
+    facts = {
+        "world_size": 4,
+        "device": torch.device("cpu"),
+        "nodes": None,
+        "virtual": False,
+        "simulated": False,
+    }
+    assert tuning.own_gather(SimpleNamespace(**facts)) == _calibrated(100.0)  # type: ignore[arg-type]
     assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
     nodes = {**facts, "nodes": object()}
-    assert tuning.own_gather(SimpleNamespace(name="cuda", **nodes)) is None  # type: ignore[arg-type]
+    assert tuning.own_gather(SimpleNamespace(**nodes)) is None  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
     """
     # the largest, for it has to be the same number on every rank: making inputs may be collective
     set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
-    count = 1 if place.name == "sim" else sets_needed(set_bytes, cache_bytes(place.device))
+    count = 1 if place.simulated else sets_needed(set_bytes, cache_bytes(place.device))
     return count, set_bytes
 
 

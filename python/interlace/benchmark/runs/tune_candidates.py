@@ -73,7 +73,7 @@ def problem_of(op: str, dtype: Any, m: int, n: int, k: int, world_size: int) -> 
 def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
     """The choice of "auto" without a cache: the algorithm, and the configuration with its source."""
     choice = tuning.decide(capability, problem, None)
-    kind: Any = SimpleNamespace(name=place, direct_access=place == "shm", nodes=None)
+    kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", nodes=None)
     rows, size = problem.rows * problem.whole, problem.world_size
     gathers = problem.op == "all_gather_matmul"
     received = (size - 1) * problem.rows * problem.inner * problem.dtype.itemsize if gathers else 0

@@ -120,7 +120,7 @@ def source(request: BenchRequest, place: Place) -> Source:
 
 def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
     """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
-    if name in TRITON and place.interpreted and place.name != "sim":
+    if name in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
     moves = name == "low_latency" and isinstance(op, Plain) and not op.reduces
     dtype = str(op.setting.dtype).removeprefix("torch.")

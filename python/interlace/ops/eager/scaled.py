@@ -203,7 +203,7 @@ def all_gather_scaled_matmul(
     shard = rows_of(input, dim).contiguous()
     scale = rows_of(input_scale, dim).contiguous() if by_row else input_scale
 
-    def host() -> Outcome:
+    def start() -> Outcome:
         why = ""
         if kernel:
             why = scaled_kernels.why_not(communicator, inner, weights, options.out_dtype)
@@ -242,7 +242,7 @@ def all_gather_scaled_matmul(
         communicator.compute.call(multiply_all, "scaled matmul")
         return Outcome(None, communicator.compute.record())
 
-    work = communicator.run(op, host, async_op=True)
+    work = communicator.run(op, start, async_op=True)
     views = [product.view for product in (products if options.return_gathered else outputs)]
     return Started(views, work)
 
@@ -313,13 +313,13 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
 
         if largest := communicator.run(OP, agree, async_op=False):
 
-            def host() -> Outcome:
+            def start() -> Outcome:
                 event = scaled_kernels.reduce(
                     communicator, found, output, options, average=average, inner=largest
                 )
                 return Outcome(None, event)
 
-            return Started([output], communicator.run(OP, host, async_op=True))
+            return Started([output], communicator.run(OP, start, async_op=True))
     with communicator.accepting(OP):
         whole = product(found, options, communicator.rank)
     return plain.reduce_scatter(communicator, whole, options.reduce_op, options.scatter_dim)

@@ -17,8 +17,8 @@ from typing import Any
 
 from interlace.runtime.places.shm.machine_code.ir import PROCESSORS
 
-VARIABLE = "INTERLACE_HOST_CODE"
-"""Set to 0, nothing is compiled for the host, and Python and torch do it all."""
+VARIABLE = "INTERLACE_MACHINE_CODE"
+"""Set to 0, no machine code is made, and Python and torch do it all."""
 
 OLDEST = (20,)
 """LLVM's release: it knows pointers without types, splats, and intrinsics that nobody has declared."""

@@ -74,7 +74,7 @@ class Steps:
         self._words: ctypes.Array[ctypes.c_int64] | None = None
         code = _run()
         if code is None:
-            raise RuntimeError("no machine code can be made for this host")
+            raise RuntimeError("no machine code can be made for this processor")
         self._code = code
 
     def _add(self, kind: int, listed: Sequence[int], count: int, *operands: Operand) -> None:
