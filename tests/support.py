@@ -137,8 +137,8 @@ def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[N
 
 
 def slow_rank(rank: int) -> Callable[[Task], bool]:
-    """For :func:`starved`: everything of one rank but its host code."""
-    return lambda task: task.rank == rank and task.who != "host code"
+    """For :func:`starved`: everything of one rank but its user code."""
+    return lambda task: task.rank == rank and task.who != "user code"
 
 
 def schedule_digest() -> str:

@@ -1,7 +1,7 @@
 """A one-shot all-reduce in the style of symmetric-memory recipes: Triton, flags by inline PTX, no library.
 
 Every rank puts its tensor into its symmetric buffer, all ranks meet, everyone adds up everybody's buffer,
-and all meet again before a buffer is written anew. The host code is written for torch's symmetric memory;
+and all meet again before a buffer is written anew. The Python code is written for torch's symmetric memory;
 here it finds interlace's stand-in, so that the kernel runs and is checked on a CPU::
 
     python -m interlace verify docs/examples/one_shot_all_reduce.py::three_rounds

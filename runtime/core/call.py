@@ -20,7 +20,7 @@ LONGEST = 32 << 10  # bytes of a message; places take twice as much
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], object]
 Start = Callable[[], Outcome | Event | None]
-"""The host part of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
+"""The launch side of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
 
 
 @dataclass(frozen=True)

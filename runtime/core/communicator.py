@@ -195,7 +195,7 @@ class Communicator:
     def run(
         self, op: str, start: Start, outputs: Sequence[torch.Tensor] = (), *, async_op: bool
     ) -> Any:
-        """Run the host part of an op, whose arguments were checked on this rank.
+        """Run the launch side of an op, whose arguments were checked on this rank.
 
         ``outputs`` are the caller's tensors that it fills. A :class:`Work` if ``async_op``; otherwise the
         result, when the caller's later work is ordered after the op.
@@ -226,7 +226,7 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """The outcome of the host part of an op, which may have been queued."""
+        """The outcome of the launch side of an op, which may have been queued."""
         if self._out_of_step:  # since an op that was queued before this one
             raise self._over(op)
         try:

@@ -65,7 +65,7 @@ class BlockedWait:
 
 
 class DeadlockError(InterlaceError):
-    """No program and no host code of any rank can go on.
+    """No program and no user code of any rank can go on.
 
     ``blocked`` lists every :class:`BlockedWait`; ``seed`` replays the schedule.
     """

@@ -225,7 +225,7 @@ class Place(ABC):
         return False
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op, after those submitted before it.
+        """Run the launch side of an op, after those submitted before it.
 
         Here and now by default: streams make the op asynchronous. A place whose streams run their
         items at once overrides this with a worker thread.

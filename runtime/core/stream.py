@@ -64,9 +64,9 @@ class Event(ABC):
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of the host part of an op: its result and the point where it is there.
+    """The outcome of the launch side of an op: its result and the point where it is there.
 
-    ``event`` is None where everything has happened when the host part returns. ``source()`` is the
+    ``event`` is None where everything has happened when the launch side returns. ``source()`` is the
     rank that a receive has received from.
     """
 

@@ -166,7 +166,7 @@ class Work(TorchWork):
         return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
-        """The future's value, once the host part has ended; raises what the op failed with."""
+        """The future's value, once the launch side has ended; raises what the op failed with."""
         result = None if self._outcome is None else self._outcome.result().result
         return self._outputs if result is None else result
 

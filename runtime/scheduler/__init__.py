@@ -1,1 +1,1 @@
-"""Interpreted programs, streams and host code as coroutines, switched, observed and recorded."""
+"""Interpreted programs, streams and user code as coroutines, switched, observed and recorded."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Observer:
     """Sees nothing; subclasses override what they care for.
 
-    ``task`` is who does it: a program of a kernel, a stream, or the host code of a rank. Host code
+    ``task`` is who does it: a program of a kernel, a stream, or the user code of a rank. User code
     stands for its rank's current stream too, because its torch operators run there. It is None for
     what is done outside of all tasks. ``pointers`` and ``mask`` are the interpreter's handles.
     """
@@ -73,7 +73,7 @@ class Observer:
         """``task`` goes on after ``event``, which has completed."""
 
     def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
-        """One of ``ranks`` host tasks has arrived at a meeting that orders all their work."""
+        """One of ``ranks`` user tasks has arrived at a meeting that orders all their work."""
 
     def on_met(self, task: Task, meeting: Any) -> None:
         """All have arrived, and ``task`` leaves the meeting."""

@@ -1,4 +1,4 @@
-"""The seeded scheduler: programs, streams and host code as coroutines of one thread.
+"""The seeded scheduler: programs, streams and user code as coroutines of one thread.
 
 A *task* is a greenlet: one program of a kernel, one stream that works through its queue, or the host
 code of one rank. Tasks give way before and after every atomic, and now and then at loads and stores;
@@ -174,7 +174,7 @@ class Scheduler(ProgramHooks):
                 f"{threading.current_thread().name!r}, as in hooks of tensors; ranks that are processes "
                 'can, place="shm"'
             )
-        # host code may be inside a kernel that the user has launched, so every task has a grid
+        # user code may be inside a kernel that the user has launched, so every task has a grid
         builder = self._builder
         grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
         self.strategy.passes()
@@ -336,7 +336,7 @@ class Scheduler(ProgramHooks):
             )
 
     def _end_all(self) -> None:
-        """Unwind every task; host code may run its finally clauses but not block again."""
+        """Unwind every task; user code may run its finally clauses but not block again."""
         for task in self._tasks:
             if task.greenlet:
                 self._current = task

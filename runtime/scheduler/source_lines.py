@@ -97,7 +97,7 @@ def user_frame(frame: Any) -> Any:
 
 
 def user_line(task: Task) -> str:
-    """Where in the user's code a suspended host task stands."""
+    """Where in the user's code a suspended user task stands."""
     return line_of(user_frame(task.greenlet.gr_frame))
 
 

@@ -73,7 +73,7 @@ class Priority:
     """Always the task of highest priority; ``depth - 1`` times within ``length`` points it changes.
 
     ``by_rank``: first by a random order of the ranks, so that kernels and streams of one rank fall far
-    behind; their host code does not, or no other rank could begin its next op.
+    behind; their user code does not, or no other rank could begin its next op.
     """
 
     def __init__(

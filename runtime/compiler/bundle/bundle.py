@@ -6,7 +6,7 @@
     <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
 
 Nothing in the manifest is written by hand where it could drift: arguments, sizes and resources are those
-of this compilation (``compiler/artifacts.py``), formulas are what the host evaluates
+of this compilation (``compiler/artifacts.py``), formulas are what the launch side evaluates
 (``launch_formulas.py``), contracts are the kernels' docstrings.
 """
 

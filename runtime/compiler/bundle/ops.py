@@ -1,7 +1,7 @@
 """Ops that are built ahead of time: their kernels in the order of their launches, and its formulas.
 
 Formulas are over *launch values*, which whoever launches knows: the kernel's own arguments, and those of
-``VALUES``. They call the functions with which the host launches (``launch_formulas.py``); tests compare
+``VALUES``. They call the functions of the launch side (``launch_formulas.py``); tests compare
 what both come to. In upper case are constants of one build: constexprs of the kernel, and
 
     CHUNKS     chunks per shard           ITEMSIZE   bytes of an element

@@ -2,9 +2,9 @@
 
 A *formula* is an expression over named whole numbers and lists of them, such as
 ``"persistent_grid(COPIERS, tiles, resident)"``. What it calls are functions of ``launch_formulas.py`` and
-``kernels/tiling.py``: the very ones that the host calls. They travel as text, without annotations, to be
-evaluated where this package is not. Of a kernel's docstring go the paragraphs that law 12 of DESIGN.md
-asks for.
+``kernels/tiling.py``: the very ones that the launch side calls. They travel as text, without annotations,
+to be evaluated where this package is not. Of a kernel's docstring go the paragraphs that law 12 of
+DESIGN.md asks for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The launch side of virtual ranks: threads of one process that take turns.
 
-Only one rank's host code runs at a time; the turn passes on when a rank waits for the others. Global
+Only one rank's user code runs at a time; the turn passes on when a rank waits for the others. Global
 state of torch and Triton (random generators, compile caches) is therefore never used by two threads at
 once. Nothing here knows about GPUs.
 """

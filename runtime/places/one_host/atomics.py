@@ -1,7 +1,7 @@
-"""int64 words of shared memory for host code: release/acquire atomics on raw addresses, and faster ones.
+"""int64 words of shared memory for Python: release/acquire atomics on raw addresses, and faster ones.
 
 Python has none. Triton's interpreter does: its C++ half runs ``std::atomic`` operations on arrays
-of addresses with the memory order asked for. Using it keeps host code and interpreted kernels on
+of addresses with the memory order asked for. Using it keeps Python and interpreted kernels on
 the same instructions, is right on weakly ordered processors, and needs no compiler. A load is an
 ``atomic_add`` of 0, as in ``kernels/signal.py``.
 

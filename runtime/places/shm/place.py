@@ -52,7 +52,7 @@ class CpuPlace(Place):
         event.synchronize()
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the host part of an op; in the worker if ``asynchronous`` or while it is busy."""
+        """Run the launch side of an op; in the worker if ``asynchronous`` or while it is busy."""
         asynchronous = asynchronous and not self.alone
         if not self.worker.inside and (asynchronous or self.worker.unfinished):
             return self.worker.submit(function)

@@ -76,7 +76,7 @@ class Receive(Future[Outcome]):
         self.set_result(Outcome(None, self.stream.record(), lambda: message.source))
 
     def result(self, timeout: float | None = None) -> Outcome:
-        """The outcome; blocks the host task. ``timeout`` is void: here is no clock but the run's."""
+        """The outcome; blocks the user task. ``timeout`` is void: here is no clock but the run's."""
         if not self.done():
             self.scheduler.block(self.done, self.waiting)
         return super().result(0)

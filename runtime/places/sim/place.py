@@ -1,10 +1,10 @@
 """The place ``sim``: all ranks in one process, every schedule reproducible from its seed.
 
-Host code of a rank, its streams and all programs of its kernels are tasks of one scheduler. A stream is
+User code of a rank, its streams and all programs of its kernels are tasks of one scheduler. A stream is
 a queue; while it has items, one task works through them in order. Tasks of different streams and ranks
 interleave wherever work on GPUs could overlap: between the pieces of a copy, around every atomic.
 
-Torch code of the user runs at once in the host task, so waiting for an op blocks that task, and reading
+Torch code of the user runs at once in the user task, so waiting for an op blocks that task, and reading
 an output before waiting reads what is there: the same mistake as on a GPU, with the same effect.
 """
 
@@ -242,12 +242,12 @@ class SimPlace(Place):
         self._mail_stream: Stream | None = None
 
     def _waiting(self, what: Callable[[], str]) -> Callable[[], BlockedWait]:
-        """Describes a wait of the host task for ``what()``."""
+        """Describes a wait of the user task for ``what()``."""
         task = self._scheduler.current
-        return lambda: BlockedWait(self.global_rank, "host code", what(), where=user_line(task))
+        return lambda: BlockedWait(self.global_rank, "user code", what(), where=user_line(task))
 
     def _meet(self, box: dict[int, Any], doing: str) -> None:
-        """Block the host task until every rank has put something into ``box``."""
+        """Block the user task until every rank has put something into ``box``."""
 
         def missing() -> str:
             ranks = [self._members[r] for r in range(self.world_size) if r not in box]
@@ -396,7 +396,7 @@ def run_sim(
         scheduler.finished.append(f"rank {rank} has returned")
 
     for rank in members:
-        scheduler.spawn(rank, "host code", functools.partial(main, rank))
+        scheduler.spawn(rank, "user code", functools.partial(main, rank))
     try:
         scheduler.run()
     except TaskFailed as failure:

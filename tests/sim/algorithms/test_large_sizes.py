@@ -1,6 +1,6 @@
 """Every kernel at sizes past 2^31 elements, by address only (see ``address_only``).
 
-The launches are the real host code's, made from tensors without memory.
+The launches are real, made from tensors without memory.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_a_receive_without_a_message_is_a_deadlock_with_a_name() -> None:
         if interlace.get_rank() == 1:
             recv(poisoned(2), peer, 3).wait()
 
-    told = r"rank 1 host code waits for a message from rank 0 with tag 3 at test_messages\.py:"
+    told = r"rank 1 user code waits for a message from rank 0 with tag 3 at test_messages\.py:"
     with pytest.raises(interlace.DeadlockError, match=told):
         interlace.run(on_rank, 2, 0)
     with pytest.raises(interlace.DeadlockError, match="a message from any rank with tag 3"):

@@ -51,7 +51,7 @@ def test_a_rank_that_skips_an_op_is_named() -> None:
         assert blocked.where == f"test_faults.py:{line}"
     text = str(error)
     assert "rank 1 has returned" in text and "seed 0" in text
-    assert re.search(r"rank 0 host code waits for ranks \[1\] to call all_reduce", text)
+    assert re.search(r"rank 0 user code waits for ranks \[1\] to call all_reduce", text)
 
 
 @triton.jit

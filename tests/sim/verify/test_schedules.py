@@ -180,7 +180,7 @@ def test_time_limits_hold_where_nothing_gives_way() -> None:
         while interlace.get_rank() == 0:
             pass
 
-    with pytest.raises(interlace.CollectiveTimeoutError, match="rank 0 host code neither ends"):
+    with pytest.raises(interlace.CollectiveTimeoutError, match="rank 0 user code neither ends"):
         interlace.run(on_rank, 2, timeout=0.5)
     assert interlace.run(interlace.get_rank, 2) == [0, 1]
 

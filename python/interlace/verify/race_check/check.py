@@ -55,7 +55,7 @@ def races(
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
 
     Every load, store, atomic and barrier of every kernel, every copy, signal and event of streams, and
-    every torch operator of host code is put in order by vector clocks (``happens_before.py``). A race
+    every torch operator of user code is put in order by vector clocks (``happens_before.py``). A race
     is reported even if the schedule did not suffer from it, so a few schedules are enough: they differ
     in which branches and ranks come first.
 

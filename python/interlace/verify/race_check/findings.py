@@ -23,7 +23,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Access:
-    """One access: who (``rank``, ``who``: program, stream or host code), what, and from which lines.
+    """One access: who (``rank``, ``who``: program, stream or user code), what, and from which lines.
 
     ``lines`` are "file.py:12 in function", innermost first.
     """

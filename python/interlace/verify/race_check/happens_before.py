@@ -1,10 +1,10 @@
 """The race detector: vector clocks over everything that a simulated run does.
 
-Who can act is an *agent*: a program of a kernel, a stream, or the host code of a rank, which stands for
+Who can act is an *agent*: a program of a kernel, a stream, or the user code of a rank, which stands for
 its current stream. Every agent has two clock components, because a program is many threads::
 
     2 * agent       lanes: what all threads do, loads and stores of blocks
-    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and host code
+    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
 
 A release hands on what its agent knows, but of the own lanes only what came before the last barrier:
 Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
@@ -186,7 +186,7 @@ class Detector(Observer):
             self._access(agent, component, place, site, size, stores=stores)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
-        """A torch operator of a stream or of host code has read or written ``tensor``."""
+        """A torch operator of a stream or of user code has read or written ``tensor``."""
         agent, size = self._agent(task), tensor.element_size()
         verb = "writes" if stores else "reads"
         site = self._site(agent, f"{verb} ({op})", _task_lines(task))
@@ -377,7 +377,7 @@ def _kernel_lines() -> tuple[str, ...]:
 
 
 def _task_lines(task: Task) -> tuple[str, ...]:
-    """The user's line, for host code and for what host code has put on a stream."""
+    """The user's line, for user code and for what user code has put on a stream."""
     if task.owner is not None:
         where, label = task.owner.running
         return (f"{label}, enqueued at {where}" if where else label,)

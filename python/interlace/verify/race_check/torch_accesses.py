@@ -1,6 +1,6 @@
 """Torch operators of a rank's own code and of streams, as accesses: a mode around a simulated run.
 
-Kernels' accesses come from the interpreter. What host code does with tensors goes through torch's
+Kernels' accesses come from the interpreter. What user code does with tensors goes through torch's
 dispatcher, and there every operator says in its schema what it reads and what it writes. So an output
 that is used before its op was waited for is a race like any other.
 """
