@@ -105,7 +105,7 @@ FOLDERS = {
         "python runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/start runtime/tuning"
     ),
-    "interlace/benchmark/timing": "interlace interlace/groups",
+    "interlace/benchmark/timing": "interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
     "interlace/cli/demo": (
         "interlace interlace/cli/output interlace/groups runtime/scheduler runtime/tuning"

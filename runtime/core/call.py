@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.errors import DifferentOpsError
 from interlace.runtime.core.stream import Event, Outcome
 
@@ -25,13 +25,13 @@ Start = Callable[[], Outcome | Event | None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rank's message in place of its terms: why it cannot take part in the op."""
+    """A rank's message in place of its terms: why it cannot take part in the op. A TypeError or not."""
 
-    kind: type[Exception]
+    kind: type[TypeError | ValueError]
     text: str
 
     def message(self, op: str) -> bytes:
-        return pickle.dumps((op, self, None), protocol=5)
+        return plain.dumps((op, self.kind is TypeError, self.text))
 
 
 @dataclass(eq=False, slots=True)
@@ -63,10 +63,10 @@ class Call:
 
     def __post_init__(self) -> None:
         self.equal_fits = self.equal_fits or self.match is None
-        self.message = pickle.dumps((self.op, self.terms, self.part), protocol=5)
+        self.message = plain.dumps((self.op, self.terms, self.part))
         if len(self.message) > LONGEST and self.part is None:
             terms = (("arguments, by digest,", hashlib.sha256(self.message).hexdigest()),)
-            self.message = pickle.dumps((self.op, terms, None), protocol=5)
+            self.message = plain.dumps((self.op, terms, None))
 
     def verify(self, messages: Sequence[bytes]) -> None:
         """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
@@ -123,12 +123,29 @@ def mismatch(
     return None
 
 
+def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:
+    """Op, terms, part; or op, whether it is a TypeError, and why the rank refuses."""
+    found = plain.loads(message)
+    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str):
+        terms = found[1]
+        if isinstance(terms, bool) or (
+            isinstance(terms, tuple)
+            and all(isinstance(each, tuple) and len(each) == 2 for each in terms)
+            and all(isinstance(name, str) for name, _ in terms)
+        ):
+            return found
+    raise plain.UnreadableError(
+        f"rank {rank} sent a message of {len(message)} bytes that is no call"
+    )
+
+
 def compare(messages: Sequence[bytes]) -> list[Any]:
     """Every rank's part; raises if a rank refused, or if ops or terms differ."""
-    answers = [pickle.loads(message) for message in messages]
-    for rank, answer in enumerate(answers):
-        if isinstance(answer[1], Refusal):
-            raise answer[1].kind(f"{answer[0]}: rank {rank} cannot take part: {answer[1].text}")
+    answers = [_read(message, rank) for rank, message in enumerate(messages)]
+    for rank, (op, refused, text) in enumerate(answers):
+        if isinstance(refused, bool):
+            kind = TypeError if refused else ValueError
+            raise kind(f"{op}: rank {rank} cannot take part: {text}")
     op, terms, _ = answers[0]
     for rank, (other_op, other_terms, _) in enumerate(answers):
         if other_op != op:

@@ -15,8 +15,7 @@ from interlace.kernels.nodes import order
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.local_memory import Array, LocalMemory
-from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.memory import Array, LocalMemory, SymmetricBuffer
 from interlace.runtime.core.stream import Event, Outcome, Stream
 
 T = TypeVar("T")

@@ -31,7 +31,6 @@ send to all, for large all-gathers. The term ``algorithm`` of a call, if it is n
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -41,6 +40,7 @@ import torch
 from interlace.kernels.tiling import owner_order, prefix_sums, split_rows
 from interlace.runtime.algorithms import plain as algorithms
 from interlace.runtime.algorithms.plain import KERNEL_DTYPES, Staged, Taken
+from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine, Tensors
@@ -85,8 +85,8 @@ class StreamEngine(Engine):
         recorder = self._communicator.place.recorder
         if recorder is not None:
             recorder.spoil()  # it may differ the next time
-        payload = pickle.dumps(mine, protocol=5)
-        return [pickle.loads(answer) for answer in self._communicator.place.exchange(payload, op)]
+        answers = self._communicator.place.exchange(plain.dumps(mine), op)
+        return [plain.loads(answer) for answer in answers]
 
     def _chosen(
         self,

@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 from interlace.runtime.core.errors import AbortedError, PeerDiedError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.signed_store import SignedStore
 from interlace.runtime.places.one_host.waiting import usable_cores
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -48,6 +49,7 @@ class RankTask:
     rank: int
     world_size: int
     store_port: int
+    secret: bytes
     place_timeout: float
     path: list[str]
     call: bytes
@@ -84,7 +86,7 @@ def _perform(task: RankTask) -> TaskReport:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
         function, arguments, keywords, setup = _unpickled(task.call)
-        store = _store(task.store_port)
+        store = SignedStore(_store(task.store_port), task.secret)
         prefix, timeout = f"interlace/run/{task.run}", task.place_timeout
         group = HostGroup(store, task.rank, task.world_size, timeout=timeout, prefix=prefix)
         place = ShmPlace(group)

@@ -7,11 +7,11 @@ ranks, and knows which of them live.
 from __future__ import annotations
 
 import os
-import pickle
 from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem, own_gpu
@@ -19,6 +19,7 @@ from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.place import HostsPlace
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.signed_store import signed as signed
 from interlace.runtime.places.shm.place import ShmPlace
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def connect_place(
 
     prefix = f"interlace/{name}/{generation}"
 
+    if store is not None:
+        store = signed(store)
+
     def on_one_host() -> Place:
         return ShmPlace(HostGroup(store, rank, world_size, timeout=timeout, prefix=prefix))
 
@@ -55,9 +59,9 @@ def connect_place(
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
-    own, key = pickle.dumps(card), f"{prefix}/hosts"
+    own, key = plain.dumps(card), f"{prefix}/hosts"
     found, nonce = rendezvous.meet(store, rank, world_size, own, prefix, key, timeout)
-    cards = [pickle.loads(each) for each in found]
+    cards = [host_map.Card.unpack(each) for each in found]
     if all(other.host == card.host for other in cards):
         place = on_one_host()
     else:

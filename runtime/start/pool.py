@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import signal
 import socket
@@ -84,6 +85,7 @@ class ProcessPool:
         self._children: dict[int, _Child] = {}
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
+        self._secret = os.urandom(32)  # of what the ranks say in the store
         self._runs = 0
 
     def run(
@@ -128,8 +130,9 @@ class ProcessPool:
         self._runs += 1
         deadline = time.monotonic() + timeout
         for rank in range(world_size):
+            port, secret = self._store.port, self._secret
             task = RankTask(
-                self._runs, rank, world_size, self._store.port, place_timeout, sys.path, call
+                self._runs, rank, world_size, port, secret, place_timeout, sys.path, call
             )
             with contextlib.suppress(OSError):  # its end is found below
                 self._children[rank].connection.send(task)

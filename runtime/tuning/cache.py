@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.tuning.configuration import check_values
 from interlace.runtime.tuning.files import MeasuredFile, is_count, is_figure, require
 
@@ -46,6 +47,7 @@ class TunedMachine:
     interlace: str
 
 
+@plain.record
 @dataclass(frozen=True)
 class CacheRow:
     """One measurement. ``rows``, ``columns``, ``inner`` and ``world`` are powers of two, see ``tuning.py``.

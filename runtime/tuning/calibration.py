@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.tuning import cache
 from interlace.runtime.tuning.files import MeasuredFile, NotOursError, is_count, is_figure, require
 
@@ -38,6 +39,7 @@ LEAST_RATE = 1e-9  # GB/s, a byte per second: times of less are no numbers
 OWN = "interlace"  # the backend's name where ranks need no process group of torch
 
 
+@plain.record
 @dataclass(frozen=True)
 class LinkProtocol:
     """A straight line: ``latency_us`` and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes`` on."""
@@ -50,6 +52,7 @@ class LinkProtocol:
         return self.latency_us + size / (self.gb_per_s * 1e3)
 
 
+@plain.record
 @dataclass(frozen=True)
 class Link:
     """One op along dimension ``dim`` of a mesh, among its ``ranks`` ranks; ``protocols`` by size.

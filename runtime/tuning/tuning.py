@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import pickle
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import cache, calibration, configuration, cost_model
@@ -243,6 +243,7 @@ def gather_problem(
 # -- of a group ------------------------------------------------------------------------------------
 
 
+@plain.record
 @dataclass(frozen=True)
 class GatherTime:
     """The time of an all_gather among the ranks of a group here, and when that was measured."""
@@ -312,7 +313,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
         place = communicator.place
         found = nearest(cached_rows(agreed.rows, problem), bucket_of(problem))
         if agreed.asks:
-            found = pickle.loads(place.exchange(pickle.dumps(found), problem.op)[0])
+            found = plain.loads(place.exchange(plain.dumps(found), problem.op)[0])
         gather, one_node, chip = agreed.gather, place.nodes is None, agreed.capability
         choice = decide(chip, problem, found, algorithm=algorithm, one_node=one_node, gather=gather)
         on_cpus = place.direct_access and problem.op == "all_gather_matmul"
@@ -338,7 +339,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
     mine = (capability, cache.digest(rows), len(rows), str(cache.path()), gather)
-    everyone = [pickle.loads(each) for each in place.exchange(pickle.dumps(mine), op)]
+    everyone = [plain.loads(each) for each in place.exchange(plain.dumps(mine), op)]
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
     _, digest, count, file, first_gather = everyone[0]

@@ -103,7 +103,8 @@ class InterlaceProcessGroup(Collectives):
         functional_kernels.register()
         place = connect.connect_place(store, rank, size, timeout=timeout.total_seconds(), name=name)
         self._place = place
-        self._store, self._timeout = store, timeout
+        self._store: Any = connect.signed(store)
+        self._timeout = timeout
         self._group_name, self._group_description = name, "undefined"
         self._gloo: Any = None
         self._high_priority = high_priority

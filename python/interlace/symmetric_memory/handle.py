@@ -29,7 +29,7 @@ from interlace.kernels.signal import (
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.local_memory import Array, tensor_over
+from interlace.runtime.core.memory import Array, tensor_over
 from interlace.runtime.core.stream import Outcome
 
 FLAG_BYTES = 4

@@ -24,7 +24,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.local_memory import LocalMemory, tensor_over
+from interlace.runtime.core.memory import LocalMemory, tensor_over
 from interlace.runtime.core.place import Place
 from interlace.symmetric_memory.handle import SymmetricMemory
 

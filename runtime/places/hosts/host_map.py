@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from interlace.runtime.core import plain
+
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
@@ -47,6 +49,7 @@ def _namespace(kind: str) -> str:
         return "none"  # a kernel without this kind of namespace has one for all
 
 
+@plain.record
 @dataclass(frozen=True)
 class Card:
     """A rank's facts: its host, its process, its address as the store's host sees it."""
@@ -54,6 +57,19 @@ class Card:
     host: str
     pid: int
     address: str | None
+
+    def __post_init__(self) -> None:
+        types = type(self.host), type(self.pid), type(self.address)
+        if types not in ((str, int, str), (str, int, type(None))):
+            raise TypeError(f"no card of a rank: {types}")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Card:
+        """The card that a rank has put into the store."""
+        found = plain.loads(data)
+        if not isinstance(found, cls):
+            raise plain.UnreadableError(f"the store has no card of a rank but {found!r:.99}")
+        return found
 
 
 @dataclass(frozen=True)

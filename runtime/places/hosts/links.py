@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import pickle
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +35,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
     InterlaceError,
     PeerDiedError,
 )
+from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -53,6 +55,8 @@ PAYLOAD = 1 << 16
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
 ANNOUNCED, RECEIVED, LEFT, ABORT = range(1, 5)
+_CONTENTS = {ANNOUNCED: (torch.dtype, int), RECEIVED: type(None), LEFT: type(None), ABORT: bytes}
+_LENGTH = struct.Struct("<I")
 
 _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
@@ -71,14 +75,28 @@ class Packet:
     content: Any = None
 
     def pack(self) -> torch.Tensor:
-        raw = pickle.dumps(self)
-        assert len(raw) <= PACKET_BYTES, len(raw)
-        return torch.frombuffer(bytearray(raw.ljust(PACKET_BYTES, b"\0")), dtype=torch.uint8)
+        raw = plain.dumps((self.kind, self.tag, self.number, self.content))
+        assert len(raw) <= PACKET_BYTES - _LENGTH.size, len(raw)
+        whole = (_LENGTH.pack(len(raw)) + raw).ljust(PACKET_BYTES, b"\0")
+        return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
     @staticmethod
     def unpack(packet: torch.Tensor) -> Packet:
-        found: Packet = pickle.loads(packet.numpy().data)  # what follows the pickle is ignored
-        return found
+        """The packet in these bytes; UnreadableError unless it is one that :meth:`pack` makes."""
+        raw = packet.numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(raw)
+        fields = plain.loads(raw[_LENGTH.size : _LENGTH.size + length])
+        if isinstance(fields, tuple) and len(fields) == 4:
+            found = Packet(*fields)
+            known = _CONTENTS.get(found.kind) if isinstance(found.kind, int) else None
+            content = found.content
+            types = tuple(map(type, content)) if isinstance(content, tuple) else type(content)
+            numbers = isinstance(found.tag, int) and isinstance(found.number, int)
+            if known == types and numbers and found.number >= 0:
+                return found
+        raise plain.UnreadableError(
+            f"a packet of {length} bytes that no rank sends: {fields!r:.99}"
+        )
 
 
 def _connected(
@@ -149,6 +167,28 @@ class HostLinks:
         for thread in self._threads:
             thread.start()
 
+    def authenticate(self, secret: bytes, group: str) -> None:
+        """Once, before anything else: have every peer prove that it knows the job's secret."""
+
+        def proof(sender: int, receiver: int) -> torch.Tensor:
+            said = digest(secret, group.encode(), b"%d to %d" % (sender, receiver))
+            return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+        received = [torch.zeros(DIGEST_BYTES, dtype=torch.uint8) for _ in self._peers]
+        sends = [(peer, proof(self.rank, peer)) for peer in self._peers]
+        watch = threading.Timer(self.timeout, self._sever)
+        watch.start()
+        try:
+            self.swap(sends, list(zip(self._peers, received, strict=True)), "joining")
+        finally:
+            watch.cancel()
+        for peer, said in zip(self._peers, received, strict=True):
+            if not torch.equal(said, proof(peer, self.rank)):
+                self._sever()
+                raise InterlaceError(
+                    f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
+                )
+
     # -- bytes -----------------------------------------------------------------------------------
 
     def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
@@ -200,7 +240,11 @@ class HostLinks:
             except RuntimeError as error:
                 self._lost(peer, error)
                 return
-            received = Packet.unpack(packet)
+            try:
+                received = Packet.unpack(packet)
+            except InterlaceError as error:
+                self.fail(InterlaceError(f"rank {peer} sent rank {self.rank} {error}"))
+                return
             if received.kind == LEFT:
                 self._left.add(peer)
             elif received.kind == ABORT:

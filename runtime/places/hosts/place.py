@@ -8,7 +8,6 @@ host, as ``interlace.new_group`` makes it.
 from __future__ import annotations
 
 import atexit
-import pickle
 import struct
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import (
@@ -35,12 +35,14 @@ from interlace.runtime.places.hosts.links import HostLinks, aborted_by
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LENGTH = struct.Struct("<q")
+_FRAME = 64  # bytes around each message, at most
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
 _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
@@ -69,8 +71,10 @@ class HostsPlace(CpuPlace):
         """The ranks of this group on this rank's host, by local rank."""
         self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
         self._parent = parent
+        need_secret(rank)
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
+        self._local_communicator: Communicator | None = None
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
         self.group = HostGroup(
             store,
@@ -91,11 +95,11 @@ class HostsPlace(CpuPlace):
                 timeout=timeout,
                 on_failure=self._on_failure,
             )
+            self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
+            self._links.authenticate(job_secret(), prefix)
         except BaseException:
             self.local.close()
             raise
-        self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
-        self._local_communicator: Communicator | None = None
         self._links.start(self._transfers.on_packet, self._transfers.expire)
         if parent is not None:
             parent._children.add(self)
@@ -171,11 +175,11 @@ class HostsPlace(CpuPlace):
             for rank, message in zip(self.local_ranks, own, strict=True):
                 messages[rank] = message
             others = [ranks for ranks in self.map.hosts if self.rank not in ranks]
-            blobs = self._swap_blobs(pickle.dumps(own), [ranks[0] for ranks in others], doing)
+            blobs = self._swap_blobs(plain.dumps(own), [ranks[0] for ranks in others], doing)
             if len(self.local_ranks) > 1:
                 blobs = self._handed_out(blobs, doing)
             for ranks, blob in zip(others, blobs, strict=True):
-                for rank, message in zip(ranks, pickle.loads(blob), strict=True):
+                for rank, message in zip(ranks, _messages(blob, len(ranks)), strict=True):
                     messages[rank] = message
         return messages
 
@@ -194,6 +198,9 @@ class HostsPlace(CpuPlace):
         firsts = [torch.empty(_FIRST_BYTES, dtype=torch.uint8) for _ in leaders]
         swap(sent[:_FIRST_BYTES], firsts)
         lengths = [_LENGTH.unpack_from(first.numpy().tobytes())[0] for first in firsts]
+        for leader, length in zip(leaders, lengths, strict=True):
+            if not 0 <= length <= self.world_size * (LARGEST_MESSAGE + _FRAME):
+                raise plain.UnreadableError(f"{doing}: rank {leader} announces {length} bytes")
         rests = [
             torch.empty(max(0, _LENGTH.size + length - _FIRST_BYTES), dtype=torch.uint8)
             for length in lengths
@@ -206,14 +213,13 @@ class HostsPlace(CpuPlace):
 
     def _handed_out(self, blobs: list[bytes], doing: str) -> list[bytes]:
         """The first local rank's ``blobs``, in as many messages as they need."""
-        whole = pickle.dumps(blobs)
+        whole = plain.dumps(blobs)
         stream = _LENGTH.pack(len(whole)) + whole if blobs else b""
         received = b""
         while not received or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
             mine = stream[len(received) : len(received) + LARGEST_MESSAGE]
             received += self.group.exchange(mine, doing)[0]
-        handed_out: list[bytes] = pickle.loads(received[_LENGTH.size :])
-        return handed_out
+        return _messages(received[_LENGTH.size :], len(self.map.hosts) - 1)
 
     def new_engine(self, communicator: Any) -> Engine:
         return HostsEngine(self, self.map, self._links, self._transfers)
@@ -260,6 +266,14 @@ class HostsPlace(CpuPlace):
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()
+
+
+def _messages(blob: bytes, count: int) -> list[bytes]:
+    """The ``count`` messages that another rank has put together."""
+    found = plain.loads(blob)
+    if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
+        raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
+    return found
 
 
 def _at_exit() -> None:

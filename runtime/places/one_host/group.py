@@ -9,6 +9,8 @@ group refuses further ones, and has to be aborted, closed and made again.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import os
 import sys
 import threading
@@ -84,6 +86,7 @@ class HostGroup:
         self._parent = parent
         self._sequence = 0
         self._unusable = ""
+        self._joining = False
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
@@ -96,11 +99,14 @@ class HostGroup:
         self._rendezvous = rendezvous.connect(
             store, rank, world_size, prefix=prefix, timeout=timeout
         )
+        self._joining = True
         try:
             self._join()
-        except BaseException:
+        except BaseException as error:
+            cause = self._why(error)
             self.close()
-            raise
+            raise cause from (None if cause is error else error)
+        self._joining = False
         _groups.add(self)
 
     def subgroup(self, rank: int, world_size: int, prefix: str) -> HostGroup:
@@ -115,10 +121,10 @@ class HostGroup:
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
         doing = f"joining group {self.prefix!r}"
+        step = functools.partial(patience.step, doing)
         try:
-            received = self._rendezvous.trade(
-                (own.descriptor, pidfd), lambda missing: patience.step(doing, missing)
-            )
+            self._rendezvous.meet_peers(step)
+            received = self._rendezvous.trade((own.descriptor, pidfd), step)
             for peer, delivery in received.items():
                 self._pids[peer] = delivery.pid
                 self._pidfds[peer] = delivery.descriptors.pop()
@@ -344,8 +350,10 @@ class HostGroup:
         if self._unusable:
             return InterlaceError(f"rank {self.rank}: {doing}: {self._unusable}")
         control = self.control
+        if self._joining and (gone := self._rendezvous.hung_up()):
+            return self._rendezvous.died(gone[0], doing)
         if control is None:
-            return None  # still joining
+            return None
         awaited = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
         death = self._death(control, awaited, doing)
         failure = self.failure()
@@ -358,6 +366,19 @@ class HostGroup:
                     f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
                 )
         return None
+
+    def _why(self, error: BaseException) -> BaseException:
+        """Why joining has failed: of a peer that has hung up, its reason. Others find this rank's."""
+        store, key = self.store, f"{self.prefix}/{self._rendezvous.nonce.hex()}/why"
+        if store is None:
+            return error
+        with contextlib.suppress(Exception):  # the store may be what has failed
+            if not isinstance(error, PeerDiedError):
+                text = f"rank {self.rank} could not join: {type(error).__name__}: {error}"
+                store.set(f"{key}/{self.rank}", text)
+            elif store.check([its := f"{key}/{error.rank}"]):
+                return InterlaceError(store.get(its).decode(errors="replace"))
+        return error
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
         """The error that names a rank of ``pidfds`` that died; None if none did."""
@@ -404,6 +425,7 @@ class HostGroup:
     def disown(self, reason: str) -> None:
         """Refuse every later collective with ``reason``, and never touch the memory again."""
         self._unusable, self.control = reason, None
+        self._rendezvous.close()
 
     def close(self, linger: float = 0.0) -> None:
         """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.

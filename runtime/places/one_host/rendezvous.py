@@ -1,10 +1,11 @@
 """The rendezvous of the processes of one host: addresses, and file descriptors handed over.
 
 Finding: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
-the store. Handing over: a rank connects to every peer's socket, sends one message with the
-descriptors attached (SCM_RIGHTS), and takes one message from everyone. A socket's backlog holds
-the messages of all peers, so nobody has to accept before others can send, and no order can
-deadlock.
+the store. Of two ranks the higher one connects; both ask the kernel for the other's user. When a rank is
+connected with all it closes its listener: abstract sockets have no permissions, and whoever could still
+connect could fill its backlog. Handing over: a rank sends everyone one message with the descriptors
+attached (SCM_RIGHTS), and takes one from everyone. Connections hold the messages, so no order can
+deadlock; nothing here blocks.
 
 Rejected: ``/proc/<pid>/fd/<fd>`` and ``pidfd_getfd``. Both ask for ptrace permission, which file
 capabilities, ``PR_SET_DUMPABLE`` and Yama take away between processes of one user, and both need a
@@ -19,7 +20,9 @@ same prefix waits for its own. Whatever an earlier, crashed generation left is f
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import struct
 import time
@@ -27,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
 _STORE_POLL_SECONDS = 2e-3
+PROBE_SECONDS = 0.1
+_PID_BYTES = 8
 
 
 class Label(NamedTuple):
@@ -60,35 +65,136 @@ class Delivery:
 
 
 class Rendezvous:
-    """This rank's socket and the addresses of all peers. Hands descriptors over."""
+    """This rank's connections to its peers, by which descriptors are handed over."""
 
     def __init__(self, rank: int, world_size: int, nonce: bytes) -> None:
         self.nonce = nonce
         self._rank, self._world_size = rank, world_size
         self.addresses: dict[int, bytes] = {}  # of the peers
+        self._connections: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self._unknown: list[socket.socket] = []  # have not said who they are
         self._sequence = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind("")  # the kernel chooses a free abstract name
-            self._listener.listen(world_size)
+            self._listener.listen(socket.SOMAXCONN)
             self._listener.setblocking(False)
             self.address: bytes = self._listener.getsockname()
         except BaseException:
             self._listener.close()
             raise
 
+    def meet_peers(self, step: Callable[[Sequence[int]], None]) -> None:
+        """Connect with every peer. ``step(missing ranks)`` is called meanwhile. Nobody else can afterwards.
+
+        The higher rank connects. A listener stays open until its rank has all peers: one that refuses has
+        come to an end, or its rank's connection is here.
+        """
+        probed = time.monotonic()
+        while missing := [peer for peer in self.addresses if peer not in self._connections]:
+            moved = self._accept()
+            for peer in missing:
+                if peer < self._rank and (connection := self._dial(peer)) is not None:
+                    connection.send(_MESSAGE.pack(*self._label(sender=self._rank, receiver=peer)))
+                    self._connections[peer] = connection
+                    moved = True
+            if not moved:
+                step(missing)
+                if (now := time.monotonic()) > probed + PROBE_SECONDS:
+                    probed = now
+                    self._probe(missing)
+        self._close_listener()
+
+    def _probe(self, missing: Sequence[int]) -> None:
+        for peer in missing:
+            if peer > self._rank:
+                try:
+                    connection = self._dial(peer)
+                except PeerDiedError:
+                    self._accept()
+                    if peer not in self._connections:
+                        raise
+                else:
+                    if connection is not None:
+                        connection.close()
+
+    def _dial(self, peer: int) -> socket.socket | None:
+        """A connection to the listener of ``peer``; None if it is busy."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setblocking(False)
+            connection.connect(self.addresses[peer])
+            uid = _uid(connection)
+            if uid != os.geteuid():
+                raise PermissionError(f"a process of user {uid} has the socket")
+        except BlockingIOError:
+            connection.close()
+            return None
+        except ConnectionRefusedError:  # also if it is in another network namespace
+            connection.close()
+            raise self.died(peer, "joining, connecting to its unix socket") from None
+        except OSError as error:
+            connection.close()
+            raise InterlaceError(
+                f"rank {self._rank} cannot reach rank {peer} through its unix socket ({error})"
+            ) from error
+        return connection
+
+    def _accept(self) -> bool:
+        """Take in who has connected, and who of these has said which rank it is. Whether anything moved."""
+        moved = False
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                moved = True
+                connection.setblocking(False)
+                if _uid(connection) == os.geteuid():
+                    self._unknown.append(connection)
+                else:
+                    connection.close()  # abstract sockets have no permissions; strangers are not answered
+        for connection in list(self._unknown):
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    message = connection.recv(_MESSAGE.size + 1)
+                except ConnectionError:
+                    message = b""
+                self._unknown.remove(connection)
+                try:
+                    rank = self._sender(message, self._sequence) if message else None
+                except BaseException:
+                    connection.close()
+                    raise
+                if rank is None or rank < self._rank or rank in self._connections:
+                    connection.close()
+                else:
+                    self._connections[rank], moved = connection, True
+        return moved
+
+    def hung_up(self) -> list[int]:
+        """The peers that have closed their ends."""
+        poll = select.poll()
+        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLRDHUP)
+        return [ranks[descriptor] for descriptor, _ in poll.poll(0)]
+
+    def died(self, peer: int, doing: str) -> PeerDiedError:
+        return PeerDiedError(peer, self.pids.get(peer, 0), doing)
+
     def trade(
         self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
     ) -> dict[int, Delivery]:
         """Send ``descriptors`` to all and take theirs. ``step(missing ranks)`` is called meanwhile."""
         self._sequence += 1
-        for peer in self.addresses:
-            self._send(peer, descriptors)
         received: dict[int, Delivery] = {}
         try:
-            while len(received) < len(self.addresses):
-                if not self._accept(received):
-                    step([peer for peer in self.addresses if peer not in received])
+            for peer in self._connections:
+                while not self._send(peer, descriptors):
+                    step([peer])
+            while missing := [peer for peer in self._connections if peer not in received]:
+                if not any([self._receive(peer, received) for peer in missing]):
+                    step(missing)
         except BaseException:
             for delivery in received.values():
                 close_all(delivery.descriptors)
@@ -99,67 +205,78 @@ class Rendezvous:
         size, sequence = self._world_size, self._sequence
         return Label(MAGIC, LAYOUT_VERSION, self.nonce, size, receiver, sequence, sender)
 
-    def _send(self, peer: int, descriptors: Sequence[int]) -> None:
+    def _send(self, peer: int, descriptors: Sequence[int]) -> bool:
         message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            try:
-                connection.connect(self.addresses[peer])
-                socket.send_fds(connection, [message], descriptors)
-            except OSError as error:
-                raise InterlaceError(
-                    f"rank {self._rank} cannot reach rank {peer} through its unix socket "
-                    f"({error}): its process has ended, it is in another network namespace, or "
-                    "the store still holds keys of an earlier generation"
-                ) from error
-
-    def _accept(self, received: dict[int, Delivery]) -> bool:
-        """Take one message if there is one; False if not."""
         try:
-            connection, _ = self._listener.accept()
+            socket.send_fds(self._connections[peer], [message], descriptors)
         except BlockingIOError:
             return False
-        with connection:
-            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _gid = _CREDENTIALS.unpack(raw)
-            if uid != os.geteuid():
-                return True  # abstract sockets have no permissions; strangers are not answered
-            connection.settimeout(1.0)  # the sender sends right after it has connected
-            try:
-                message, descriptors, flags, _ = socket.recv_fds(
-                    connection, _MESSAGE.size + 1, _MOST_DESCRIPTORS
-                )
-            except TimeoutError:
-                return True
+        except ConnectionError:
+            return True  # it has ended, which is found when its message does not come
+        return True
+
+    def _receive(self, peer: int, received: dict[int, Delivery]) -> bool:
+        """Take one message of ``peer`` if there is one; False if not."""
         try:
-            rank = self._sender(message, flags, received)
+            message, descriptors, flags, _ = socket.recv_fds(
+                self._connections[peer], _MESSAGE.size + 1, _MOST_DESCRIPTORS
+            )
+        except (BlockingIOError, ConnectionError):
+            return False
+        if not message:
+            return False
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise InterlaceError(
+                    f"rank {self._rank} cannot take the descriptors that rank {peer} has sent: too many "
+                    "files are open in its process (ulimit -n)"
+                )
+            sender = self._sender(message, self._sequence)
         except BaseException:
             close_all(descriptors)
             raise
-        if rank is None:
+        if sender != peer:  # None: of an earlier trade, which this rank has given up
             close_all(descriptors)
             return True
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        received[rank] = Delivery(pid, descriptors)
+        received[peer] = Delivery(self.pids.get(peer, 0), descriptors)
         return True
 
-    def _sender(self, message: bytes, flags: int, received: dict[int, Delivery]) -> int | None:
-        """The sender; None for one of an earlier trade, which this rank has given up."""
+    def _sender(self, message: bytes, sequence: int) -> int | None:
+        """The sender; None for one of another group, or of an earlier trade."""
         what = f"rank {self._rank} got a message that is not of this group"
-        if len(message) != _MESSAGE.size or flags & socket.MSG_CTRUNC:
-            raise InterlaceError(f"{what}: {len(message)} bytes, flags {flags:#x}")
+        if len(message) != _MESSAGE.size:
+            raise InterlaceError(f"{what}: it has {len(message)} bytes")
         found = Label(*_MESSAGE.unpack(message))
+        if found.magic == MAGIC and found.nonce != self.nonce:
+            return None  # of a generation that crashed, whose process has found this rank's new address
         expected = self._label(sender=found.sender, receiver=self._rank)
-        late = found.sequence_number < self._sequence
-        if late and found._replace(sequence_number=self._sequence) == expected:
+        late = found.sequence_number < sequence
+        if late and found._replace(sequence_number=sequence) == expected:
             return None
         compare(what, (name.replace("_", " ") for name in Label._fields), found, expected)
-        if found.sender not in self.addresses or found.sender in received:
+        if found.sender not in self.addresses:
             raise InterlaceError(f"{what}: sender rank {found.sender} is unexpected")
         return found.sender
 
+    def _close_listener(self) -> None:
+        for connection in (self._listener, *self._unknown):
+            connection.close()
+        self._unknown.clear()
+
     def close(self) -> None:
-        self._listener.close()
+        self._close_listener()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+
+def _uid(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    return int(uid)
 
 
 def connect(
@@ -175,15 +292,20 @@ def connect(
     if world_size == 1:
         return rendezvous
     assert store is not None
+    own = os.getpid().to_bytes(_PID_BYTES, "little") + rendezvous.address
     try:
-        addresses, nonce = meet(
-            store, rank, world_size, rendezvous.address, prefix, f"{prefix}/nonce", timeout
-        )
+        found, nonce = meet(store, rank, world_size, own, prefix, f"{prefix}/nonce", timeout)
+        cards = {
+            peer: (int.from_bytes(each[:_PID_BYTES], "little"), each[_PID_BYTES:])
+            for peer, each in enumerate(found)
+            if peer != rank
+        }
     except BaseException:
         rendezvous.close()
         raise
     rendezvous.nonce = bytes.fromhex(nonce)
-    rendezvous.addresses = {peer: each for peer, each in enumerate(addresses) if peer != rank}
+    rendezvous.addresses = {peer: address for peer, (_, address) in cards.items()}
+    rendezvous.pids = {peer: pid for peer, (pid, _) in cards.items()}
     return rendezvous
 
 
@@ -206,14 +328,17 @@ def meet(
     ``group`` within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
-    if rank == 0:
-        store.set(key, os.urandom(NONCE_BYTES).hex())
+    own = os.urandom(NONCE_BYTES).hex()
     nonce, keys = "", {}
 
     def missing() -> list[int]:
         """Ranks without a value. A nonce of a run that crashed is replaced by rank 0's new one."""
         nonlocal nonce, keys
-        if not store.check([key]) or not (current := store.get(key).decode()):
+        current = store.get(key).decode(errors="replace") if store.check([key]) else ""
+        if rank == 0 and current != own:  # at first; and when somebody has put another one there
+            store.set(key, own)
+            current = own
+        if len(current) != 2 * NONCE_BYTES:
             return [0]
         if current != nonce:
             nonce = current
@@ -223,7 +348,7 @@ def meet(
 
     def opened() -> list[int]:
         """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
-        if store.check([f"{key}/{nonce}/open"]):
+        if nonce and store.check([f"{key}/{nonce}/open"]):
             return []
         return missing() or [0]
 
@@ -237,7 +362,12 @@ def meet(
     if rank == 0:
         store.set(key, "")  # deleted, it would let a get that follows a check wait forever
         store.set(f"{key}/{nonce}/open", "")
-    return [bytes.fromhex(store.get(each).decode()) for each in keys.values()], nonce
+    try:
+        return [bytes.fromhex(store.get(each).decode()) for each in keys.values()], nonce
+    except ValueError as error:
+        raise InterlaceError(
+            f"rank {rank}: the store has values for group {group!r} that no rank writes"
+        ) from error
 
 
 def forget(store: Store, rank: int, key: str, nonce: str) -> None:

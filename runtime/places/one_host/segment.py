@@ -73,6 +73,8 @@ class Identity:
     @classmethod
     def unpack(cls, header: bytes) -> Identity:
         """The identity in a header, or in a message that announces it."""
+        if len(header) < _HEADER.size:
+            raise InterlaceError(f"{len(header)} bytes are no header of shared memory")
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
 
     def pack(self) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from interlace.runtime.core.local_memory import Array
+from interlace.runtime.core.memory import Array
 
 
 class SharedRanges:

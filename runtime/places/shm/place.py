@@ -17,8 +17,7 @@ from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.local_memory import Array, LocalMemory, split, starts
-from interlace.runtime.core.memory import WORD, SymmetricBuffer
+from interlace.runtime.core.memory import WORD, Array, LocalMemory, SymmetricBuffer, split, starts
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host.atomics import Cells

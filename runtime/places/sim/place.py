@@ -24,8 +24,14 @@ from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.local_memory import Array, LocalMemory, aligned
-from interlace.runtime.core.memory import SymmetricBuffer, Workspace, bytes_of
+from interlace.runtime.core.memory import (
+    Array,
+    LocalMemory,
+    SymmetricBuffer,
+    Workspace,
+    aligned,
+    bytes_of,
+)
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams

@@ -27,6 +27,8 @@ ADDRESSES = ("10.177.0.1", "10.177.0.2")
 HOSTS = (0, 0, 0, 1, 1)
 """The host of each rank."""
 
+SECRET = "of the ranks of test_hosts.py"
+
 _NEW_USER, _NEW_NET, _DIE_WITH_PARENT = 0x10000000, 0x40000000, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,6 +102,7 @@ def main() -> None:
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # a new user namespace takes an earlier one back
+    os.environ["INTERLACE_SECRET"] = SECRET
     import interlace.runtime.start.connect  # noqa: F401  (once, for all ranks)
 
     folder = pathlib.Path(tempfile.mkdtemp())

@@ -11,18 +11,19 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import pickle
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.core import plain
+from interlace.runtime.core.errors import CollectiveTimeoutError, PlaceUnavailableError
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
@@ -210,9 +211,9 @@ def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
     found: list[Any] = [None] * len(cards)
 
     def join(rank: int) -> None:
-        own = pickle.dumps(cards[rank])
+        own = plain.dumps(cards[rank])
         values, nonce = rendezvous.meet(store, rank, len(cards), own, prefix, f"{prefix}/hosts", 20)
-        found[rank] = [pickle.loads(each) for each in values], nonce
+        found[rank] = [Card.unpack(each) for each in values], nonce
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
     for thread in threads:
@@ -237,9 +238,10 @@ def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
 
 def test_what_a_crashed_group_left_is_ignored() -> None:
     store = HashStore()
-    store.set("p/hosts", "stale")
+    stale = bytes(16).hex()
+    store.set("p/hosts", stale)
     for rank in range(3):
-        store.set(f"p/hosts/stale/{rank}", pickle.dumps(Card("stale", rank, None)).hex())
+        store.set(f"p/hosts/{stale}/{rank}", plain.dumps(Card("stale", rank, None)).hex())
     cards = [Card("fresh", rank, None) for rank in range(3)]
     assert [found for found, _ in met(store, cards)] == [cards] * 3
 
@@ -248,6 +250,21 @@ def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
         rendezvous.meet(HashStore(), 0, 3, b"mine", "p", "p/hosts", 0.1)
     assert caught.value.waited_for == (1, 2)
+
+
+def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INTERLACE_SECRET", raising=False)
+    monkeypatch.delenv("INTERLACE_TRUST_NETWORK", raising=False)
+    store = HashStore()
+
+    def join(rank: int) -> str:
+        with pytest.raises(PlaceUnavailableError) as caught:
+            connect_place(store, rank, 2, timeout=20, name="open", host=f"host {rank}")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(join, range(2)))
+    assert all("needs a secret of the job in INTERLACE_SECRET" in text for text in said)
 
 
 def test_one_rank_needs_no_store() -> None:

@@ -21,7 +21,6 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     RankError,
 )
-from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.places.one_host.waiting import Patience
@@ -139,32 +138,6 @@ def test_sealed_segment_cannot_shrink() -> None:
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
-
-
-def test_message_of_another_generation_is_rejected() -> None:
-    """Rank 1 holds an old nonce and knows the new socket of rank 0."""
-    new, old = rendezvous.Rendezvous(0, 2, NONCE), rendezvous.Rendezvous(1, 2, bytes(16))
-    read_end, write_end = os.pipe()
-
-    def stop(missing: Sequence[int]) -> None:
-        raise InterruptedError
-
-    try:
-        new.addresses = {1: old.address}
-        old.addresses = {0: new.address}
-        with pytest.raises(InterruptedError):
-            old.trade((read_end,), stop)
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(
-            InterlaceError, match=r"not of this group: nonce is 000000.*expected 000"
-        ):
-            new.trade((read_end,), lambda missing: None)
-        assert len(os.listdir("/proc/self/fd")) == before
-    finally:
-        for end in (read_end, write_end):
-            os.close(end)
-        new.close()
-        old.close()
 
 
 def test_one_name_again_and_again(pool: ProcessPool) -> None:

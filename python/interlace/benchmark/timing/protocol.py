@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import interlace
 from interlace.groups import groups
+from interlace.runtime.core import plain
 
 BLOCK_SECONDS = 0.02
 MOST_CALLS = 2000
@@ -48,8 +48,8 @@ def everyones(mine: Any) -> list[Any]:
 
     Not by ``Communicator.agree``, for which a place may answer from what it has agreed on before.
     """
-    messages = groups.default_group().place.exchange(pickle.dumps(mine), "a benchmark")
-    return [pickle.loads(message) for message in messages]
+    messages = groups.default_group().place.exchange(plain.dumps(mine), "a benchmark")
+    return [plain.loads(message) for message in messages]
 
 
 def slowest(value: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from interlace.arguments import checks
 from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.ops.simulated_backward import in_rank
+from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks
@@ -38,6 +39,7 @@ def exchange(
     return parts
 
 
+@plain.record
 @dataclass(frozen=True)
 class TensorFacts:
     """Facts that a rank tells of its tensor; ``shape`` is None where it has none."""

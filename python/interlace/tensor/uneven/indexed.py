@@ -11,11 +11,13 @@ import torch
 from interlace.collectives.all_to_all import _all_to_all, one_length_per_rank
 from interlace.groups.groups import resolve
 from interlace.ops.simulated_backward import in_rank
+from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.recorded import recorded
 
 
+@plain.record
 class _Picked(NamedTuple):
     """A rank's message to the others. ``counts``: positions by receiver; ``matrix``: the caller's sizes."""
 

@@ -28,6 +28,8 @@ from interlace.tensor.uneven.sharding import (
     chunked,
     for_dims,
     from_shapes,
+    of_plain_form,
+    plain_form,
     unlike_chunks,
     with_sizes,
 )
@@ -303,19 +305,21 @@ def scatter(
             own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes, rank))
             _cut(ranks, checked, own, rank)
 
-    def check(parts: list[tuple[facts.TensorFacts, Placements]]) -> None:
-        source, placed = parts[root]
+    def check(parts: list[tuple[facts.TensorFacts, tuple[int | None, ...]]]) -> None:
+        source = parts[root][0]
+        placed = of_plain_form(parts[root][1])
         assert source.shape is not None
         facts.check_like_source([each for each, _ in parts], root)
         ndim = len(source.shape)
-        for other, (_, given) in enumerate(parts):
+        for other, (_, dims) in enumerate(parts):
+            given = of_plain_form(dims)
             if for_dims(given, ndim, other) != for_dims(placed, ndim, root):
                 raise ValueError(
                     f"placements are {given} on rank {other}, {placed} on the source, group rank {root}"
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
-    everyone = facts.exchange(communicator, op, terms, (own, checked), check)
+    everyone = facts.exchange(communicator, op, terms, (own, plain_form(checked)), check)
     source: facts.TensorFacts = everyone[root][0]
     sharding = _cut(ranks, checked, source, root)
     local = scattered(communicator, tensor, sharding.blocks, root, source)

@@ -85,6 +85,15 @@ def checked_placements(placements: object, mesh_ndim: int, rank: int) -> Placeme
     return tuple(given)
 
 
+def plain_form(placements: Placements) -> tuple[int | None, ...]:
+    """The dims that are sharded, None for a replica: as ranks tell each other."""
+    return tuple(each.dim if isinstance(each, Shard) else None for each in placements)
+
+
+def of_plain_form(dims: Sequence[int | None]) -> Placements:
+    return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+
+
 def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
     """``placements`` with dims from 0; ValueError if a tensor with ``ndim`` dims does not have them."""
     found: list[Placement] = []

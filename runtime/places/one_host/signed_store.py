@@ -1,0 +1,81 @@
+"""A store whose values only the processes of one job can write: each carries a keyed digest.
+
+Whoever reaches the port of torch's TCPStore can read and write everything in it. The *secret* of the job,
+which these processes have from whoever started them, decides what is believed: a value with another
+digest counts as missing where that is asked for, and is an error where it is needed. Key and value are
+digested together, so that a value cannot be moved to another key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+
+SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
+DIGEST_BYTES = 32
+
+
+def job_secret() -> bytes:
+    """The secret that the job's launcher has put into the environment; empty if there is none."""
+    return os.environ.get(SECRET, "").encode()
+
+
+def need_secret(rank: int) -> None:
+    """Raise PlaceUnavailableError where ranks of several hosts could not tell each other from strangers."""
+    if not job_secret() and os.environ.get(TRUST, "") != "1":
+        raise PlaceUnavailableError(
+            f"rank {rank}: a group on several hosts needs a secret of the job in {SECRET}, the same for "
+            f"all its ranks, or {TRUST}=1 where everybody who reaches the ranks' ports is trusted"
+        )
+
+
+def digest(secret: bytes, *parts: bytes) -> bytes:
+    """The digest that only who knows ``secret`` can make of ``parts``."""
+    return hmac.digest(secret, b"".join(b"%d:%b" % (len(part), part) for part in parts), "sha256")
+
+
+class SignedStore(Store):
+    """``underlying_store`` with signed values. Keep a reference to it while C++ code uses it."""
+
+    def __init__(self, underlying_store: Store, secret: bytes) -> None:
+        super().__init__()
+        self.underlying_store, self._secret = underlying_store, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.underlying_store.set(key, digest(self._secret, key.encode(), data) + data)  # type: ignore[arg-type]
+
+    def _read(self, key: str) -> bytes | None:
+        found = self.underlying_store.get(key)
+        said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        valid = hmac.compare_digest(said, digest(self._secret, key.encode(), data))
+        return data if valid else None
+
+    def get(self, key: str) -> bytes:
+        if (data := self._read(key)) is None:
+            raise InterlaceError(
+                f"the store's value of {key!r} is not signed with this job's secret: somebody else has "
+                f"written it, or {SECRET} differs between ranks"
+            )
+        return data
+
+    def check(self, keys: list[str]) -> bool:
+        there = self.underlying_store.check(keys)
+        return there and all(self._read(key) is not None for key in keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.underlying_store.wait(keys, *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self.underlying_store.delete_key(key)
+
+
+def signed(store: Store) -> Store:
+    """``store`` with the job's secret, if it has one."""
+    secret = job_secret()
+    return SignedStore(store, secret) if secret else store

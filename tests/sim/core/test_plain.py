@@ -1,0 +1,218 @@
+"""Plain data that processes tell each other: it comes back as it was; what nobody sends does nothing."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import pathlib
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call, Refusal, compare
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts import links
+from interlace.runtime.places.hosts import place as hosts_place
+from interlace.runtime.places.hosts.host_map import Card
+from interlace.runtime.places.one_host import rendezvous
+from interlace.runtime.places.one_host.segment import Identity
+from interlace.runtime.places.one_host.signed_store import SignedStore
+from interlace.runtime.tuning.calibration import Link, Protocol
+from tiers import few
+
+LEAST_BYTES = 1 << 20
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.builds(Protocol, st.integers(), st.floats(allow_nan=False), st.floats(allow_nan=False)),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.lists(st.integers(-(2**63), 2**63 - 1)),
+        st.dictionaries(st.one_of(st.integers(), st.text()), inner),
+    ),
+    max_leaves=20,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types all the way down."""
+    if isinstance(one, (list, tuple)):
+        pairs = zip(one, other, strict=True)
+        return type(one) is type(other) and all(same(*pair) for pair in pairs)
+    return type(one) is type(other) and bool(one == other)
+
+
+@given(values)
+def test_what_is_sent_comes_back(value: Any) -> None:
+    assert same(plain.loads(plain.dumps(value)), value)
+
+
+@pytest.mark.parametrize(
+    "value", [(1, 2), [1, 2], (True, 1), [], 2**63, -(2**63), -(2**70), "\ud800"]
+)
+def test_what_looks_alike_stays_apart(value: Any) -> None:
+    assert same(plain.loads(plain.dumps(value)), value)
+
+
+def test_no_number_comes_back() -> None:
+    assert math.isnan(plain.loads(plain.dumps(math.nan)))
+
+
+class Stranger(NamedTuple):
+    number: int
+
+
+@pytest.mark.parametrize("value", [object(), len, Stranger(1), {1, 2}, torch.ones(2)])
+def test_nothing_else_is_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{type(value).__name__} is no plain data"):
+        plain.dumps([value])
+
+
+class Evil:
+    """What anybody who reaches a store or a socket may send."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import builtins; builtins.evil_has_run = True",)
+
+
+def evil_has_run() -> bool:
+    return bool(vars(builtins).pop("evil_has_run", False))
+
+
+def packet(data: bytes) -> Any:
+    whole = data[: links.PACKET_BYTES].ljust(links.PACKET_BYTES, b"\0")
+    return links.Packet.unpack(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
+
+
+def stored(data: bytes) -> bytes:
+    store = HashStore()
+    store.set("key", data)  # type: ignore[arg-type]
+    signed = SignedStore(store, b"secret")
+    assert not signed.check(["key"])
+    return bytes(signed.get("key"))
+
+
+def label(data: bytes) -> Any:
+    end = rendezvous.Rendezvous(0, 2, bytes(16))
+    try:
+        end.addresses = {1: b""}
+        found = end._sender(data, 3)
+    finally:
+        end.close()
+    return found
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "plain": plain.loads,
+    "call": lambda data: compare([data, Call("barrier").message]),
+    "call of the first": lambda data: compare([data]),
+    "packet": packet,
+    "card": Card.unpack,
+    "messages of a host": lambda data: hosts_place._messages(data, 2),
+    "segment": Identity.unpack,
+    "label": label,
+    "signed value": stored,
+}
+VALID = [
+    plain.dumps([b"one", b"two"]),
+    plain.dumps(Card("host", 7, None)),
+    plain.dumps({"a": (1, 2.5, None), "b": [torch.int64, 1 << 70]}),
+    plain.dumps(Link(0, 2, "all_gather", (Protocol(0, 1.0, 2.0),))),
+    Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,
+    Refusal(ValueError, "no").message("all_reduce"),
+    links.Packet(links.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
+    links.Packet(links.ABORT, content=b"because").pack().numpy().tobytes(),
+    Identity(bytes(16), 0, 2, 4096).pack(),
+    pickle.dumps(Evil()),
+]
+deep = b"l\1\0\0\0" * 5000 + b"N"
+records = b"R\4\0\0\0Card" * 5000
+many = b"t\xff\xff\xff\xff"
+
+
+@st.composite
+def damaged(draw: Any) -> bytes:
+    """A valid message with some bytes replaced, removed or put in."""
+    data = bytearray(draw(st.sampled_from(VALID)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        data[at : at + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
+    return bytes(data)
+
+
+def tried(data: bytes) -> None:
+    """Every decoder returns, or says that it cannot read it; it runs nothing and takes little memory."""
+    for name, decode in DECODERS.items():
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        try:
+            decode(data)
+        except (InterlaceError, ValueError, TypeError) as error:
+            # a misuse is what a call that was read says of its terms
+            assert isinstance(error, InterlaceError) or name.startswith("call"), (name, error)
+        peak = tracemalloc.get_traced_memory()[1] - before
+        assert peak < LEAST_BYTES + 200 * len(data), (name, peak)
+    assert not evil_has_run()
+
+
+@pytest.mark.parametrize("examples", few([200, 100_000], 200))
+def test_garbage_is_refused(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(damaged(), st.binary(max_size=400)))
+    @example(deep)
+    @example(records)
+    @example(many)
+    @example(pickle.dumps(Evil()))
+    def on(data: bytes) -> None:
+        tried(data)
+
+    tracemalloc.start()
+    try:
+        on()
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pickle_would_have_run() -> None:
+    """The control: this is code."""
+    pickle.loads(pickle.dumps(Evil()))
+    assert evil_has_run()
+
+
+def test_a_signed_value_is_of_its_key_and_its_secret() -> None:
+    store = HashStore()
+    ours, theirs = SignedStore(store, b"ours"), SignedStore(store, b"theirs")
+    ours.set("a", b"value")
+    assert ours.check(["a"]) and ours.get("a") == b"value"
+    assert not theirs.check(["a"])
+    store.set("b", store.get("a"))
+    assert not ours.check(["b"])
+    with pytest.raises(InterlaceError, match="'b' is not signed with this job's secret"):
+        ours.get("b")
+
+
+def test_who_unpickles() -> None:
+    """A process and the children that it made itself; collectives of objects; nobody else."""
+    root = pathlib.Path(__file__).parents[3]
+    files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
+    loads = {str(f.relative_to(root)) for f in files if "import pickle" in f.read_text()}
+    allowed = {"runtime/start/pool.py", "runtime/start/child.py"}
+    assert loads == {*allowed, "python/interlace/collectives/objects.py"}
