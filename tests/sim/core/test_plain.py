@@ -25,7 +25,7 @@ from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.segment import Identity
 from interlace.runtime.places.one_host.signed_store import SignedStore
-from interlace.runtime.tuning.calibration import Link, Protocol
+from interlace.runtime.tuning.calibration import Link, LinkProtocol
 from tiers import few
 
 LEAST_BYTES = 1 << 20
@@ -38,7 +38,7 @@ leaves = st.one_of(
     st.text(),
     st.binary(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
-    st.builds(Protocol, st.integers(), st.floats(allow_nan=False), st.floats(allow_nan=False)),
+    st.builds(LinkProtocol, st.integers(), st.floats(allow_nan=False), st.floats(allow_nan=False)),
 )
 values = st.recursive(
     leaves,
@@ -135,7 +135,7 @@ VALID = [
     plain.dumps([b"one", b"two"]),
     plain.dumps(Card("host", 7, None)),
     plain.dumps({"a": (1, 2.5, None), "b": [torch.int64, 1 << 70]}),
-    plain.dumps(Link(0, 2, "all_gather", (Protocol(0, 1.0, 2.0),))),
+    plain.dumps(Link(0, 2, "all_gather", (LinkProtocol(0, 1.0, 2.0),))),
     Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,
     Refusal(ValueError, "no").message("all_reduce"),
     links.Packet(links.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
