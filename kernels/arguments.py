@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Sizes of a gather: rows of the own shard and of all ranks, and tiles of all chunks."""
+    """Sizes of a fused op: rows of the own part and of all ranks, and tiles of all parts."""
 
     own_rows: Any
     all_rows: Any

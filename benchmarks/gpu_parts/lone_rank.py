@@ -16,10 +16,18 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import signal, transfer
-from interlace.kernels.arguments import Extents, Peers, Table, Workspace
+from interlace.kernels.arguments import Peers, Table, Workspace
 from interlace.kernels.fused import all_gather_matmul
-from interlace.runtime.algorithms import gather_matmul
-from interlace.runtime.algorithms.operands import Linear, copies, epilogue, launch_options, product
+from interlace.kernels.fused import all_gather_matmul_roles as roles
+from interlace.runtime.algorithms.operands import (
+    Linear,
+    copies,
+    epilogue,
+    launch_options,
+    may_have_roles,
+    product,
+    with_roles,
+)
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import configuration, tuning
@@ -111,9 +119,9 @@ class LoneRank:
             "chunks": Table(self._table(lines), len(lines)),
             "multicast": 0,
         }
-        if gather_matmul.may_have_roles(blocks, input, arguments["TILES"]):
-            extents = Extents(len(input), self.m, tiles)
-            kernel, arguments = gather_matmul.with_roles(arguments, extents, blocks.num_stages)
+        if may_have_roles(blocks, input, arguments):
+            kernel, extents = roles.all_gather_matmul_roles_kernel, (len(input), self.m, tiles)
+            arguments = with_roles(kernel, arguments, extents, blocks.num_stages)
         grid = formulas.persistent_grid(0, tiles, resident)
         return KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **launch_options(blocks))
 

@@ -17,7 +17,8 @@ across tiles. An owner waits for a tile only after it has produced its own rows,
 all others have been publishing for the time that one part takes.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
-atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile).
+atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile; for
+9.0 there is one, behind products that gain more: ``matmul_reduce_scatter_roles.py``).
 """
 
 import triton
@@ -184,3 +185,23 @@ def matmul_reduce_scatter_kernel(
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     reduce_tiles(workspace, own_ptr, epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows, N,
                  AVERAGE, TILES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["workspace", "own_rows"])
+def sum_tiles_kernel(workspace, epilogue, output_ptr, own_rows, N, AVERAGE: tl.constexpr,
+                     TILES: tl.constexpr):  # fmt: skip
+    """``output[own_rows, N] = activation(sum over ranks of their contributions (+ bias))``.
+
+    The sums of ``matmul_reduce_scatter_kernel`` by themselves, behind a kernel that only has products
+    (``matmul_reduce_scatter_roles.py``). Legend: as there.
+
+    Ordering: it waits for a tile's slots of all sources, then loads. All that others wait for is in the
+    kernel before it on the stream, so no order of ranks blocks. The workspace is free again as there.
+
+    Example: W = 2, 64 own rows, N = 64, 64 x 64 tiles: the program waits for slots 0 (source 0) and 1
+    (source 1), adds regions 0 and 1 of the own workspace and stores 64 rows of the output.
+    """
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
+    own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
+    reduce_tiles(workspace, own_ptr, current_epoch(workspace), epilogue.bias_ptr, output_ptr,
+                 own_tiles_m, own_rows, N, AVERAGE, TILES)  # fmt: skip

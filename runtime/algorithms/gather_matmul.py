@@ -11,12 +11,12 @@ strides, results are contiguous. ``rows`` lists the rows of every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Extents, Table, Tiles
+from interlace.kernels.arguments import Table
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
 from interlace.runtime.algorithms import node_fused, plain
 from interlace.runtime.algorithms.node_fused import GatherMoves
@@ -26,7 +26,9 @@ from interlace.runtime.algorithms.operands import (
     enqueue_product,
     epilogue,
     launch_options,
+    may_have_roles,
     product,
+    with_roles,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
@@ -153,9 +155,13 @@ def all_gather_matmul_fused(
                 "chunks": chunks,
                 "multicast": workspace.buffer.multicast,
             }
-            if not copiers and may_have_roles(configuration, input, operand["TILES"]):
-                extents = Extents(rows[rank], total, tiles)
-                kernel, arguments = with_roles(arguments, extents, configuration.num_stages)
+            plainly = not copiers and not operand["TILES"].BIAS
+            if plainly and may_have_roles(configuration, input, operand):
+                # Gluon is a language of its own, which most processes never need.
+                from interlace.kernels.fused import all_gather_matmul_roles as roles
+
+                kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
+                arguments = with_roles(kernel, arguments, extents, configuration.num_stages)
             options = launch_options(configuration)
             communicator.compute.launch(
                 KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **options)
@@ -178,23 +184,6 @@ def all_gather_matmul_fused(
             far.partners.put_credits(workspace)
 
     return communicator.enqueue("all_gather_matmul", sizes.layout, body)
-
-
-def may_have_roles(configuration: Configuration, input: torch.Tensor, tiles: Tiles) -> bool:
-    """Whether ``configuration.warp_roles`` is asked for and the kernel takes such operands and tiles."""
-    whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
-    simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and not tiles.BIAS and tiles.COMPILED
-    return configuration.warp_roles and whole and simple and input.element_size() == 2
-
-
-def with_roles(arguments: dict[str, Any], extents: Extents, stages: int) -> Any:
-    """The kernel whose warps have roles, and what it takes of the other's ``arguments``."""
-    # Gluon is a language of its own, which most processes never need.
-    from interlace.kernels.fused.all_gather_matmul_roles import all_gather_matmul_roles_kernel
-
-    names = ("workspace", "input", "weight", "output_ptr", "chunks", "N", "K", "TILES")
-    taken = {name: arguments[name] for name in names}
-    return all_gather_matmul_roles_kernel, taken | {"extents": extents, "STAGES": stages}
 
 
 def multicast_path(

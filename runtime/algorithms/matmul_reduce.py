@@ -25,11 +25,15 @@ from interlace.runtime.algorithms.operands import (
     bias_or_none,
     epilogue,
     launch_options,
+    may_have_roles,
     multiply,
     product,
     sum_with_bias,
+    taken_by,
+    with_roles,
 )
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -46,7 +50,7 @@ def matmul_reduce_scatter_fused(
     segments: Segments,
     configuration: Configuration,
 ) -> Event:
-    """One kernel; between nodes a second one puts (``node_matmul_reduce.py``)."""
+    """One kernel, or with ``warp_roles`` two; between nodes one puts (``node_matmul_reduce.py``)."""
     nodes = communicator.place.nodes
     if nodes is not None and input.shape[0] and linear.weight.shape[1]:
         return node_matmul_reduce.matmul_reduce_scatter(
@@ -73,9 +77,25 @@ def matmul_reduce_scatter_fused(
     }
     kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
     grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
-    return plain.enqueue_kernel(
-        communicator, "matmul_reduce_scatter", layout, kernel, grid, arguments, options
-    )
+    op, then = "matmul_reduce_scatter", []
+    if may_have_roles(configuration, input, operands):
+        # Gluon is a language of its own, which most processes never need.
+        from interlace.kernels.fused import matmul_reduce_scatter_roles as roles
+
+        own = rows[communicator.rank]
+        sums = matmul_reduce_scatter_kernels.sum_tiles_kernel
+        own_tiles = formulas.tiles_of([own], block_m, tiles_n)
+        programs = formulas.persistent_grid(0, own_tiles, resident)
+        # Left alone, ptxas takes so few registers that a load waits for the one before it.
+        more = {"maxnreg": 128}
+        then = [
+            KernelLaunch(sums, programs, taken_by(sums, arguments), op, **options, options=more)
+        ]
+        # Bias and activation are for the sums.
+        arguments["TILES"] = operands["TILES"]._replace(BIAS="", ACTIVATION="")
+        kernel, extents = roles.matmul_reduce_scatter_roles_kernel, (own, input.shape[0], tiles)
+        arguments = with_roles(kernel, arguments, extents, configuration.num_stages)
+    return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options, then)
 
 
 def matmul_reduce_scatter_pipelined(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.arguments import Copies, Epilogue, Rows, Tiles, Weight
+from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
@@ -182,6 +182,29 @@ def product(
         "K": weight.shape[0],
         "TILES": tiles,
     }
+
+
+def may_have_roles(
+    configuration: Configuration, input: torch.Tensor, operands: dict[str, Any]
+) -> bool:
+    """Whether ``warp_roles`` is asked for, and possible with what :func:`product` has made."""
+    tiles, output = operands["TILES"], operands["output_ptr"]
+    whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
+    simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and tiles.COMPILED
+    short = input.element_size() == output.element_size() == 2
+    return configuration.warp_roles and whole and simple and short
+
+
+def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What ``kernel`` takes of the ``arguments`` of the reference."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
+
+
+def with_roles(
+    kernel: Any, arguments: dict[str, Any], extents: tuple[int, int, int], stages: int
+) -> dict[str, Any]:
+    """The arguments of a ``kernel`` whose warps have roles, by those of the reference."""
+    return taken_by(kernel, arguments) | {"extents": Extents(*extents), "STAGES": stages}
 
 
 def bias_or_none(linear: Linear) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,12 +180,15 @@ def enqueue_kernel(
     grid: int,
     arguments: dict[str, Any],
     options: dict[str, int],
+    then: Sequence[KernelLaunch] = (),
 ) -> Event:
-    """An op that is one kernel; ``arguments`` are those besides the workspace."""
+    """An op that is one kernel, or one and ``then`` more; ``arguments``: those besides the workspace."""
+    launches = KernelLaunch(kernel, grid, arguments, op, **options), *then
 
     def body(workspace: Workspace) -> None:
-        known = {**workspace.kernel_arguments(), **arguments}
-        communicator.compute.launch(KernelLaunch(kernel, grid, known, op, **options))
+        for launch in launches:
+            known = {**workspace.kernel_arguments(), **launch.arguments}
+            communicator.compute.launch(replace(launch, arguments=known))
 
     return communicator.enqueue(op, layout, body)
 

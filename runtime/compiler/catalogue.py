@@ -246,6 +246,7 @@ def _fused(arch: int) -> Iterator[Entry]:
     if arch == 90:
         for operands in (bf16, transposed, MatmulVariant(dtype="fp16", activation="gelu")):
             yield all_gather_matmul(arch, replace(operands, overrides=ROLES))
+            yield from matmul_reduce_scatter_roles(operands)
     if arch >= 90:
         yield all_gather_matmul(arch, MatmulVariant(tma=tma, multimem=True))
         yield all_gather_matmul(
@@ -298,13 +299,22 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def matmul_reduce_scatter(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
-    configuration = operands.configuration(arch)
+    (launch,) = scatters(arch, operands, average=average)
+    return _fused_entry(arch, operands, launch, "average" if average else "")
+
+
+def scatters(arch: int, operands: MatmulVariant, *, average: bool = False) -> list[KernelLaunch]:
+    """What matmul + reduce-scatter launches."""
     input, linear, segments = _scattered(operands, RANKS)
     linear.average = average
-    (launch,) = launched(
-        matmul_reduce.matmul_reduce_scatter_fused, input, linear, segments, configuration
-    )
-    return _fused_entry(arch, operands, launch, "average" if average else "")
+    op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
+    return launched(op, input, linear, segments, configuration)
+
+
+def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
+    """For 9.0: the products by warps with roles, and the sums."""
+    operands = replace(operands, overrides=ROLES | operands.overrides)
+    return [_fused_entry(90, operands, launch) for launch in scatters(90, operands)]
 
 
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:

@@ -31,9 +31,10 @@ class Configuration:
     a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
     of their own. Without TMA none of the last three applies.
 
-    ``warp_roles`` (9.x): each warp of all-gather + matmul loads, multiplies or stores, so nothing drains at
-    a chunk (``kernels/fused/all_gather_matmul_roles.py``). Where the copy engine sends, products leave by
-    TMA, operands have 16 bits, and there is neither bias nor scale. Never run on a GPU.
+    ``warp_roles`` (9.x): each warp of a fused matmul loads, multiplies or stores, so nothing drains at a
+    chunk or an owner (``kernels/fused/warp_roles.py``). Where products leave by TMA, operands and output
+    have 16 bits, and there are no scales; in all-gather + matmul, where the copy engine sends, and there is
+    no bias. Never run on a GPU.
 
     ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
     """

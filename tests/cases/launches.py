@@ -155,6 +155,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
     catalogue.grouped_matmul(90, operands)
     catalogue.matmul_reduce_scatter(90, operands)
+    catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         catalogue.collective(90, op, "bf16", configuration)

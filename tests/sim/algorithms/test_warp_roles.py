@@ -1,361 +1,259 @@
-"""``all_gather_matmul_roles_kernel`` by an emulator of the part of Gluon that it uses.
-
-Triton has no interpreter for Gluon. Here the text of the kernel's file is run as Python: each role is a
-coroutine, and whoever may go on next is drawn from a seed. Everything asynchronous is as late as is
-allowed: a TMA load arrives at some time between its issue and the end of what waits for it, a product reads
-its operands when it is waited for, a TMA store when it is. A place that is written again too early,
-read too early, or never given free is a wrong result or a deadlock.
-
-What it does not know: proxies, threads of a role, layouts. Those are for lint and the SASS.
-"""
+"""Kernels whose warps have roles: their logic by an emulator, and when they are launched with what."""
 
 from __future__ import annotations
 
 import inspect
 import pathlib
-import random
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
-import greenlet
 import pytest
 import torch
 
 import interlace
-import interlace.kernels.fused
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Extents, Table, Tiles
-from interlace.kernels.tiling import first_tile, grouped_tile
-from interlace.runtime.algorithms import gather_matmul
-from interlace.runtime.compiler.catalogue import BY_ENGINE, MatmulVariant
+from interlace.kernels.arguments import Extents, Table
+from interlace.kernels.fused import matmul_reduce_scatter_roles
+from interlace.kernels.tiling import grouped_tile
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce
+from interlace.runtime.compiler.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, launched
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, without_effect
+from interlace.verify import races
+from mutants.mutations import Edit, Mutant, mutant_of, mutated
+from stand_ins.fake_gluon import (
+    BLOCK_M,
+    BLOCK_N,
+    TILES,
+    DeadlockError,
+    Pointer,
+    Program,
+    text_of,
+)
 
-FILE = pathlib.Path(interlace.kernels.fused.__path__[0]) / "all_gather_matmul_roles.py"
-BLOCK_M, BLOCK_N, BLOCK_K = 16, 32, 16
-FLOAT = SimpleNamespace(primitive_bitwidth=32, element_ty=SimpleNamespace(primitive_bitwidth=32))
-TILES = Tiles(BLOCK_M, BLOCK_N, BLOCK_K, 2, "kn", "ieee", True, True, True, False, True, "", "", "",
-              2, True)  # fmt: skip
+RANK, ROWS, COLUMNS, INNER = 1, [40, 33, 20], 80, 40
+TOTAL, TILES_N = sum(ROWS), formulas.ceil_div(COLUMNS, BLOCK_N)
 
 
-class DeadlockError(Exception):
-    """No role can go on, and nothing is under way."""
+class Case(SimpleNamespace):
+    """No extent is a multiple of a block."""
+
+    def __init__(self, seed: int, layout: str, parts: int) -> None:
+        numbers = torch.Generator().manual_seed(seed)
+        rows = torch.randint(-4, 5, (TOTAL, INNER), generator=numbers).float()
+        weight = torch.randint(-4, 5, (INNER, COLUMNS), generator=numbers).float()
+        stored = (weight.T.contiguous() if layout == "nk" else weight).view(-1)
+        tiles = formulas.tiles_of(ROWS, BLOCK_M, TILES_N)
+        super().__init__(
+            rows=rows,
+            wanted=rows @ weight,
+            weight=SimpleNamespace(ptr=Pointer(stored), stride_k=COLUMNS, stride_n=INNER),
+            extents=Extents(ROWS[RANK], TOTAL, tiles),
+            # N, K, STAGES and TILES
+            rest=(COLUMNS, INNER, 3, TILES._replace(DESCRIPTORS=layout, SUBTILE=parts)),
+        )
+
+    def input(self, rows: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(ptr=Pointer(rows.reshape(-1)), stride=INNER)
 
 
-class Scheduler:
-    """Roles, and events that happen at some time, ``rare`` ones late: the seed draws what is next."""
+def gathers(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: int = 2) -> bool:
+    """Whether all programs together give what torch gives."""
+    case = Case(seed, layout, parts)
+    size = formulas.chunk_rows(ROWS, BLOCK_M, 2)
+    lines = formulas.chunk_lines(RANK, 3, ROWS, size, BLOCK_M, TILES_N)
+    chunks = Table(Pointer(torch.tensor(lines).view(-1)), len(lines))
+    output = torch.full((TOTAL + BLOCK_M, COLUMNS), torch.nan)
+    own = case.input(case.rows[ROWS[0] : ROWS[0] + ROWS[1]].clone())
+    workspace = SimpleNamespace(rank=RANK, slot_offset=0)
+    for number in range(programs):
+        program, arrived = Program(seed, number, programs), set()
+        gathered = torch.full_like(case.rows, torch.nan)
 
-    def __init__(self, seed: int) -> None:
-        self.random, self.events, self.rare = random.Random(seed), [], []
-        self.blocked: list[tuple[Any, Callable[[], bool]]] = []
+        def arrive(slot: int, rows: slice, to: Any = gathered, arrived: Any = arrived) -> None:
+            to[rows] = case.rows[rows]
+            arrived.add(slot)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Let others run, also if it holds already."""
-        self.blocked.append((greenlet.getcurrent(), condition))
-        greenlet.getcurrent().parent.switch()
+        for source, _, count, row, slot, _ in lines:
+            if source != RANK:
+                chunk = slot, slice(row, row + count)
+                program.scheduler.rare.append(lambda chunk=chunk, arrive=arrive: arrive(*chunk))
 
-    def run(self, roles: list[Callable[[], None]]) -> None:
-        made = [greenlet.greenlet(role) for role in roles]
-        self.blocked = [(role, lambda: True) for role in made]
-        while not all(role.dead for role in made):
-            able = [each for each in self.blocked if each[1]()]
-            choices = [*able, *self.events]
-            if self.rare and (not choices or self.random.random() < 0.02):
-                self.rare.pop(0)()
+        def wait(
+            w: Any, source: int, slot: int, epoch: int, by: Any = program, arrived: Any = arrived
+        ) -> None:
+            by.scheduler.until(lambda: int(slot) // 8 in arrived)
+
+        known = {
+            "_CHUNK": 6,
+            "data_pointer": lambda *of, gathered=gathered: Pointer(gathered.view(-1)),
+            "fence_descriptor_loads": lambda compiled: None,
+            "wait": wait,
+        }
+        c_ptr = Pointer(output.view(-1))
+        arguments = workspace, own, case.weight, c_ptr, chunks, case.extents, *case.rest
+        program.run(text, "all_gather_matmul_roles_kernel", known, *arguments)
+    return torch.equal(output[:TOTAL], case.wanted) and bool(output[TOTAL:].isnan().all())
+
+
+class Owners:
+    """The owners' regions and slots. ``lost`` gives no credit: waits for it are given up."""
+
+    def __init__(self, wanted: torch.Tensor, lost: int | None) -> None:
+        self.wanted, self.lost = wanted.split(ROWS), lost
+        self.regions = [torch.full((3, rows, COLUMNS), torch.nan) for rows in ROWS]
+        self.published: list[tuple[int, int, bool]] = []
+
+    def known(self, program: Program) -> dict[str, Any]:
+        """What stands for functions of ``signal.py`` and ``transfer.py`` in a program."""
+        credits: set[int] = set()
+        before = [region.clone() for region in self.regions]
+
+        def give_credit(owner: int) -> None:
+            # until now the owner has read what is there
+            assert self.regions[owner].allclose(before[owner], 0, 0, equal_nan=True)
+            credits.add(owner)
+
+        for owner in (2, 0, 1):
+            program.scheduler.rare.append(lambda owner=owner: give_credit(owner))
+
+        def wait_credit(workspace: Any, owner: Any, epoch: int) -> int:
+            program.scheduler.until(lambda: int(owner) in credits)
+            return epoch - 2 if int(owner) == self.lost else epoch - 1
+
+        return {
+            "_SEGMENT": 4,
+            "wait_credit": wait_credit,
+            "data_pointer": lambda w, owner, like: Pointer(self.regions[int(owner)].view(-1)),
+            "complete_descriptor_stores": program.complete_stores,
+            "peer_pointer": lambda workspace, owner, byte: (int(owner), int(byte) // 8),
+            "publish": self.publish,
+        }
+
+    def publish(self, slot: tuple[int, int], epoch: int) -> None:
+        """The owner may read the tile from now on."""
+        owner, number = slot
+        tiles_m = formulas.ceil_div(ROWS[owner], BLOCK_M)
+        source, tile = divmod(number, tiles_m * TILES_N)
+        m, n = grouped_tile.fn(tile, tiles_m, TILES_N, 2)
+        block = slice(m * BLOCK_M, (m + 1) * BLOCK_M), slice(n * BLOCK_N, (n + 1) * BLOCK_N)
+        arrived = torch.equal(self.regions[owner][source][block], self.wanted[owner][block])
+        self.published.append((owner, number, arrived))
+
+    def right(self) -> bool:
+        """Whether everything has come where it belongs, nothing else, and was published then."""
+        slots, places = [], []
+        for owner, region in enumerate(self.regions):
+            tiles = formulas.tiles_of([ROWS[owner]], BLOCK_M, TILES_N)
+            of_others = torch.cat([region[:RANK], region[RANK + 1 :]])
+            if owner == self.lost:
+                places.append(bool(region.isnan().all()))
                 continue
-            if not choices:
-                raise DeadlockError
-            chosen = self.random.choice(choices)
-            if callable(chosen):
-                self.events.remove(chosen)
-                chosen()
-            else:
-                self.blocked.remove(chosen)
-                chosen[0].switch()
+            slots += [(owner, RANK * tiles + tile, True) for tile in range(tiles)]
+            places += [torch.equal(region[RANK], self.wanted[owner])]
+            places += [bool(of_others.isnan().all())]
+        return all(places) and sorted(self.published) == slots
 
 
-class Barrier:
-    """An mbarrier for one arrival."""
-
-    def __init__(self) -> None:
-        self.rounds, self.pending, self.bytes = 0, 1, 0
-
-    def passed(self, phase: int) -> bool:
-        return self.rounds % 2 != int(phase)
-
-    def count(self, arrivals: int, expected: int) -> None:
-        self.pending -= arrivals
-        self.bytes += expected
-        assert self.pending >= 0
-        if self.pending == self.bytes == 0:
-            self.rounds, self.pending = self.rounds + 1, 1
-
-
-class Memory:
-    """Shared memory: places, as tensors or barriers."""
-
-    def __init__(self, places: list[Any], shape: tuple[int, ...]) -> None:
-        self.places, self.shape, self.dtype = places, shape, FLOAT
-        self.type = SimpleNamespace(layout=None)
-
-    def index(self, place: int) -> Any:
-        return self.places[int(place)]
+def scattered(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: int = 2) -> bool:
+    """Whether owners get what torch gives; every other time one of them gives no credit."""
+    case = Case(seed, layout, parts)
+    owners = Owners(case.wanted, (None, 2)[seed % 2])
+    segments = formulas.segments_of(ROWS)
+    lines = formulas.segment_lines(RANK, 3, segments, BLOCK_M, TILES_N)
+    table = Pointer(torch.tensor(lines).view(-1))
+    workspace = SimpleNamespace(rank=RANK, slot_offset=0, world_size=3)
+    for number in range(programs):
+        program = Program(seed, number, programs)
+        arguments = workspace, case.input(case.rows), case.weight, Pointer(torch.empty(0)), table
+        known = owners.known(program)
+        name = "matmul_reduce_scatter_roles_kernel"
+        program.run(text, name, known, *arguments, case.extents, *case.rest)
+    return owners.right()
 
 
-class Place:
-    """A tile in shared memory; ``order`` as it is looked at."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def permute(self, order: tuple[int, ...]) -> Place:
-        return Place(self.tensor.permute(order))
-
-    def store(self, value: torch.Tensor) -> None:
-        self.tensor.copy_(value)
-
-
-class Pointer:
-    """Into a flat tensor."""
-
-    dtype = FLOAT
-
-    def __init__(self, flat: torch.Tensor, offset: int = 0) -> None:
-        self.flat, self.offset = flat, offset
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.flat, self.offset + int(offset))
-
-
-class Sums:
-    """Accumulators, with products that are under way: they read their operands when waited for."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.tensor, self.under_way = torch.zeros(shape), []
-
-    def begin(self, a: Place, b: Place, use_acc: bool) -> Sums:
-        self.under_way.append((a, b, bool(use_acc)))
-        return self
-
-    def wait(self, left: int) -> Any:
-        while len(self.under_way) > left:
-            a, b, use_acc = self.under_way.pop(0)
-            self.tensor = a.tensor @ b.tensor + (self.tensor if use_acc else 0)
-        return self if left else self.tensor
-
-
-class Descriptor:
-    """A tensor map. Made anew at the same line, it is in the same memory."""
-
-    made: ClassVar[dict[Any, Descriptor]] = {}
-
-    @classmethod
-    def make(cls, ptr: Pointer, shape: Any, strides: Any, block: Any, layout: Any) -> Descriptor:
-        key = greenlet.getcurrent(), sys._getframe(1).f_lineno
-        one = cls.made.setdefault(key, cls())
-        one.ptr, one.block = ptr, block
-        one.shape, one.strides = [int(each) for each in shape], [int(each) for each in strides]
-        return one
-
-    def window(self, corner: Any) -> tuple[torch.Tensor, list[int]]:
-        """What there is of the block, and how much of it."""
-        first = [int(each) for each in corner]
-        there = [
-            max(0, min(b, s - f)) for b, s, f in zip(self.block, self.shape, first, strict=True)
-        ]
-        offset = self.ptr.offset + sum(f * s for f, s in zip(first, self.strides, strict=True))
-        if not all(there):
-            return torch.empty(0), there
-        return self.ptr.flat.as_strided(there, self.strides, offset), there
-
-
-def share(text: str, seed: int, program: int, programs: int, case: Any) -> None:
-    """Run one program of the kernel, with ``text`` for its file's."""
-    scheduler, stores, arrived = Scheduler(seed), [], set()
-    gathered = torch.full_like(case.all_rows, torch.nan)
-
-    def arrive(slot: int, first: int, rows: int) -> None:
-        gathered[first : first + rows] = case.all_rows[first : first + rows]
-        arrived.add(slot)
-
-    for source, _, rows, row, slot, _ in case.lines:
-        if source != case.rank:
-            scheduler.rare.append(lambda of=(slot, row, rows): arrive(*of))
-
-    def load_tile(descriptor: Any, corner: Any, barrier: Barrier, place: Place) -> None:
-        def event() -> None:
-            data, (height, width) = descriptor.window(corner)
-            place.tensor.zero_()
-            place.tensor[:height, :width] = data.view(height, width)
-            barrier.count(0, -4 * place.tensor.numel())
-
-        scheduler.events.append(event)
-
-    def finish_stores(left: int) -> None:
-        while stores:
-            descriptor, corner, place = stores.pop(0)
-            data, (height, width) = descriptor.window(corner)
-            data.copy_(place.tensor[:height, :width].reshape(data.shape))
-
-    def allocate(dtype: Any, shape: list[int], layout: Any) -> Memory:
-        kind = (lambda: Barrier()) if len(shape) == 2 else (lambda: Place(torch.zeros(shape[1:])))
-        return Memory([kind() for _ in range(shape[0])], tuple(shape))
-
-    def specialize(roles: Any, warps: list[int], registers: list[int]) -> None:
-        scheduler.run([lambda role=role, given=given: role(*given) for role, given in roles])
-        assert not stores
-
-    gl = SimpleNamespace(
-        program_id=lambda axis: program,
-        num_programs=lambda axis: programs,
-        num_warps=lambda: 1,
-        load=lambda pointer: pointer.flat[pointer.offset],
-        where=lambda condition, one, other: one if condition else other,
-        static_range=range,
-        int32=torch.int32,
-        int64=torch.int64,
-        float32=torch.float32,
-        zeros=lambda shape, dtype, layout: Sums(shape),
-        split=lambda x: x.unbind(-1),
-        permute=lambda x, order: x.permute(order),
-        reshape=lambda x, shape: x.reshape(shape),
-        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *shape: None),
-        allocate_shared_memory=allocate,
-        warp_specialize=specialize,
-        NVMMADistributedLayout=lambda **of: None,
-    )
-    mbarrier = SimpleNamespace(
-        MBarrierLayout=lambda: None,
-        init=lambda barrier, count: None,
-        wait=lambda barrier, phase: scheduler.until(lambda: barrier.passed(phase)),
-        expect=lambda barrier, size: barrier.count(1, size),
-        arrive=lambda barrier, count, pred=True: barrier.count(count if pred else 0, 0),
-    )
-    tma = SimpleNamespace(
-        make_tensor_descriptor=Descriptor.make,
-        async_copy_global_to_shared=load_tile,
-        async_copy_shared_to_global=lambda *store: stores.append(store),
-        store_wait=finish_stores,
-    )
-    hopper = SimpleNamespace(
-        fence_async_shared=lambda: None,
-        warpgroup_mma=lambda a, b, acc, use_acc, is_async: acc.begin(a, b, use_acc),
-        warpgroup_mma_wait=lambda left, deps: deps[0].wait(left),
-    )
-    names: dict[str, Any] = {}
-    exec(compile(re.sub("(?m)^@jit.*", "", text), str(FILE), "exec"), names)
-    names |= {
-        "gl": gl,
-        "mbarrier": mbarrier,
-        "tma": tma,
-        "hopper": hopper,
-        "_CHUNK": 6,
-        "_OUTPUT": 2,
-    }
-    names |= {
-        "tl": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
-        "first_tile": first_tile.fn,
-        "grouped_tile": grouped_tile.fn,
-        "current_epoch": lambda workspace: 1,
-        "data_pointer": lambda *of: Pointer(gathered.view(-1)),
-        "fence_descriptor_loads": lambda compiled: None,
-        "activate": lambda part, tiles: SimpleNamespace(to=lambda dtype: part),
-        "wait": lambda w, source, slot, epoch: scheduler.until(lambda: int(slot) // 8 in arrived),
-    }
-    Descriptor.made.clear()
-    names["all_gather_matmul_roles_kernel"](
-        SimpleNamespace(rank=case.rank, slot_offset=0),
-        SimpleNamespace(ptr=Pointer(case.own.reshape(-1)), stride=case.inner),
-        SimpleNamespace(
-            ptr=Pointer(case.weight.view(-1)), stride_k=case.columns, stride_n=case.inner
-        ),
-        Pointer(case.output.view(-1)),
-        Table(Pointer(torch.tensor(case.lines).view(-1)), len(case.lines)),
-        Extents(len(case.own), len(case.all_rows), case.tiles),
-        case.columns,
-        case.inner,
-        STAGES=3,
-        TILES=case.TILES,
-    )
-
-
-def right(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: int = 2) -> bool:
-    """Whether all programs together give what torch gives, where no extent is a multiple of a block."""
-    rows, rank, columns, inner = [40, 33, 20], 1, 80, 40
-    numbers = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randint(-4, 5, shape, generator=numbers).float()  # noqa: E731
-    all_rows, weight = draw(sum(rows), inner), draw(inner, columns)
-    tiles_n = formulas.ceil_div(columns, BLOCK_N)
-    size = formulas.chunk_rows(rows, BLOCK_M, 2)
-    case = SimpleNamespace(
-        rank=rank,
-        columns=columns,
-        inner=inner,
-        all_rows=all_rows,
-        own=all_rows[40:73].clone(),
-        weight=weight.T.contiguous() if layout == "nk" else weight,
-        output=torch.full((sum(rows) + BLOCK_M, columns), torch.nan),
-        lines=formulas.chunk_lines(rank, 3, rows, size, BLOCK_M, tiles_n),
-        tiles=formulas.tiles_of(rows, BLOCK_M, tiles_n),
-        TILES=TILES._replace(DESCRIPTORS=layout, SUBTILE=parts),
-    )
-    for program in range(programs):
-        share(text, seed, program, programs, case)
-    output, beyond = case.output.split([sum(rows), BLOCK_M])
-    return torch.equal(output, all_rows @ weight) and bool(beyond.isnan().all())
-
-
-@pytest.mark.parametrize("programs", [1, 5, 40])
-@pytest.mark.parametrize(("layout", "parts"), [("kn", 2), ("nk", 1), ("kn", 4)])
-def test_every_order_gives_the_product(layout: str, parts: int, programs: int) -> None:
-    text = FILE.read_text()
-    for seed in range(4):
-        assert right(text, seed, layout, parts, programs), seed
-
-
-MUTANTS = {
-    "a place given free while a product reads it": (r"mma_wait\(1,", "mma_wait(2,"),
-    "the wait for a chunk is missing": (r"                wait\(.*\n", ""),
-    "a part given free while it is stored": (r"( +)tma.store_wait\(0\)\n", ""),
-    "loads wait for the wrong round": (r"(ring.empty.index\(place\), phase) \^ 1", r"\1"),
-    "products do not wait for loads": (r" +mbarrier.wait\(ring.full.*\n", ""),
-    "a part is overwritten before it is stored": (r" +mbarrier.wait\(output.empty.*\n", ""),
-    "rows of the next chunk are stored": (r"\[rows, N\], \[N, 1\]", "[rows + 9, N], [N, 1]"),
-    "the descriptor made anew for every chunk": (
-        r"row = gl.load\(line \+ 3\)\n",
-        "row = gl.load(line + 3) * 0\n"
-        "                base = data_pointer(workspace, 0, input.ptr) + gl.load(line + 3) * K\n"
-        "                rows = gl.load(line + 2)\n"
-        "                gathered = tma.make_tensor_descriptor(base, [rows, K], [K, 1], A_BLOCK, A)\n",
-    ),
+RIGHT: dict[str, Callable[..., bool]] = {
+    "all_gather_matmul": gathers,
+    "matmul_reduce_scatter": scattered,
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_fault_is_found(mutant: str) -> None:
-    text, changed = re.subn(*MUTANTS[mutant], FILE.read_text())
-    assert changed
+@pytest.mark.parametrize("op", RIGHT)
+@pytest.mark.parametrize("programs", [1, 5, 40])
+@pytest.mark.parametrize(("layout", "parts"), [("kn", 2), ("nk", 1), ("kn", 4)])
+def test_every_order_gives_the_product(op: str, layout: str, parts: int, programs: int) -> None:
+    text = text_of(op)
+    for seed in range(4 if programs < 40 else 2):
+        assert RIGHT[op](text, seed, layout, parts, programs), seed
+
+
+COMPLETE = r" +complete_descriptor_stores\(.*\n"
+MUTANTS = {
+    "a place given free while a product reads it": (r"mma_wait\(1,", "mma_wait(2,"),
+    "a part given free while it is stored": (r" +tma.store_wait\(0\)\n", ""),
+    "loads wait for the wrong round": (r"(ring.empty.index\(place\), phase) \^ 1", r"\1"),
+    "products do not wait for loads": (r" +mbarrier.wait\(ring.full.*\n", ""),
+    "a part is overwritten before it is stored": (r" +mbarrier.wait\(output.empty.*\n", ""),
+    "rows of the next part are stored": (r"\[rows, N\], \[N, 1\]", "[rows + 9, N], [N, 1]"),
+}
+OF_ONE = {
+    "all_gather_matmul": {
+        "the wait for a chunk is missing": (r"                wait\(.*\n", ""),
+        "the descriptor made anew for every chunk": (
+            r"row = gl.load\(line \+ 3\)\n",
+            "row = gl.load(line + 3) * 0\n"
+            "                base = data_pointer(workspace, 0, input.ptr) + gl.load(line + 3) * K\n"
+            "                gathered = tma.make_tensor_descriptor("
+            "base, [rows, K], [K, 1], BLOCK, LAYOUT)\n",
+        ),
+    },
+    "matmul_reduce_scatter": {
+        "published while stores are under way": (COMPLETE, ""),
+        "published when stores have read": (COMPLETE, "            tma.store_wait(0)\n"),
+        "the wait for credit is missing": (r"free = wait_credit.*", "free = True"),
+        "stored though given up": (r"if free:\n( +column)", r"if True:\n\1"),
+        "published though given up": (r"if free:\n( +for)", r"if True:\n\1"),
+        "a dropped part keeps its place": (r"( +)(mbarrier.arrive\(output.empty)", r"\1    \2"),
+        "one region for all sources": (r" \* rank \* N", ""),
+        "slots of another source": (r"\(rank \* tiles_m", "((rank + 1) * tiles_m"),
+    },
+}
+FAULTS = [
+    (op, name, *edit) for op, more in OF_ONE.items() for name, edit in (MUTANTS | more).items()
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "pattern", "new"), FAULTS, ids=[" ".join(fault[:2]) for fault in FAULTS]
+)
+def test_a_fault_is_found(op: str, name: str, pattern: str, new: str) -> None:
+    text, changed = re.subn(pattern, new, text_of(op))
+    assert changed == 1
 
     def found(seed: int) -> bool:
         try:
-            return not right(text, seed, programs=1)
+            return not RIGHT[op](text, seed, programs=1)
         except (DeadlockError, AssertionError):
             return True
 
     assert any(found(seed) for seed in range(8))
 
 
-def launch(operands: MatmulVariant, **overrides: int) -> KernelLaunch:
-    """What all-gather + matmul launches on sm_90 with these values of the configuration."""
+def launch(operands: MatmulVariant, dtype: Any = None, **overrides: int) -> KernelLaunch:
+    """What all-gather + matmul launches on sm_90 with these values of the configuration.
+
+    ``dtype``: of the output, where that is not the operands'.
+    """
     operands = replace(operands, overrides={**BY_ENGINE, **overrides})
     input, linear = operands.tensors(operands.rows)
+    linear.output = linear.output.to(dtype or linear.output.dtype)
     group, rows = AbsentGroup(), [operands.rows] * RANKS
     op = gather_matmul.all_gather_matmul_fused
     (made,) = launched(op, input, [linear], rows, None, operands.configuration(90), group=group)
@@ -384,6 +282,34 @@ def test_it_is_launched_with_the_same_arguments() -> None:
         assert repr(value) == repr(reference.arguments[name]), name
 
 
+def test_products_and_sums_are_launched_with_the_same_arguments() -> None:
+    operands = MatmulVariant(bias="n", activation="gelu", overrides={"epilogue_subtile": 2})
+    (reference,) = scatters(90, operands)
+    products, sums = scatters(90, replace(operands, overrides=operands.overrides | ROLES))
+    assert products.name == "matmul_reduce_scatter_roles_kernel"
+    assert sums.name == "sum_tiles_kernel" and sums.options == {"maxnreg": 128}
+    assert (products.grid, sums.grid) == (reference.grid, 32 * 16)
+    known = reference.arguments
+    own = {
+        "extents": Extents(4096, RANKS * 4096, RANKS * 32 * 16),
+        "STAGES": 3,
+        # of the sum, not of what is added
+        "TILES": known["TILES"]._replace(BIAS="", ACTIVATION=""),
+    }
+    for made, more in (products, own), (sums, {}):
+        assert made.num_warps == reference.num_warps
+        assert made.arguments.keys() == {*inspect.signature(made.kernel.fn).parameters}
+        for name, value in made.arguments.items():
+            assert repr(value) == repr((known | more)[name]), name
+
+
+def test_an_output_of_more_bits_is_for_the_reference() -> None:
+    assert launch(MatmulVariant(), torch.float16, warp_roles=True).name.endswith("roles_kernel")
+    assert (
+        launch(MatmulVariant(), torch.float32, warp_roles=True).name == "all_gather_matmul_kernel"
+    )
+
+
 @pytest.mark.parametrize(
     ("operands", "overrides"),
     [
@@ -401,6 +327,10 @@ def test_where_it_cannot_be_the_reference_runs(
 ) -> None:
     made = launch(MatmulVariant(**operands), warp_roles=True, **overrides)
     assert made.name == "all_gather_matmul_kernel"
+    given = MatmulVariant(**operands, overrides={"warp_roles": True, **overrides})
+    # which sums with a bias, and has no copiers
+    taken = "copiers" in overrides or operands == {"bias": "n"}
+    assert (scatters(90, given)[0].name == "matmul_reduce_scatter_kernel") != taken
 
 
 def test_it_is_for_one_architecture_and_never_the_default() -> None:
@@ -417,6 +347,49 @@ def test_simulated_ranks_run_the_reference() -> None:
 
     for result in interlace.run(on_rank, 2):
         assert torch.equal(result, torch.full((4, 16), 16.0))
+
+
+ALONE = mutant_of(
+    "kernels/fused/matmul_reduce_scatter.py",
+    "products alone",
+    (
+        "epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows,",
+        "epoch, epilogue.bias_ptr, output_ptr, 0, own_rows,",
+    ),
+)
+UNWAITED = replace(
+    ALONE,
+    name="sums that wait for nobody",
+    edits=(*ALONE.edits, Edit("        wait_contributions(", "        # wait_contributions(")),
+)
+
+
+@pytest.mark.parametrize("mutant", [ALONE, UNWAITED], ids=lambda mutant: mutant.name)
+def test_sums_may_be_a_kernel_of_their_own(mutant: Mutant, tmp_path: pathlib.Path) -> None:
+    """Behind the reference without its sums, in place of the kernel that simulated ranks cannot run."""
+
+    def on_rank() -> None:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        x = torch.arange(40.0).reshape(20, 2) % 7 + rank
+        how = {"programs": 2, "block_m": 16, "block_n": 16, "block_k": 16, "warp_roles": True}
+        with interlace.configured(**how):
+            for _ in range(3):
+                y = interlace.matmul_reduce_scatter(
+                    x, torch.eye(2), bias=torch.ones(2), activation="relu", algorithm="fused"
+                )
+                whole = sum(x - rank + each for each in range(world_size)) + 1
+                assert torch.equal(y, whole.chunk(world_size)[rank])
+
+    with mutated(mutant, tmp_path):
+        kernel = matmul_reduce.matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
+        name = "matmul_reduce_scatter_roles_kernel"
+        with (
+            mock.patch.object(matmul_reduce_scatter_roles, name, kernel),
+            mock.patch.object(matmul_reduce, "may_have_roles", lambda *of: True),
+            mock.patch.object(matmul_reduce, "with_roles", lambda of, arguments, *more: arguments),
+        ):
+            report = races(on_rank, 3, seeds=range(4))
+    assert report.clean == (mutant is ALONE)
 
 
 def test_both_places_of_the_output_count_as_shared_memory() -> None:
