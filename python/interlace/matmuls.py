@@ -276,7 +276,7 @@ def all_gather_grouped_matmul(
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedMatmulOptions(grouped.GATHER, *given)
+    options = grouped.GroupedOptions(grouped.GATHER, *given)
     return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
@@ -318,12 +318,12 @@ def all_to_all_grouped_matmul(
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedMatmulOptions(grouped.EXCHANGE, *given)
+    options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
     return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
 def _grouped_matmul(
-    tensors: tuple[Any, ...], options: grouped.GroupedMatmulOptions, group: Any, async_op: bool
+    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Any, async_op: bool
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)

@@ -20,19 +20,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import IO
 
-from interlace.runtime.compiler.request import (
-    CompileRequest,
-    Measurement,
-    decode_measurement,
-    encode,
-)
+from interlace.runtime.compiler.request import Compilation, Measurement, decode_measurement, encode
 from interlace.runtime.compiler.worker import COMPILING, ReenteredError
 
 _PROGRAM = pathlib.Path(__file__).with_name("start.py")
 
 
 def compile_all(
-    requests: Sequence[CompileRequest],
+    requests: Sequence[Compilation],
     *,
     workers: int | None = None,
     on_result: Callable[[int, Measurement], None] = lambda index, measurement: None,
@@ -59,7 +54,7 @@ def compile_all(
         # before that: of a call that fails nothing more is begun
         leaving.callback(threads.shutdown, wait=False, cancel_futures=True)
 
-        def compiled(request: CompileRequest) -> Measurement:
+        def compiled(request: Compilation) -> Measurement:
             worker = idle.get()
             try:
                 return worker.compile(request)
@@ -99,7 +94,7 @@ class _Worker:
         if self._killed:
             self._process.kill()
 
-    def compile(self, request: CompileRequest) -> Measurement:
+    def compile(self, request: Compilation) -> Measurement:
         """The result; an error if the process has ended instead."""
         assert self._process.stdin and self._process.stdout
         said_before = os.fstat(self._errors.fileno()).st_size

@@ -1,6 +1,6 @@
 """A compilation and its result, as they travel to a worker process and back.
 
-A :class:`CompileRequest` names its kernel by module and file, because a function cannot be sent: here it
+A :class:`Compilation` names its kernel by module and file, because a function cannot be sent: here it
 may be an interpreted one. The checks of a user's arguments are here too, so that a mistake is said before
 anything is compiled.
 """
@@ -26,7 +26,7 @@ _TYPE = re.compile(
 
 
 @dataclass(frozen=True)
-class CompileRequest:
+class Compilation:
     """One compilation, as a launch would specialise it.
 
     ``module`` and ``kernel`` name the function, ``path`` its file: the file is loaded where the module
@@ -56,7 +56,7 @@ class CompileRequest:
 
 
 @dataclass(frozen=True)
-class Entry(CompileRequest):
+class Entry(Compilation):
     """One kernel variant of the catalogue for one architecture.
 
     ``default`` is False for what a call gets only with an override, or with operands whose strides and
@@ -100,7 +100,7 @@ class Measurement:
     loops: tuple[Loop, ...] = ()
 
 
-def encode(message: CompileRequest | Measurement) -> str:
+def encode(message: Compilation | Measurement) -> str:
     return json.dumps(asdict(message), default=_encode_constant)
 
 
@@ -111,10 +111,10 @@ def _encode_constant(value: object) -> object:
     return {"dtype": value.name}
 
 
-def decode_request(line: str) -> CompileRequest:
+def decode_request(line: str) -> Compilation:
     found = json.loads(line, object_hook=_decode_constant)
     found |= {name: tuple(found[name]) for name in ("divisible", "ignore")}
-    return CompileRequest(**{each.name: found[each.name] for each in fields(CompileRequest)})
+    return Compilation(**{each.name: found[each.name] for each in fields(Compilation)})
 
 
 def _decode_constant(value: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Compile one kernel for a GPU that need not be here, and measure what came out.
 
 This is what the processes of ``pool.py`` do: they run without ``TRITON_INTERPRET``, whatever
-the parent does, and answer a :class:`CompileRequest` per line of JSON with a :class:`Measurement`. Triton's
+the parent does, and answer a :class:`Compilation` per line of JSON with a :class:`Measurement`. Triton's
 cache, which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
 """
 
@@ -29,7 +29,7 @@ from interlace.runtime.compiler.lint.faults import selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
-from interlace.runtime.compiler.request import CompileRequest, Measurement, decode_request, encode
+from interlace.runtime.compiler.request import Compilation, Measurement, decode_request, encode
 from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
@@ -40,7 +40,7 @@ class ReenteredError(BaseException):
     """A file that is being loaded for its kernel wants to compile; the kernel may be there already."""
 
 
-def load(request: CompileRequest) -> Any:
+def load(request: Compilation) -> Any:
     """The kernel of ``request``, compiled where ``@triton.jit`` compiles."""
     module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
     kernel = getattr(module, request.kernel)
@@ -92,7 +92,7 @@ def use_cache_of(path: str) -> None:
     triton.knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
 
 
-def compile_kernel(request: CompileRequest) -> Any:
+def compile_kernel(request: Compilation) -> Any:
     """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
     use_cache_of(request.path)
     import triton
@@ -121,7 +121,7 @@ def compile_kernel(request: CompileRequest) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
 
 
-def _specialised(names: list[str], request: CompileRequest) -> dict[str, Any]:
+def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
     """``request`` in Triton's words. A tuple of nothing but constants is one constant."""
     signature, constants = joined(request.types), joined(request.constants)
     places: dict[str, tuple[int, ...]] = {}
@@ -142,7 +142,7 @@ def _specialised(names: list[str], request: CompileRequest) -> dict[str, Any]:
     }
 
 
-def measure(request: CompileRequest) -> Measurement:
+def measure(request: Compilation) -> Measurement:
     compiled = compile_kernel(request)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -201,7 +201,7 @@ def _describe(error: BaseException) -> str:
     return "; ".join(causes)[:1000]
 
 
-def _refused(request: CompileRequest, error: BaseException) -> str:
+def _refused(request: Compilation, error: BaseException) -> str:
     """The line of the kernel that Triton's front end refused, if that is where it failed."""
     line = getattr(getattr(error, "node", None), "lineno", None)
     if line is None:

@@ -63,9 +63,7 @@ def _irecv(
         if data.is_contiguous():
             return engine.recv(call, data, peer, tag)
         made = torch.empty(data.shape, dtype=data.dtype, device=data.device)
-        return _FilledLater(
-            engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made)
-        )
+        return _Filled(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
 
     def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
         event = dense.copied_back(communicator, [data], [made], outcome.event)
@@ -74,7 +72,7 @@ def _irecv(
     return communicator.transfer(call, start, tensor)
 
 
-class _FilledLater(Future[Outcome]):
+class _Filled(Future[Outcome]):
     """The end of a receive into a stand-in, after which the caller's tensor was filled from it.
 
     Waiting for ``first`` may be what moves the message, so it is what is waited for.

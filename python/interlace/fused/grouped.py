@@ -37,7 +37,7 @@ from interlace.runtime.tuning.auto import choose_algorithm
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 
 
-class GroupedMatmulOptions(NamedTuple):
+class GroupedOptions(NamedTuple):
     """The arguments of a call that are no tensors of values; ``op`` says which op it is."""
 
     op: str
@@ -74,7 +74,7 @@ def grouped_matmul(
     bias: torch.Tensor | None,
     output: torch.Tensor | None,
     received: torch.Tensor | None,
-    options: GroupedMatmulOptions,
+    options: GroupedOptions,
 ) -> PreparedCall:
     """Either op, checked. ``output`` and ``received`` get the results, if the caller has made them."""
     call = checked(communicator, input, weight, bias, options)
@@ -136,7 +136,7 @@ def checked(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    options: GroupedMatmulOptions,
+    options: GroupedOptions,
 ) -> Checked:
     """The arguments, if they fit together on this rank."""
     rank, world_size = communicator.rank, communicator.world_size
@@ -216,10 +216,7 @@ def counts(name: str, value: Any, rank: int) -> list[int]:
 
 
 def agree(
-    communicator: Communicator,
-    options: GroupedMatmulOptions,
-    call: Checked,
-    name: str | None = None,
+    communicator: Communicator, options: GroupedOptions, call: Checked, name: str | None = None
 ) -> Routes:
     """The routes; raises unless all ranks' arguments fit together, on every rank the same.
 

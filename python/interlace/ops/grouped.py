@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interlace.fused import grouped
-from interlace.fused.grouped import GATHER, GroupedMatmulOptions
+from interlace.fused.grouped import GATHER, GroupedOptions
 from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import Ops
@@ -34,7 +34,7 @@ ARGUMENTS = (
 )
 
 
-def products(input: Tensor, weight: Tensor, options: GroupedMatmulOptions) -> list[Tensor]:
+def products(input: Tensor, weight: Tensor, options: GroupedOptions) -> list[Tensor]:
     """The output, and the rows that were multiplied if they are asked for."""
     if input.dim() != 2 or weight.dim() != 3:
         raise ValueError(
@@ -61,7 +61,7 @@ def start(
 ) -> Started:
     with communicator.accepting(op):
         sizes = grouped.counts("output_splits", list(received), communicator.rank)
-        options = GroupedMatmulOptions(op, list(sent), sizes, *given)
+        options = GroupedOptions(op, list(sent), sizes, *given)
         made = products(input, weight, options)
     tensors = (input, weight, bias, made[0], made[1] if options.return_received else None)
     work = communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interlace.fused import gather, reduce
-from interlace.fused.grouped import EXCHANGE, GATHER, GroupedMatmulOptions
+from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
 from interlace.ops import gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
@@ -63,7 +63,7 @@ def _product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
 
 def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
     *given, _ = rest
-    return grouped.products(input, weight, GroupedMatmulOptions("", *given))
+    return grouped.products(input, weight, GroupedOptions("", *given))
 
 
 def _scaled_gather_products(*rest: Any) -> list[Tensor]:

@@ -16,10 +16,10 @@ from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.message_steps import HostSteps
 from interlace.runtime.places.shm.rounds import STREAMED, around, cuts
 
-AddressRange = tuple[int, int]  # address and bytes
+Stretch = tuple[int, int]  # address and bytes
 
 
-def adjacent(parts: Sequence[AddressRange]) -> bool:
+def adjacent(parts: Sequence[Stretch]) -> bool:
     """Whether the parts are equal in size and one behind the other."""
     first, nbytes = parts[0]
     return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
@@ -43,9 +43,9 @@ class Direct:
 
     def find_adjacent(
         self,
-        parts: Sequence[AddressRange],
-        targets: Sequence[AddressRange | None],
-        overwritten: AddressRange | None = None,
+        parts: Sequence[Stretch],
+        targets: Sequence[Stretch | None],
+        overwritten: Stretch | None = None,
     ) -> tuple[int, int]:
         """Where ``parts`` are, if they are equal in size and one behind the other.
 
@@ -82,7 +82,7 @@ class Direct:
         self._group.release(MET, self._meetings)
         self._group.await_word(self._peers, MET, self._meetings, self._steps.call.op)
 
-    def share(self, targets: Sequence[AddressRange | None], part: int) -> None:
+    def share(self, targets: Sequence[Stretch | None], part: int) -> None:
         """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
         steps = self._steps.at_once()
         past = sum(target[1] for target in targets if target) >= STREAMED
@@ -92,9 +92,7 @@ class Direct:
                 steps.stream(address, self._address(peer) + part * nbytes, nbytes, past=past)
         self._meet()
 
-    def _reduce(
-        self, op: str, own: AddressRange, target: int, offset: int, dtype: torch.dtype
-    ) -> None:
+    def _reduce(self, op: str, own: Stretch, target: int, offset: int, dtype: torch.dtype) -> None:
         """``target`` = the reduction of ``own`` and of what is at ``offset`` of the others' tensors."""
         address, nbytes = own
         sources = [
@@ -103,7 +101,7 @@ class Direct:
         ]
         self._steps.at_once().reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
 
-    def reduce_scatter(self, op: str, own: AddressRange, target: int, dtype: torch.dtype) -> None:
+    def reduce_scatter(self, op: str, own: Stretch, target: int, dtype: torch.dtype) -> None:
         """``target`` = the reduction of everyone's part for this rank; ``own`` is this rank's."""
         self._reduce(op, own, target, self._rank * own[1], dtype)
         self._meet()

@@ -24,7 +24,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.direct import AddressRange, Direct, adjacent
+from interlace.runtime.places.shm.direct import Direct, Stretch, adjacent
 from interlace.runtime.places.shm.machine_code.steps import Operand, available
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
@@ -198,7 +198,7 @@ class HostEngine(Engine):
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
         source, nbytes = input.data_ptr(), input.nbytes
-        targets: list[AddressRange | None] = [None] * self.world_size
+        targets: list[Stretch | None] = [None] * self.world_size
         for rank, output in enumerate(outputs):
             if (address := output.data_ptr()) != source or rank != self.rank:
                 targets[rank] = address, output.nbytes
@@ -377,7 +377,7 @@ def _tensors(tensors: Tensors) -> list[Any]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-def _largest(parts: Sequence[AddressRange]) -> int:
+def _largest(parts: Sequence[Stretch]) -> int:
     return max((nbytes for _, nbytes in parts), default=0)
 
 

@@ -53,11 +53,11 @@ MOST = 4096  # rounds of a list, times ranks: each has 200 to 500 bytes
 
 RingPart = tuple[Operand, int]  # address and bytes
 RingTarget = RingPart | None
-CopyPiece = Callable[[Operand, Operand, int], None]  # target, source, bytes
-Stage = Callable[[CopyPiece, int], None]
+Copy = Callable[[Operand, Operand, int], None]  # target, source, bytes
+Stage = Callable[[Copy, int], None]
 """Put the piece of a round into its slot, written as the first argument does."""
 
-ReducePiece = Callable[[Doing, CopyPiece, int], None]
+Reducer = Callable[[Doing, Copy, int], None]
 Collect = Callable[[Doing, int], None]
 
 
@@ -141,12 +141,7 @@ class Rounds:
         )
 
     def _stage(
-        self,
-        parts: Sequence[RingPart],
-        numbers: Sequence[int],
-        piece: int,
-        write: CopyPiece,
-        c: int,
+        self, parts: Sequence[RingPart], numbers: Sequence[int], piece: int, write: Copy, c: int
     ) -> None:
         """Put a piece of each of these parts into its section of the slot."""
         start = c * piece
@@ -169,7 +164,7 @@ class Rounds:
         own, total = parts[self._rank]
         key = ("reduce_scatter", total, dtype) if even and op == "sum" and dtype in SUMS else None
 
-        def reduce(steps: Doing, write: CopyPiece, c: int) -> None:
+        def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * self.section
             if (size := min(self.section, total - start)) > 0:
                 self._reduce(steps, op, dtype, (start, OUTPUT), at(own, start), c, size)
@@ -193,7 +188,7 @@ class Rounds:
         past_caches = tensor.nbytes >= STREAMED
         key = ("reduce", tensor.nbytes, dtype, root) if op == "sum" and dtype in SUMS else None
 
-        def reduce(steps: Doing, write: CopyPiece, c: int) -> None:
+        def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * section
             if (size := min(section, total - start)) > 0:
                 part, summed = at(own, start), self._slot(rank, c) + rank * section
@@ -242,7 +237,7 @@ class Rounds:
         addresses: tuple[int, int],
         count: int,
         stage: Stage | None,
-        reduce: ReducePiece | None,
+        reduce: Reducer | None,
         collect: Collect | None,
         sources: Sequence[int],
         *,

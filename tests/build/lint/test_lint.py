@@ -25,7 +25,7 @@ from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import (
-    CompileRequest,
+    Compilation,
     decode_request,
     encode,
     jitted_function,
@@ -299,7 +299,7 @@ def test_misuse_is_named_before_anything_compiles(
 
 def test_constants_travel() -> None:
     constants = {"i": 3, "f": float("inf"), "s": "x", "b": True, "n": None, "t": tl.float8e4nv}
-    sent = CompileRequest("m", "k", "k.py", 90, {}, constants, ("x",), ignore=("spills",))
+    sent = Compilation("m", "k", "k.py", 90, {}, constants, ("x",), ignore=("spills",))
     assert decode_request(encode(sent)) == sent
 
 
@@ -355,7 +355,7 @@ def test_a_compiling_process_brings_no_torch_and_all_of_interlace_if_asked(
         file = tmp_path / f"{name}.py"
         file.write_text(head + KERNEL)
         requests.append(
-            CompileRequest("no_such_module", "filed_kernel", str(file), 90, {"x_ptr": "*i32"}, {})
+            Compilation("no_such_module", "filed_kernel", str(file), 90, {"x_ptr": "*i32"}, {})
         )
     assert [made.error for made in compile_all(requests, workers=1)] == [None, None]
 
@@ -368,7 +368,7 @@ def children() -> set[str]:
 def test_no_worker_outlives_a_call_that_fails() -> None:
     before = children()
     requests = [
-        CompileRequest(
+        Compilation(
             "private_mutants", "publish_kernel", str(MUTANTS), 90, STORE | {}, {"BLOCK": block}
         )
         for block in (1024, 2048, 512)

@@ -106,7 +106,7 @@ class Plain(ABC):
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float: ...
 
 
-class _Copy(Plain):
+class _Copying(Plain):
     """A collective whose results are elements of what ranks bring."""
 
     reduces = False
@@ -187,11 +187,11 @@ class AllReduce(_Sum):
         return output
 
 
-class AllGather(_Copy):
+class AllGather(_Copying):
     op = "all_gather"
     torch_names = ("all_gather_single", "all_gather_into_tensor")
     algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
-    pieces = _Copy._parts_of_all
+    pieces = _Copying._parts_of_all
 
     @property
     def message_bytes(self) -> int:
@@ -213,7 +213,7 @@ class ReduceScatter(_Sum):
         return self.own, self.part
 
 
-class AllToAll(_Copy):
+class AllToAll(_Copying):
     op = "all_to_all"
 
     def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
@@ -224,7 +224,7 @@ class AllToAll(_Copy):
         return [(rank, self.own, self.part) for rank in range(self.world_size)]
 
 
-class Barrier(_Copy):
+class Barrier(_Copying):
     """Moves nothing, so there is no size, no bandwidth and nothing to check."""
 
     op = "barrier"
@@ -248,7 +248,7 @@ class Barrier(_Copy):
 # -- from or to rank 0, and around a ring ------------------------------------------------------------------
 
 
-class Broadcast(_Copy):
+class Broadcast(_Copying):
     op = "broadcast"
     algorithms = ("auto", "copy", "low_latency")
 
@@ -272,7 +272,7 @@ class Reduce(_Sum):
         return 0, 0 if self.rank else self.whole
 
 
-class Gather(_Copy):
+class Gather(_Copying):
     op = "gather"
 
     def inputs(self, call: int) -> Tensors:
@@ -291,7 +291,7 @@ class Gather(_Copy):
         return [] if self.rank else self._parts_of_all()
 
 
-class Scatter(_Copy):
+class Scatter(_Copying):
     op = "scatter"
 
     def inputs(self, call: int) -> Tensors:
@@ -302,7 +302,7 @@ class Scatter(_Copy):
         return [(0, self.own, self.part)]
 
 
-class SendRecv(_Copy):
+class SendRecv(_Copying):
     """To the next rank, from the one before."""
 
     op = "send_recv"

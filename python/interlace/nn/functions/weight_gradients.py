@@ -105,7 +105,7 @@ def gather(communicator: Communicator | None, rows: torch.Tensor) -> Started:
     return plain.all_gather(communicator, rows, 0)
 
 
-class _PendingGradients(NamedTuple):
+class _Deferred(NamedTuple):
     """``communicator``: the group over which ``input`` is still to be gathered, or None."""
 
     weights: Sequence[torch.Tensor]
@@ -144,7 +144,7 @@ class DeferredWeightGradients:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[_PendingGradients] = deque()
+        self._pending: deque[_Deferred] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -165,9 +165,7 @@ class DeferredWeightGradients:
         """Called by backward. ``grads``: a matrix ``[tokens, out]`` per weight; ``input``: ``[tokens,
         in]``, or this rank's equal part of the rows, which :meth:`run` gathers over ``communicator``.
         """
-        self._pending.append(
-            _PendingGradients(list(weights), list(grads), input, communicator, fused)
-        )
+        self._pending.append(_Deferred(list(weights), list(grads), input, communicator, fused))
 
     @torch.no_grad()
     def run(self, limit: int | None = None) -> int:

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 def gather_products(
     input: Tensor, weights: Sequence[Tensor], options: gather.GatherMatmulOptions, size: int
-) -> list[shapes.FusedOutput]:
+) -> list[shapes.Output]:
     """The results of all_gather_matmul: a product per weight, then the gathered input if asked for."""
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
@@ -62,7 +62,7 @@ def all_gather_matmul(
 
 def reduce_product(
     input: Tensor, weight: Tensor, options: reduce.MatmulReduceOptions, size: int
-) -> shapes.FusedOutput:
+) -> shapes.Output:
     """The result of matmul_reduce_scatter or, with no ``scatter_dim``, of matmul_all_reduce."""
     if input.dim() < 2 or weight.dim() != 2:
         raise ValueError(

@@ -164,7 +164,7 @@ def operands(
 
 def gathered_products(
     found: Sequence[ScaledOperands], options: GatherOptions, size: int
-) -> list[shapes.FusedOutput]:
+) -> list[shapes.Output]:
     """A product per weight, then the gathered input, which is always made."""
     input = found[0].input
     dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())

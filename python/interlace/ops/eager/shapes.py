@@ -71,16 +71,14 @@ def exchanged(
     return input.new_empty([rows, *input.shape[1:]])
 
 
-class FusedOutput(NamedTuple):
+class Output(NamedTuple):
     """One output of a fused op. ``matrix`` is what the matmul writes, ``view`` its form for the caller."""
 
     matrix: torch.Tensor
     view: torch.Tensor
 
 
-def gathered_rows(
-    input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any
-) -> FusedOutput:
+def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Output:
     """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``, gathered along ``dim``.
 
     The matrix has ``dim`` for its first index, so for other dims than 0 the view is permuted. ``dim`` may
@@ -89,33 +87,31 @@ def gathered_rows(
     lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
     if dim == input.dim() - 1:
         matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
-        return FusedOutput(matrix, matrix.view(*lengths, columns))
+        return Output(matrix, matrix.view(*lengths, columns))
     rows = input.shape[dim] * size
     matrix = input.new_empty([rows * math.prod(lengths), columns], dtype=dtype)
-    return FusedOutput(matrix, matrix.view(rows, *lengths, columns).movedim(0, dim))
+    return Output(matrix, matrix.view(rows, *lengths, columns).movedim(0, dim))
 
 
-def gathered_input(input: torch.Tensor, dim: int, size: int) -> FusedOutput:
+def gathered_input(input: torch.Tensor, dim: int, size: int) -> Output:
     """The gathered input itself, in memory with ``dim`` first."""
     others = [n for i, n in enumerate(input.shape) if i != dim]
     whole = input.new_empty([input.shape[dim] * size, *others])
     flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
-    return FusedOutput(flat, whole.movedim(0, dim))
+    return Output(flat, whole.movedim(0, dim))
 
 
-def scattered_product(
-    input: torch.Tensor, columns: Any, dim: int, size: int, dtype: Any
-) -> FusedOutput:
+def scattered_product(input: torch.Tensor, columns: Any, dim: int, size: int, dtype: Any) -> Output:
     """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split."""
     lengths = list(input.shape[:-1])
     if dim == input.dim() - 1:
         part = divided(columns, size, "the columns of weight")
         matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
-        return FusedOutput(matrix, matrix.T.view(*lengths, part))
+        return Output(matrix, matrix.T.view(*lengths, part))
     part = divided(lengths[dim], size, f"dimension {dim} of input")
     others = [n for i, n in enumerate(lengths) if i != dim]
     matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
-    return FusedOutput(matrix, matrix.view(part, *others, columns).movedim(0, dim))
+    return Output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
 
 
 def permutation(src_dst: Sequence[int], size: int) -> None:

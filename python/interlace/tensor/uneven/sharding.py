@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.tensor.uneven.blocks import Block, chunk_lengths, shape_of
 
-AnyShape = tuple[int, ...]
+Dims = tuple[int, ...]
 Placements = tuple[Placement, ...]
 
 
@@ -25,9 +25,9 @@ Placements = tuple[Placement, ...]
 class MeshSharding:
     """``shape`` of the whole, ``blocks`` by rank of the mesh, in row-major order of ``mesh_shape``."""
 
-    mesh_shape: AnyShape
+    mesh_shape: Dims
     placements: Placements
-    shape: AnyShape
+    shape: Dims
     blocks: tuple[Block, ...]
 
     def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
@@ -57,7 +57,7 @@ class MeshSharding:
         )
 
 
-def coordinates(mesh_shape: Sequence[int]) -> list[AnyShape]:
+def coordinates(mesh_shape: Sequence[int]) -> list[Dims]:
     return list(itertools.product(*map(range, mesh_shape)))
 
 
@@ -106,9 +106,7 @@ def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
     return tuple(found)
 
 
-def from_shapes(
-    mesh_shape: AnyShape, placements: Placements, shapes: Sequence[AnyShape]
-) -> MeshSharding:
+def from_shapes(mesh_shape: Dims, placements: Placements, shapes: Sequence[Dims]) -> MeshSharding:
     """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
     first = shapes[0]
     places = coordinates(mesh_shape)
@@ -122,7 +120,7 @@ def from_shapes(
     for dim in range(len(first)):
         along = _sharding(placements, dim)
         keys = [tuple(place[m] for m in along) for place in places]
-        lengths: dict[AnyShape, tuple[int, int]] = {}
+        lengths: dict[Dims, tuple[int, int]] = {}
         for rank, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
             length, other = lengths.setdefault(key, (shape[dim], rank))
             if length != shape[dim]:
@@ -141,7 +139,7 @@ def from_shapes(
     return MeshSharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
 
 
-def chunked(mesh_shape: AnyShape, placements: Placements, shape: Sequence[int]) -> MeshSharding:
+def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> MeshSharding:
     """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
     shapes = []
     for place in coordinates(mesh_shape):
@@ -154,7 +152,7 @@ def chunked(mesh_shape: AnyShape, placements: Placements, shape: Sequence[int]) 
 
 
 def with_sizes(
-    mesh_shape: AnyShape,
+    mesh_shape: Dims,
     placements: Placements,
     sizes: dict[int, Sequence[int]],
     shape: Sequence[int],

@@ -21,7 +21,7 @@ from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
-    CompileRequest,
+    Compilation,
     Measurement,
     jitted_function,
     specialised_arguments,
@@ -163,7 +163,7 @@ def lint_many(
     return [_report(request, result) for request, result in zip(checked, measured, strict=True)]
 
 
-def _report(request: CompileRequest, measured: Measurement) -> LintReport:
+def _report(request: Compilation, measured: Measurement) -> LintReport:
     found = [*measured.faults]
     if measured.error is not None:
         found.append(Fault("does not compile", measured.error, measured.where))
@@ -183,7 +183,7 @@ def _report(request: CompileRequest, measured: Measurement) -> LintReport:
     )
 
 
-def _checked(request: LintRequest) -> CompileRequest:
+def _checked(request: LintRequest) -> Compilation:
     """``request`` as a compilation, or the error that it is."""
     function = jitted_function(request.kernel)
     name = function.__name__
@@ -201,7 +201,7 @@ def _checked(request: LintRequest) -> CompileRequest:
                 f"divisible names {argument!r}; the arguments of {name} that have a type are "
                 f"{', '.join(typed)}"
             )
-    return CompileRequest(
+    return Compilation(
         function.__module__,
         name,
         os.path.abspath(function.__code__.co_filename),

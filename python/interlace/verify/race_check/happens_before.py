@@ -45,7 +45,7 @@ from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
 
 Conflicts = Iterable[Conflict]
-ShadowPlace = tuple[ShadowSegment, Index]
+Spot = tuple[ShadowSegment, Index]
 WORD = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
@@ -197,14 +197,7 @@ class Detector(Observer):
                 self._access(agent, agent.thread, place, site, size, stores=stores)
 
     def _access(
-        self,
-        agent: Agent,
-        component: int,
-        place: ShadowPlace,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
+        self, agent: Agent, component: int, place: Spot, site: int, size: int, *, stores: bool
     ) -> None:
         segment, cells = place
         self.events += 1
