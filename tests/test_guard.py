@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from documents import page_child
 from tiers import thorough
 
 HERE = pathlib.Path(__file__).parent
@@ -42,13 +44,30 @@ def test_dies():
 """
 
 
-def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
-    """What a run of pytest prints, and its exit status; ``change`` one of the guard's hooks."""
+def command(folder: pathlib.Path, options: tuple[str, ...], change: str) -> list[str]:
+    """Runs pytest there, when Python is given it; ``change`` is of one of the guard's hooks."""
     (folder / "guarded.py").write_text(f"import guard\nfrom guard import *\n{change}\n")
-    command = ("-m", "pytest", "-q", "-p", "guarded", "-p", "no:cacheprovider", *options)
+    return ["-m", "pytest", "-q", "-p", "guarded", "-p", "no:cacheprovider", *options]
+
+
+def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
+    """As :func:`run`, by a fork of a process that has imported torch."""
+    said, errors = str(folder / "said"), str(folder / "errors")
+    process = multiprocessing.get_context("forkserver").Process(
+        target=page_child.run_python,
+        args=(str(folder), command(folder, options, change), {}, said, errors),
+    )
+    process.start()
+    process.join()
+    both = pathlib.Path(said).read_text() + pathlib.Path(errors).read_text()
+    return f"{both}\nexit status {process.exitcode}"
+
+
+def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
+    """What a run of pytest prints, and its exit status."""
     with open(folder / "said", "w") as said:  # a pipe would be held open, too
         done = subprocess.run(
-            [sys.executable, *command],
+            [sys.executable, *command(folder, options, change)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), *sys.path])},
             stdout=said,
@@ -60,7 +79,7 @@ def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | No
 
 def test_a_slow_test_fails_alone(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=100_000))
-    said = run(tmp_path, "-o", "limit=1", change="guard.busy = lambda: 2.0")
+    said = forked(tmp_path, "-o", "limit=1", change="guard.busy = lambda: 2.0")
     assert "test_slow.py::test_slow has taken more than 2 s" in said
     assert "1 failed, 2 passed" in said and "Thread 0x" in said and "exit status 1" in said
 
@@ -68,7 +87,7 @@ def test_a_slow_test_fails_alone(tmp_path: pathlib.Path) -> None:
 @thorough
 def test_where_others_are_busy_it_may_take_longer(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=1.5))
-    said = run(tmp_path, "-o", "limit=0.5", change="guard.busy = lambda: 1000.0")
+    said = forked(tmp_path, "-o", "limit=0.5", change="guard.busy = lambda: 1000.0")
     assert "3 passed" in said and "exit status 0" in said
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import pathlib
@@ -105,6 +106,7 @@ def main() -> None:
     os.environ["INTERLACE_SECRET"] = SECRET
     import interlace.runtime.start.connect  # noqa: F401  (once, for all ranks)
 
+    gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
     folder = pathlib.Path(tempfile.mkdtemp())
     children = []
     for rank, host in enumerate(HOSTS):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-import torch
 
 import interlace
 from cases import api_cases, support_table
+from cases.api_cases import FEW
 from cases.support_table import ANY, REDUCED
 from tiers import few
 
@@ -16,7 +16,6 @@ DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
 MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
 REDUCING = [each.name for each in support_table.OPERATIONS if each.payload == REDUCED]
 OTHERS = [name for name in REDUCING if name != "reduce_scatter"]
-FEW = (torch.float32, torch.bool, torch.complex64)
 
 
 def _on_others(name: str) -> None:
