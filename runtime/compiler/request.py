@@ -77,7 +77,7 @@ class Entry(Compilation):
 
     @property
     def multiplies(self) -> bool:
-        return "BLOCK_K" in self.fixed
+        return "K" in self.types
 
 
 @dataclass(frozen=True)

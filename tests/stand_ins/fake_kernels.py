@@ -192,15 +192,22 @@ def grouped_matmul_kernel(a: Arguments) -> Steps:
 
 def _reduced(a: Arguments, parts: list[torch.Tensor], output: torch.Tensor) -> Steps:
     """``parts[owner]`` to every owner, a slot per source; the own ones summed into ``output``."""
-    epoch, longest = a.epoch, max(part.numel() for part in parts)
+    yield from _contributed(a, parts)
+    yield from _summed(a, output)
+
+
+def _contributed(a: Arguments, parts: list[torch.Tensor]) -> Steps:
     for owner, part in enumerate(parts):
-        yield a.credit(owner, epoch)
-        a.data(owner, a.rank * longest, part.numel(), part.dtype).copy_(part.reshape(-1))
-        a.publish(owner, a.rank, epoch)
+        yield a.credit(owner, a.epoch)
+        a.data(owner, a.rank * part.numel(), part.numel(), part.dtype).copy_(part.reshape(-1))
+        a.publish(owner, a.rank, a.epoch)
+
+
+def _summed(a: Arguments, output: torch.Tensor) -> Steps:
     total = torch.zeros(output.numel())
     for source in range(a.world_size):
-        yield a.arrived(source, epoch)
-        total += a.data(a.rank, source * longest, output.numel(), output.dtype).float()
+        yield a.arrived(source, a.epoch)
+        total += a.data(a.rank, source * output.numel(), output.numel(), output.dtype).float()
     if a.AVERAGE:
         total /= a.world_size
     output.copy_(total.view(output.shape).to(output.dtype))
@@ -228,6 +235,14 @@ def _product(a: Arguments) -> torch.Tensor:
 
 def matmul_reduce_scatter_kernel(a: Arguments) -> Steps:
     return _reduced(a, _segments(a, _product(a)), a.tensor("output_ptr"))
+
+
+def matmul_reduce_scatter_roles_kernel(a: Arguments) -> Steps:
+    return _contributed(a, _segments(a, _product(a)))
+
+
+def sum_tiles_kernel(a: Arguments) -> Steps:
+    return _summed(a, a.tensor("output_ptr"))
 
 
 def matmul_all_reduce_kernel(a: Arguments) -> Steps:
@@ -318,6 +333,8 @@ MODELS: dict[str, Callable[[Arguments], Steps]] = {
         all_reduce_kernel,
         reduce_scatter_kernel,
         matmul_reduce_scatter_kernel,
+        matmul_reduce_scatter_roles_kernel,
+        sum_tiles_kernel,
         matmul_all_reduce_kernel,
         low_latency_all_gather_kernel,
         low_latency_broadcast_kernel,

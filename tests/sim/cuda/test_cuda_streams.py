@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
+from interlace.kernels.fused import matmul_reduce_scatter, matmul_reduce_scatter_roles
 from interlace.runtime.places.cuda import stream
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point
@@ -162,6 +163,36 @@ def test_streams_that_share_hardware_queues(
     assert all(run(grouped(gpu), world_size))
 
 
+def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
+    """Products and sums by kernels of their own."""
+
+    def on_rank() -> bool:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        x, weight = torch.full((42, 64), rank + 1.0), torch.eye(64, dtype=torch.bfloat16)
+        with interlace.configured(warp_roles=True):
+            inputs = [x.bfloat16() + number for number in range(rounds)]
+            how = {"algorithm": "fused", "async_op": True}
+            works = [interlace.matmul_reduce_scatter(each, weight, **how) for each in inputs]
+            seen = [read(gpu, work.wait()) for work in works]
+        torch.cuda.synchronize()
+        total = sum(range(1, world_size + 1))
+        return all(bool((y == total + call * world_size).all()) for call, y in enumerate(seen))
+
+    return on_rank
+
+
+@RUNS
+@pytest.mark.parametrize("connections", [1, 8, 32])
+def test_products_and_sums_in_two_kernels(
+    run: Any, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(connections, connections=connections))
+    assert all(run(in_two_kernels(gpu), 4))
+    products = matmul_reduce_scatter_roles.matmul_reduce_scatter_roles_kernel
+    for kernel in (products, matmul_reduce_scatter.sum_tiles_kernel):
+        assert gpu.launches.count(kernel.__name__) == 16
+
+
 @contextlib.contextmanager
 def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
     """All items of one rank before the next rank's first."""
@@ -178,14 +209,23 @@ def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
         self._meet(None, "the launch of an op")
 
 
-@pytest.mark.parametrize(("connections", "world_size"), [(1, 2), (8, 4), (32, 4)])
+@pytest.mark.parametrize(
+    ("ops", "connections", "world_size"),
+    [
+        (exercise, 1, 2),
+        (exercise, 8, 4),
+        (exercise, 32, 4),
+        (in_two_kernels, 1, 4),
+        (in_two_kernels, 8, 4),
+    ],
+)
 def test_ranks_that_do_not_launch_in_step_would_hang(
-    connections: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+    ops: Any, connections: int, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VirtualRankPlace, "launching", _rank_by_rank)
     gpu = install(monkeypatch, FakeGpu(0, connections=connections))
     with pytest.raises(DeviceHang):
-        virtual(exercise(gpu), world_size)
+        virtual(ops(gpu), world_size)
 
 
 @pytest.mark.parametrize("stream_words", [False, True])
